@@ -1,0 +1,334 @@
+"""The life of a group as a bounded state machine.
+
+                     finish(kept)                     take()
+    admit() ──► RUNNING ────────────► FINISHED ─────────────────► TRAINED
+                   │  finish(dropped)     │ take() finds it stale
+                   ├──────────────────────┴───────────────────► EVICTED (reason)
+                   └─ fail(reason) ───────────────────────────► FAILED  (reason)
+
+    admitted = running + finished + failed + trained + evicted, after every call.
+
+Places. A step consumes `groups_per_step` places, in the order of admission. A group holds its place from
+admission on; a group that fails or is dropped either keeps its place (the step is then smaller) or gives it
+back (a *refill*: another prompt is admitted instead).
+
+Staleness. A group admitted while every serving replica holds the version of step p holds one of the first
+(p + max_staleness_steps + 1) x groups_per_step places. In `admission` order it is therefore used at step
+p + max_staleness_steps at the latest, whatever the timing; `take` proves it again on the oldest token. In
+`arrival` order groups overtake, so `take` either evicts what is too old or waits for what is about to be.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rollbook.buffer.config import BufferConfig
+from rollbook.errors import DataError, RunError
+from rollbook.types import Group, Prompt
+
+
+class GroupState(enum.StrEnum):
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    TRAINED = "trained"
+    EVICTED = "evicted"
+
+
+class StarvedError(RunError):
+    """Too many groups failed, were flat or went stale while one step was collected."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One group under way. `admitted_step` is the step whose weights every serving replica held at admission."""
+
+    group_id: int
+    prompt: Prompt
+    admitted_step: int
+    admitted_at_s: float
+    state: GroupState = GroupState.RUNNING
+    group: Group | None = None
+    finish_idx: int = -1
+    drop_reason: str | None = None
+    """Set when the group is to leave with its step instead of being trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A group that left untrained, for the metrics: which, why, how stale and how long it was."""
+
+    group_id: int
+    reason: str
+    staleness_steps: int
+    num_response_tokens: int
+
+
+@dataclass(slots=True)
+class Taken:
+    """What one step trains on, and what left the buffer with it."""
+
+    groups: list[Group]
+    staleness_steps: list[int]
+    """One a group: the step minus the step whose weights sampled its oldest token."""
+    evictions: list[Eviction]
+    num_refills: int
+    prompts_done: list[Prompt]
+    """Prompts that will not be sampled again: trained, failed and evicted ones, for the prompt stream."""
+
+
+@dataclass(slots=True)
+class GroupBuffer:
+    """See the module's drawing. Not thread-safe: called from the event loop only."""
+
+    config: BufferConfig
+    groups_per_step: int
+    next_group_id: int = 0
+    step: int = 0
+    """The next step to take; steps before it have been trained."""
+    serving_step: int = 0
+    """Steps whose updates every serving replica holds; moved by `published`."""
+    counts: Counter[GroupState] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    num_admitted: int = 0
+    num_refills: int = 0
+    """Places given back since the last `take`."""
+    _entries: dict[int, Entry] = field(default_factory=dict)
+    """Groups that hold a place of a step not yet taken, in order of admission."""
+    _num_places_taken: int = 0
+    _num_finished: int = 0
+    _evictions: list[Eviction] = field(default_factory=list)
+    _prompts_done: list[Prompt] = field(default_factory=list)
+    _version_step: dict[int, int] = field(default_factory=lambda: {0: 0})
+
+    # ---- versions ----------------------------------------------------------------------------------------
+
+    def published(self, weight_version: int, step: int) -> None:
+        """Every serving replica now holds `weight_version`, which contains the updates of `step` steps."""
+        newest = max(self._version_step)
+        if weight_version < newest or step < self.serving_step:
+            raise DataError(
+                f"version {weight_version} of step {step} was published after version {newest} of step "
+                f"{self.serving_step}",
+                "publications move forward; look for two publishers",
+            )
+        self._version_step[weight_version] = step
+        self.serving_step = step
+
+    def staleness_steps(self, group: Group) -> int:
+        """Step at use minus the step of the oldest token. DataError for a version nobody published."""
+        version = group.oldest_version
+        newest = max(t.newest_version for t in group.scored)
+        for claimed in (version, newest):
+            if claimed not in self._version_step:
+                raise DataError(
+                    f"group {group.group_id} has tokens of weight version {claimed}; published are "
+                    f"{min(self._version_step)} to {max(self._version_step)}",
+                    "quarantine the replica that reported this version",
+                )
+        return self.step - self._version_step[version]
+
+    # ---- admission ---------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return self.counts[GroupState.RUNNING]
+
+    @property
+    def num_finished(self) -> int:
+        return self.counts[GroupState.FINISHED]
+
+    def capacity(self) -> int:
+        """Groups that may be admitted now."""
+        places = (self.serving_step + self.config.max_staleness_steps + 1) * self.groups_per_step
+        free = places - self._num_places_taken - len(self._entries)
+        if self.config.max_running_groups:
+            free = min(free, self.config.max_running_groups - self.num_running)
+        if self.is_starved:
+            free = 0
+        return max(free, 0)
+
+    @property
+    def is_starved(self) -> bool:
+        return self.num_refills > self.config.max_refills_per_step
+
+    def admit(self, prompt: Prompt, *, now_s: float) -> int:
+        """Give `prompt` a place and a group id. Call only with `capacity() > 0`."""
+        if self.capacity() <= 0:
+            raise DataError(
+                f"no place for prompt {prompt.prompt_id}: {len(self._entries)} groups hold places",
+                "ask capacity() before admit()",
+            )
+        group_id = self.next_group_id
+        self.next_group_id += 1
+        self.num_admitted += 1
+        self._entries[group_id] = Entry(group_id, prompt, self.serving_step, now_s)
+        self.counts[GroupState.RUNNING] += 1
+        self.check()
+        return group_id
+
+    # ---- the end of a rollout ----------------------------------------------------------------------------
+
+    def finish(self, group: Group, *, drop_reason: str | None = None, refill: bool = False) -> None:
+        """A group is complete and scored. With `drop_reason` it will not be trained (a flat group, say):
+        with `refill` it gives its place back now, without it leaves with its step, which is then smaller."""
+        entry = self._running(group.group_id)
+        if group.scored:
+            self.staleness_steps(group)  # refuse versions nobody published before the group counts as finished
+        entry.group = group
+        if drop_reason is not None and refill:
+            self._leave(entry, GroupState.EVICTED, drop_reason)
+            self._release(entry)
+        else:
+            entry.drop_reason = drop_reason
+            entry.finish_idx = self._num_finished
+            self._num_finished += 1
+            self._move(entry, GroupState.FINISHED)
+        self.check()
+
+    def fail(self, group_id: int, reason: str) -> None:
+        """No member of the group can be trained; the reason is counted, the reward stays unknown."""
+        entry = self._running(group_id)
+        self.failures[reason] += 1
+        self._prompts_done.append(entry.prompt)
+        if self.config.refill_failed:
+            self._move(entry, GroupState.FAILED)
+            self._release(entry)
+        else:
+            entry.drop_reason = reason
+            self._move(entry, GroupState.FAILED)
+        self.check()
+
+    # ---- use ---------------------------------------------------------------------------------------------
+
+    def is_ready(self) -> bool:
+        """Whether `take` would give a step its groups."""
+        chosen = self._choose()
+        return chosen is not None
+
+    def take(self) -> Taken:
+        """The groups of the next step; they count as trained from here on.
+
+        Raises:
+            StarvedError: refills ran out and the config says stop.
+            DataError: not ready, or a group is staler than the bound although admission forbids it.
+        """
+        chosen = self._choose()
+        if chosen is None:
+            raise DataError(f"step {self.step} is not ready", "ask is_ready() before take()")
+        if self.is_starved and self.config.on_starvation == "stop":
+            raise StarvedError(
+                f"step {self.step} replaced {self.num_refills} groups and has {len(chosen)} of {self.groups_per_step}",
+                "look at the failure and flat-group counts: the task is too easy, too hard, or its scorer fails; "
+                "or raise buffer.max_refills_per_step",
+            )
+        taken = Taken([], [], [], self.num_refills, [])
+        for entry in chosen:
+            del self._entries[entry.group_id]
+            self._num_places_taken += 1
+            if entry.state is GroupState.FAILED:
+                continue
+            assert entry.group is not None
+            if entry.drop_reason is not None:
+                self._leave(entry, GroupState.EVICTED, entry.drop_reason)
+                continue
+            staleness_steps = self.staleness_steps(entry.group)
+            if staleness_steps > self.config.max_staleness_steps:
+                raise DataError(
+                    f"group {entry.group_id} would be trained {staleness_steps} steps stale at step {self.step}; "
+                    f"buffer.max_staleness_steps is {self.config.max_staleness_steps}",
+                    "a replica sampled under an older version than it was serving at admission: quarantine it",
+                )
+            self._move(entry, GroupState.TRAINED)
+            self._prompts_done.append(entry.prompt)
+            taken.groups.append(entry.group)
+            taken.staleness_steps.append(staleness_steps)
+        if len(chosen) < self.groups_per_step:  # a starved step is smaller; its places are used up all the same
+            self._num_places_taken += self.groups_per_step - len(chosen)
+        taken.evictions, self._evictions = self._evictions, []
+        taken.prompts_done, self._prompts_done = self._prompts_done, []
+        self.step += 1
+        self.num_refills = 0
+        self._forget_old_versions()
+        self.check()
+        return taken
+
+    def _choose(self) -> list[Entry] | None:
+        """Entries of the next step, or None while they are not all there."""
+        if self.config.order == "arrival" and self.config.when_stale == "drop":
+            self._drop_stale()
+        entries = list(self._entries.values())
+        wanted = self.groups_per_step
+        if self.is_starved and len(entries) < wanted:
+            wanted = len(entries)
+        if self.config.order == "admission":
+            chosen = entries[:wanted]
+            is_complete = len(chosen) == wanted and all(e.state is not GroupState.RUNNING for e in chosen)
+            return chosen if is_complete else None
+        expiring = [e for e in entries if self._expires(e)]
+        if self.config.when_stale == "wait" and any(e.state is GroupState.RUNNING for e in expiring):
+            return None
+        done = [e for e in entries if e.state is not GroupState.RUNNING]
+        done.sort(key=lambda e: (not self._expires(e), e.finish_idx))
+        return done[:wanted] if len(done) >= wanted else None
+
+    def _expires(self, entry: Entry) -> bool:
+        """Whether the group may be used at this step and not at the next."""
+        return self.step + 1 - entry.admitted_step > self.config.max_staleness_steps
+
+    def _drop_stale(self) -> None:
+        for entry in list(self._entries.values()):
+            if entry.state is GroupState.FINISHED and entry.drop_reason is None:
+                assert entry.group is not None
+                if self.staleness_steps(entry.group) > self.config.max_staleness_steps:
+                    self._leave(entry, GroupState.EVICTED, "stale")
+                    self._release(entry)
+        self.check()
+
+    # ---- inside ------------------------------------------------------------------------------------------
+
+    def running(self) -> list[Entry]:
+        """Groups being generated, oldest first: what a deadline message names."""
+        return [e for e in self._entries.values() if e.state is GroupState.RUNNING]
+
+    def finished(self) -> list[Group]:
+        return [e.group for e in self._entries.values() if e.group is not None]
+
+    def _running(self, group_id: int) -> Entry:
+        entry = self._entries.get(group_id)
+        if entry is None or entry.state is not GroupState.RUNNING:
+            state = "unknown or gone" if entry is None else entry.state
+            raise DataError(f"group {group_id} ended twice: it is {state}", "each group ends exactly once")
+        return entry
+
+    def _move(self, entry: Entry, state: GroupState) -> None:
+        self.counts[entry.state] -= 1
+        entry.state = state
+        self.counts[state] += 1
+
+    def _leave(self, entry: Entry, state: GroupState, reason: str) -> None:
+        assert entry.group is not None
+        num_tokens = sum(t.num_response_tokens for t in entry.group.trajectories)
+        staleness = self.staleness_steps(entry.group) if entry.group.scored else 0
+        self._evictions.append(Eviction(entry.group_id, reason, staleness, num_tokens))
+        self._prompts_done.append(entry.prompt)
+        self._move(entry, state)
+
+    def _release(self, entry: Entry) -> None:
+        del self._entries[entry.group_id]
+        self.num_refills += 1
+
+    def _forget_old_versions(self) -> None:
+        """Versions no group under way can carry. Keeps the map bounded over a long run."""
+        oldest = min([e.admitted_step for e in self._entries.values()], default=self.serving_step)
+        kept = [v for v, step in self._version_step.items() if step >= oldest]
+        newest = max(self._version_step)
+        self._version_step = {v: s for v, s in self._version_step.items() if v in kept or v == newest}
+
+    def check(self) -> None:
+        """The invariant; cheap enough to run at every transition."""
+        total = sum(self.counts.values())
+        if total != self.num_admitted or min(self.counts.values(), default=0) < 0:
+            raise AssertionError(f"{self.num_admitted} groups admitted, but {dict(self.counts)} accounted for")

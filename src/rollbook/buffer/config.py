@@ -1,0 +1,35 @@
+"""How many groups may be under way, and how stale a trained token may be."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollbook.section import Section
+
+
+class BufferConfig(Section):
+    """The buffer between generation and training."""
+
+    max_staleness_steps: int = Field(default=0, ge=0)
+    """Steps the trainer may be ahead of the oldest token it trains on. 0 is on-policy (and all that `sync` can
+    do); 1 already brings most of the throughput of asynchrony."""
+    order: Literal["admission", "arrival"] = "admission"
+    """Which finished groups a step takes. `admission`: in the order of their prompts, so that the batch does not
+    depend on timing and long responses are not disfavoured. `arrival`: the first to finish."""
+    when_stale: Literal["drop", "wait"] = "wait"
+    """`arrival` order only: a group that would become too stale is evicted (`drop`), or the trainer waits for
+    it and takes it first (`wait`)."""
+    refill_failed: bool = True
+    """A group that failed is replaced by a new prompt, so that every step trains `groups_per_step` groups."""
+    max_refills_per_step: int = Field(default=64, ge=0)
+    """Groups that may be replaced (failed, flat, stale) while one step is collected. Beyond it the run is starved."""
+    on_starvation: Literal["stop", "train_partial"] = "stop"
+    """When refills run out: end the run with a finding, or train the groups there are."""
+    max_running_groups: int = Field(default=0, ge=0)
+    """Groups generated at once; 0: as many as staleness admits."""
+    group_deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds from admission after which a group's unfinished trajectories are failed as timeouts."""
+    step_deadline_s: float = Field(default=3600.0, gt=0)
+    """Seconds a step may wait for its groups; then the run stops and names the trajectories it waited for."""
