@@ -228,6 +228,9 @@ class TrainSequence:
     reward: float
     oldest_version: int
     is_truncated: bool = False
+    replica_id: int = 0
+    importance_weights: Floats | None = None
+    """[n] float32, capped exp(proximal - behavior) on action tokens; None weighs every token 1."""
     proximal_logprobs: Floats | None = None
     reference_logprobs: Floats | None = None
     teacher_logprobs: Floats | None = None
