@@ -1,0 +1,214 @@
+"""The buffer's laws under random interleavings: every group in one state, no token staler than the bound."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rollbook.buffer.buffer import GroupBuffer, GroupState, StarvedError
+from rollbook.buffer.config import BufferConfig
+from rollbook.errors import DataError
+from rollbook.types import FinishReason, Group, Prompt, Trajectory, Turn, VersionRun
+
+
+def prompt(prompt_idx: int) -> Prompt:
+    return Prompt(prompt_id=f"p{prompt_idx}", prompt_ids=np.array([1, 2], np.int32), source="test")
+
+
+def group(group_id: int, *, version: int, newest: int | None = None, num_tokens: int = 2) -> Group:
+    newest = version if newest is None else newest
+    runs = (VersionRun(version, num_tokens - 1), VersionRun(newest, 1))
+    turn = Turn(
+        response_ids=np.arange(num_tokens, dtype=np.int32),
+        behavior_logprobs=np.zeros(num_tokens, np.float32),
+        version_runs=runs,
+        finish_reason=FinishReason.STOP,
+    )
+    trajectory = Trajectory(group_id=group_id, member_idx=0, prompt=prompt(group_id), turns=(turn,), reward=1.0)
+    return Group(group_id=group_id, prompt=prompt(group_id), trajectories=(trajectory,))
+
+
+class BufferMachine(RuleBasedStateMachine):
+    """Random admissions, endings, takes and publications against a model that counts."""
+
+    @initialize(
+        staleness=st.integers(0, 3),
+        order=st.sampled_from(["admission", "arrival"]),
+        when_stale=st.sampled_from(["drop", "wait"]),
+        groups_per_step=st.integers(1, 3),
+        refill_failed=st.booleans(),
+    )
+    def start(
+        self, staleness: int, order: str, when_stale: str, groups_per_step: int, refill_failed: bool
+    ) -> None:
+        config = BufferConfig(
+            max_staleness_steps=staleness,
+            order=order,  # type: ignore[arg-type]
+            when_stale=when_stale,  # type: ignore[arg-type]
+            refill_failed=refill_failed,
+            max_refills_per_step=10**6,
+        )
+        self.buffer = GroupBuffer(config, groups_per_step)
+        self.admitted_under: dict[int, int] = {}
+        self.ended: set[int] = set()
+        self.trained: list[int] = []
+        self.version = 0
+
+    @precondition(lambda self: self.buffer.capacity() > 0)
+    @rule()
+    def admit(self) -> None:
+        group_id = self.buffer.admit(prompt(self.buffer.num_admitted), now_s=0.0)
+        self.admitted_under[group_id] = self.version
+
+    def some_running(self, data: st.DataObject) -> int | None:
+        running = [g for g in self.admitted_under if g not in self.ended]
+        return data.draw(st.sampled_from(running)) if running else None
+
+    @rule(data=st.data(), is_flat=st.booleans(), refill=st.booleans())
+    def finish(self, data: st.DataObject, is_flat: bool, refill: bool) -> None:
+        group_id = self.some_running(data)
+        if group_id is None:
+            return
+        first = data.draw(st.integers(self.admitted_under[group_id], self.version))
+        reason = "flat" if is_flat else None
+        finished = group(group_id, version=first, newest=self.version)
+        self.buffer.finish(finished, drop_reason=reason, refill=refill)
+        self.ended.add(group_id)
+
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        group_id = self.some_running(data)
+        if group_id is not None:
+            self.buffer.fail(group_id, "engine")
+            self.ended.add(group_id)
+
+    @precondition(lambda self: self.buffer.is_ready())
+    @rule(publish=st.booleans())
+    def take(self, publish: bool) -> None:
+        step = self.buffer.step
+        taken = self.buffer.take()
+        assert all(0 <= s <= self.buffer.config.max_staleness_steps for s in taken.staleness_steps)
+        ids = [g.group_id for g in taken.groups]
+        assert not set(ids) & set(self.trained)
+        if self.buffer.config.order == "admission":
+            assert ids == sorted(ids)
+        self.trained += ids
+        if publish or self.buffer.config.max_staleness_steps == 0:
+            self.version += 1
+            self.buffer.published(self.version, step + 1)
+
+    @precondition(lambda self: self.buffer.step > self.buffer.serving_step)
+    @rule()
+    def publish(self) -> None:
+        self.version += 1
+        self.buffer.published(self.version, self.buffer.step)
+
+    @invariant()
+    def every_group_is_in_one_state(self) -> None:
+        if hasattr(self, "buffer"):
+            self.buffer.check()
+            assert self.buffer.num_running == len(self.admitted_under) - len(self.ended)
+            assert self.buffer.counts[GroupState.TRAINED] == len(self.trained)
+
+
+BufferMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBufferMachine = BufferMachine.TestCase
+
+
+def make(groups_per_step: int = 2, **fields: object) -> GroupBuffer:
+    return GroupBuffer(BufferConfig(**fields), groups_per_step)  # type: ignore[arg-type]
+
+
+def test_on_policy_admits_nothing_while_a_step_trains() -> None:
+    buffer = make(groups_per_step=2)
+    for _ in range(2):
+        buffer.finish(group(buffer.admit(prompt(0), now_s=0.0), version=0))
+    buffer.take()
+    assert buffer.capacity() == 0
+    buffer.published(1, 1)
+    assert buffer.capacity() == 2
+
+
+def test_admission_order_takes_the_first_admitted_although_a_later_one_finished_first() -> None:
+    buffer = make(groups_per_step=1, max_staleness_steps=1)
+    first, second = (buffer.admit(prompt(i), now_s=0.0) for i in range(2))
+    buffer.finish(group(second, version=0))
+    assert not buffer.is_ready()
+    buffer.finish(group(first, version=0))
+    assert [g.group_id for g in buffer.take().groups] == [first]
+
+
+def test_arrival_order_waits_for_a_group_about_to_expire_and_takes_it_first() -> None:
+    buffer = make(groups_per_step=1, max_staleness_steps=1, order="arrival", when_stale="wait")
+    slow, quick = (buffer.admit(prompt(i), now_s=0.0) for i in range(2))
+    buffer.finish(group(quick, version=0))
+    assert [g.group_id for g in buffer.take().groups] == [quick]
+    buffer.published(1, 1)
+    third = buffer.admit(prompt(2), now_s=0.0)
+    buffer.finish(group(third, version=1))
+    assert not buffer.is_ready()  # `slow` may be used at step 1 and at no later one
+    buffer.finish(group(slow, version=0))
+    assert [g.group_id for g in buffer.take().groups] == [slow]
+
+
+def test_arrival_order_drops_what_is_too_old_and_says_how_long_it_was() -> None:
+    buffer = make(groups_per_step=1, max_staleness_steps=1, order="arrival", when_stale="drop")
+    slow, quick = (buffer.admit(prompt(i), now_s=0.0) for i in range(2))
+    for step, version in ((1, 0), (2, 1)):
+        buffer.finish(group(quick, version=version))
+        buffer.take()
+        buffer.published(step, step)
+        quick = buffer.admit(prompt(step + 1), now_s=0.0)
+    buffer.finish(group(slow, version=0, num_tokens=50))
+    buffer.finish(group(quick, version=2))
+    taken = buffer.take()
+    assert [(e.group_id, e.reason, e.staleness_steps, e.num_response_tokens) for e in taken.evictions] == [
+        (slow, "stale", 2, 50)
+    ]
+    assert [g.group_id for g in taken.groups] == [quick]
+
+
+def test_a_flat_group_is_replaced_or_leaves_with_its_step() -> None:
+    buffer = make(groups_per_step=2)
+    first, second = (buffer.admit(prompt(i), now_s=0.0) for i in range(2))
+    buffer.finish(group(first, version=0), drop_reason="flat", refill=True)
+    assert buffer.capacity() == 1
+    third = buffer.admit(prompt(2), now_s=0.0)
+    buffer.finish(group(second, version=0), drop_reason="flat")
+    buffer.finish(group(third, version=0))
+    taken = buffer.take()
+    assert [g.group_id for g in taken.groups] == [third]
+    assert [e.reason for e in taken.evictions] == ["flat", "flat"]
+
+
+def test_starvation_stops_with_the_counts_or_trains_what_there_is() -> None:
+    for on_starvation in ("stop", "train_partial"):
+        buffer = make(groups_per_step=2, max_refills_per_step=1, on_starvation=on_starvation)
+        buffer.finish(group(buffer.admit(prompt(9), now_s=0.0), version=0))
+        for i in range(2):
+            buffer.fail(buffer.admit(prompt(i), now_s=0.0), "reward")
+        assert buffer.is_ready()
+        if on_starvation == "stop":
+            with pytest.raises(StarvedError, match="replaced 2 groups and has 1 of 2"):
+                buffer.take()
+        else:
+            assert len(buffer.take().groups) == 1
+            assert buffer.failures == {"reward": 2}
+
+
+def test_a_version_nobody_published_is_refused_with_its_number() -> None:
+    buffer = make()
+    group_id = buffer.admit(prompt(0), now_s=0.0)
+    with pytest.raises(DataError, match="weight version 7"):
+        buffer.finish(group(group_id, version=0, newest=7))
+
+
+def test_a_group_ends_once() -> None:
+    buffer = make()
+    group_id = buffer.admit(prompt(0), now_s=0.0)
+    buffer.fail(group_id, "timeout")
+    with pytest.raises(DataError, match="ended twice"):
+        buffer.finish(group(group_id, version=0))
