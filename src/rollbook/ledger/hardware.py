@@ -1,0 +1,289 @@
+"""What a device and a cluster can do: published peaks, link rates, and what `rollbook calibrate` measured.
+
+Accelerator   one device, as published (`data/hardware.toml`) or as measured
+Cluster       accelerators of one kind in nodes, with the network between them
+MachineSpec   this machine as measured: ceilings, and fitted seconds of one model (see `fit.py`)
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rollbook.errors import ConfigError, PlanError, nearest_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """One device. Rates are dense, per second; links are per direction and device; bytes in powers of ten."""
+
+    name: str
+    vendor: str = "nvidia"
+    peak_flops_per_s: Mapping[str, float]
+    """By dtype: "bfloat16", "float8", "float4". A dtype the device lacks is absent."""
+    achieved_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Best large GEMM anyone measured, by dtype; empty where nobody did."""
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    scale_up_bytes_per_s: float
+    """NVLink, xGMI or, without one, the host link."""
+    scale_up_gpus: int = 8
+    """Devices that share the scale-up link: 8, or 72 in an NVL72 rack."""
+    gpus_per_node: int = 8
+    host_link_bytes_per_s: float
+    nic_bytes_per_s: float
+    sources: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    """What no source gave and was filled in, with the reason."""
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of `dtype`; a dtype without its own units runs at the rate of the next wider one."""
+        for candidate in (dtype, *_WIDER.get(dtype, ())):
+            if candidate in self.peak_flops_per_s:
+                return self.peak_flops_per_s[candidate]
+        raise PlanError(
+            f"{self.name} has no published rate for {dtype}",
+            f"use one of: {', '.join(sorted(self.peak_flops_per_s))}",
+        )
+
+
+_WIDER = {
+    "float4": ("float8", "bfloat16"),
+    "float8": ("bfloat16",),
+    "float16": ("bfloat16",),
+    "float32": ("bfloat16",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`num_gpus` equal accelerators in nodes of `gpus_per_node`."""
+
+    accelerator: Accelerator
+    num_gpus: int
+    gpus_per_node: int = 0
+    """0 takes the accelerator's usual node."""
+    nic_bytes_per_s: float = 0.0
+    """Network rate per GPU and direction; 0 takes the accelerator's usual one."""
+
+    def __post_init__(self) -> None:
+        if self.num_gpus < 1:
+            raise PlanError(f"num_gpus is {self.num_gpus}", "give at least one GPU")
+        if self.gpus_per_node < 0 or self.nic_bytes_per_s < 0:
+            raise PlanError(
+                "gpus_per_node or nic_bytes_per_s is negative", "leave it out to take the usual value"
+            )
+        object.__setattr__(self, "gpus_per_node", self.gpus_per_node or self.accelerator.gpus_per_node)
+        object.__setattr__(self, "nic_bytes_per_s", self.nic_bytes_per_s or self.accelerator.nic_bytes_per_s)
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_gpus // self.gpus_per_node)
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """bfloat16 FLOP/s of all devices together."""
+        return self.num_gpus * self.accelerator.peak("bfloat16")
+
+
+def load_accelerator(name_or_path: str) -> Accelerator:
+    """An accelerator by name or alias, or this machine from a `hardware.toml` of `rollbook calibrate`.
+
+    Raises:
+        ConfigError: unknown name (the nearest are named), unreadable file, or facts that nobody published.
+    """
+    if name_or_path.endswith(".toml"):
+        return MachineSpec.read(Path(name_or_path)).as_accelerator()
+    by_name = _published_accelerators()
+    entry = by_name.get(_key(name_or_path))
+    if entry is None:
+        names = {row["name"]: None for row in by_name.values()} | {
+            a: None for row in by_name.values() for a in row["aliases"]
+        }
+        raise ConfigError(f"GPU {name_or_path!r} is not in the table", nearest_name(name_or_path, names))
+    return _accelerator_from_row(entry)
+
+
+def accelerator_names() -> list[str]:
+    """Every accelerator of the table, by its main name."""
+    return sorted({row["name"] for row in _published_accelerators().values()})
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("nvidia", "").replace("-", "").replace(" ", "").replace("_", "")
+
+
+@functools.cache
+def _published_accelerators() -> dict[str, dict[str, Any]]:
+    text = (resources.files("rollbook.ledger") / "data" / "hardware.toml").read_text()
+    by_name: dict[str, dict[str, Any]] = {}
+    for row in tomllib.loads(text)["accelerator"]:
+        for name in (row["name"], *row["aliases"]):
+            by_name[_key(name)] = row
+    return by_name
+
+
+def _accelerator_from_row(row: Mapping[str, Any]) -> Accelerator:
+    missing = [key for key in ("hbm_gb", "hbm_tb_s") if key not in row]
+    if missing:
+        raise ConfigError(
+            f"{row['name']}: {' and '.join(missing)} is not known ({'; '.join(row.get('assumed', []))})",
+            "measure it with `rollbook calibrate` and pass the hardware.toml it writes",
+        )
+    dtypes = {"bfloat16": "bf16", "float8": "fp8", "float4": "fp4"}
+    return Accelerator(
+        name=row["name"],
+        vendor=row["vendor"],
+        peak_flops_per_s={d: row[f"{k}_tflops"] * 1e12 for d, k in dtypes.items() if f"{k}_tflops" in row},
+        achieved_flops_per_s={
+            d: row[f"{k}_achieved_tflops"] * 1e12 for d, k in dtypes.items() if f"{k}_achieved_tflops" in row
+        },
+        hbm_bytes=round(row["hbm_gb"] * 1e9),
+        hbm_bytes_per_s=row["hbm_tb_s"] * 1e12,
+        scale_up_bytes_per_s=row["scale_up_gb_s"] * 1e9,
+        scale_up_gpus=row["scale_up_gpus"],
+        gpus_per_node=row["gpus_per_node"],
+        host_link_bytes_per_s=row["host_link_gb_s"] * 1e9,
+        nic_bytes_per_s=row["nic_gb_s"] * 1e9,
+        sources=tuple(row["sources"]),
+        assumed=tuple(row.get("assumed", ())),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeFit:
+    """Seconds of one decode step of one model here: base + per row + per row and context token."""
+
+    base_s: float
+    """Paid by every step: weights, launches, sampling."""
+    per_row_s: float
+    per_row_token_s: float
+    """Times the sum of context lengths over the running rows."""
+    prefill_tokens_per_s: float
+    prefill_base_s: float = 0.0
+    """Paid by every prefill call."""
+    error_frac: float = 0.0
+    """Root mean square relative error of the fit on its own points."""
+
+    def step_s(self, num_rows: float, context_tokens: float) -> float:
+        """Seconds of a step with `num_rows` rows that hold `context_tokens` tokens together."""
+        return self.base_s + self.per_row_s * num_rows + self.per_row_token_s * context_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainFit:
+    """Seconds of training one model here."""
+
+    per_micro_batch_s: float
+    tokens_per_s: float
+    """Forward and backward, packed."""
+    forward_tokens_per_s: float
+    """Logprobs only (proximal, reference, values)."""
+    forward_per_micro_batch_s: float = 0.0
+    optimizer_s: float = 0.0
+    """One optimizer update of this model, clipping included."""
+    error_frac: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSpec:
+    """What `rollbook calibrate` measured: this machine's ceilings, and this model's coefficients on it."""
+
+    name: str
+    device: str
+    """"cpu", or the CUDA device's name."""
+    num_threads: int = 1
+    gemm_flops_per_s: Mapping[str, float]
+    """Large GEMM, by dtype."""
+    copy_bytes_per_s: float
+    """Device copy, counting bytes read and written."""
+    host_link_bytes_per_s: float = 0.0
+    """Pinned host to device; 0 where there is no such link."""
+    memory_bytes: int
+    launch_s: float = 0.0
+    """Seconds of an operator on one element."""
+    model: str = ""
+    """The model of `decode` and `train`; empty when only the machine was measured."""
+    dtype: str = "float32"
+    decode: DecodeFit | None = None
+    train: TrainFit | None = None
+    digest_bytes_per_s: float = 0.0
+    """Digest of live parameters, and the copy into them, per byte published."""
+    sync_base_s: float = 0.0
+    """Paid by every publication: open, commit, probe."""
+    reward_s: float = 0.0
+    """Scoring one trajectory."""
+    reward_base_s: float = 0.0
+
+    def as_accelerator(self) -> Accelerator:
+        """This machine as a device whose peaks are what was measured."""
+        return Accelerator(
+            name=self.name,
+            vendor="measured",
+            peak_flops_per_s=dict(self.gemm_flops_per_s),
+            achieved_flops_per_s=dict(self.gemm_flops_per_s),
+            hbm_bytes=self.memory_bytes,
+            hbm_bytes_per_s=self.copy_bytes_per_s,
+            scale_up_bytes_per_s=self.copy_bytes_per_s,
+            scale_up_gpus=1,
+            gpus_per_node=1,
+            host_link_bytes_per_s=self.host_link_bytes_per_s or self.copy_bytes_per_s,
+            nic_bytes_per_s=self.host_link_bytes_per_s or self.copy_bytes_per_s,
+            sources=("rollbook calibrate",),
+        )
+
+    def write(self, path: Path) -> None:
+        """Write `hardware.toml`; `read` gives back an equal spec."""
+        path.write_text(_to_toml(self))
+
+    @classmethod
+    def read(cls, path: Path) -> MachineSpec:
+        """Raises ConfigError when the file is missing, not TOML, or lacks a measured number."""
+        try:
+            tables = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {path}: {error.strerror}", "run `rollbook calibrate -o hardware.toml`"
+            ) from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not TOML: {error}", "run `rollbook calibrate` again") from error
+        try:
+            decode, train = tables.pop("decode", None), tables.pop("train", None)
+            return cls(
+                **tables.pop("machine"),
+                gemm_flops_per_s=tables.pop("gemm_flops_per_s"),
+                decode=DecodeFit(**decode) if decode else None,
+                train=TrainFit(**train) if train else None,
+            )
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} is not a hardware.toml of this version: {error}", "run `rollbook calibrate` again"
+            ) from error
+
+
+def _to_toml(machine: MachineSpec) -> str:
+    lines = ["# Measured by `rollbook calibrate`: rates per second, times in seconds.", "[machine]"]
+    tables: dict[str, Any] = {}
+    for name in machine.__slots__:
+        value = getattr(machine, name)
+        if name in ("decode", "train"):
+            tables[name] = value and {key: getattr(value, key) for key in value.__slots__}
+        elif name == "gemm_flops_per_s":
+            tables[name] = value
+        else:
+            lines.append(f"{name} = {_toml_value(value)}")
+    for name, table in tables.items():
+        if table:
+            lines += ["", f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: str | float) -> str:
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return repr(value)

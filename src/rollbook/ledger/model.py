@@ -1,0 +1,501 @@
+"""The shape of a model, and what follows from it: parameters, KV bytes, FLOPs per token.
+
+Shapes come from the registry (`data/models.toml`) or a Hugging Face `config.json`. Norms and small biases are
+counted; vision towers and multi-token-prediction layers are not.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rollbook.errors import ConfigError, nearest_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Architecture of a decoder-only language model. Zero means that the model has no such part."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    """Width of a head of Q and K."""
+    intermediate_size: int = 0
+    """Width of a dense layer's feed-forward."""
+    mlp_matrices: int = 3
+    """3 for gated feed-forwards (gate, up, down), 2 for plain ones."""
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    has_attention_gate: bool = False
+    """Q carries a gate of its own width (Qwen3-Next, Qwen3.5)."""
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    shared_intermediate_size: int = 0
+    """Width of all shared experts together."""
+    num_dense_layers: int = 0
+    """Layers of a mixture-of-experts model whose feed-forward is dense."""
+    expert_input_size: int = 0
+    """Width that the experts read and write where it is not `hidden_size` (latent experts)."""
+    kv_lora_rank: int = 0
+    """Latent attention (MLA): width of the compressed KV."""
+    q_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    sliding_window: int = 0
+    num_sliding_layers: int = 0
+    num_linear_layers: int = 0
+    """Layers with a recurrent state (gated DeltaNet, Mamba-2) in place of attention."""
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_head_dim: int = 0
+    linear_state_dim: int = 0
+    """Second side of a head's state; 0: as `linear_head_dim`."""
+    linear_conv_kernel: int = 0
+    num_attention_layers: int = 0
+    """Layers with softmax attention; 0: all that are not linear."""
+    num_mlp_layers: int = 0
+    """Layers with a feed-forward; 0: all."""
+    max_context_tokens: int = 0
+    """Longest context the model was released for; 0 when unknown."""
+    published_params: int = 0
+    """Total as its card or paper gives it; 0 when no exact figure was published."""
+    published_active_params: int = 0
+    quantized: str = ""
+    """Storage of the released weights when not bfloat16, such as "mxfp4 experts"."""
+    assumed: tuple[str, ...] = ()
+    """What the reader of an unknown architecture had to assume."""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "vocab_size", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"model {self.name}: {name} is {getattr(self, name)}", "correct the model's shape"
+                )
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, int) and value < 0:
+                raise ConfigError(f"model {self.name}: {f.name} is {value}", "correct the model's shape")
+        object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_heads)
+        object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
+        object.__setattr__(self, "linear_state_dim", self.linear_state_dim or self.linear_head_dim)
+        attention = self.num_attention_layers or self.num_layers - self.num_linear_layers
+        object.__setattr__(self, "num_attention_layers", attention)
+        object.__setattr__(self, "num_mlp_layers", self.num_mlp_layers or self.num_layers)
+
+    @property
+    def kind(self) -> str:
+        """ "dense" or "moe"."""
+        return "moe" if self.num_experts else "dense"
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_mlp_layers - self.num_dense_layers if self.num_experts else 0
+
+    @property
+    def embedding_params(self) -> int:
+        """Input embedding."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def head_params(self) -> int:
+        """Output matrix, also when its storage is the embedding's."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def attention_params_per_layer(self) -> int:
+        """Projections (and their biases and norms) of one softmax-attention layer."""
+        if self.kv_lora_rank:
+            return self._mla_params()
+        q = self.num_heads * self.head_dim
+        kv = self.num_kv_heads * self.head_dim
+        params = (
+            self.hidden_size * (q * (2 if self.has_attention_gate else 1) + 2 * kv) + q * self.hidden_size
+        )
+        if self.qkv_bias:
+            params += q + 2 * kv
+        if self.qk_norm:
+            params += 2 * self.head_dim
+        return params
+
+    def _mla_params(self) -> int:
+        """Source: DeepSeek-V2, arXiv:2405.04434: compressed Q and KV, shared rope key, up-projections."""
+        qk = self.qk_nope_head_dim + self.qk_rope_head_dim
+        heads, hidden, rank = self.num_heads, self.hidden_size, self.kv_lora_rank
+        if self.q_lora_rank:
+            q = hidden * self.q_lora_rank + self.q_lora_rank + self.q_lora_rank * heads * qk
+        else:
+            q = hidden * heads * qk
+        kv = (
+            hidden * (rank + self.qk_rope_head_dim)
+            + rank
+            + rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        )
+        return q + kv + heads * self.v_head_dim * hidden
+
+    @property
+    def linear_params_per_layer(self) -> int:
+        """A gated DeltaNet layer: Q, K, V, gate, beta, decay, convolution, output."""
+        if not self.num_linear_layers:
+            return 0
+        keys = self.linear_key_heads * self.linear_state_dim
+        values = self.linear_value_heads * self.linear_head_dim
+        projections = (
+            self.hidden_size * (2 * keys + 2 * values + 2 * self.linear_value_heads)
+            + values * self.hidden_size
+        )
+        return (
+            projections
+            + (2 * keys + values) * self.linear_conv_kernel
+            + 2 * self.linear_value_heads
+            + self.linear_head_dim
+        )
+
+    @property
+    def expert_params(self) -> int:
+        """One routed expert."""
+        return self.mlp_matrices * (self.expert_input_size or self.hidden_size) * self.moe_intermediate_size
+
+    @property
+    def routed_params(self) -> int:
+        """All routed experts of all layers."""
+        return self.num_moe_layers * self.num_experts * self.expert_params
+
+    @property
+    def body_params(self) -> int:
+        """Everything but embedding, output matrix and routed experts."""
+        mixers = self.num_attention_layers * self.attention_params_per_layer
+        mixers += self.num_linear_layers * self.linear_params_per_layer
+        dense_layers = self.num_mlp_layers - self.num_moe_layers
+        mlps = dense_layers * self.mlp_matrices * self.hidden_size * self.intermediate_size
+        shared = self.mlp_matrices * self.hidden_size * self.shared_intermediate_size
+        latent = 2 * self.hidden_size * self.expert_input_size
+        mlps += self.num_moe_layers * (shared + latent + self.hidden_size * self.num_experts)
+        num_norms = self.num_attention_layers + self.num_linear_layers + self.num_mlp_layers + 1
+        return mixers + mlps + num_norms * self.hidden_size
+
+    @property
+    def computed_params(self) -> int:
+        """Total from the shapes."""
+        ends = self.embedding_params + (0 if self.tie_embeddings else self.head_params)
+        return self.body_params + self.routed_params + ends
+
+    @property
+    def computed_active_params(self) -> int:
+        """What one token passes through, embedding and output matrix included."""
+        if not self.num_experts:
+            return self.computed_params
+        return self.computed_params - self.routed_params + self.active_routed_params
+
+    @property
+    def active_routed_params(self) -> int:
+        return self.num_moe_layers * self.experts_per_token * self.expert_params
+
+    @property
+    def params(self) -> int:
+        """Total: the published figure, or what the shapes give."""
+        return self.published_params or self.computed_params
+
+    @property
+    def active_params(self) -> int:
+        """Parameters behind one token: the published figure, or what the shapes give."""
+        if not self.num_experts:
+            return self.params
+        return self.published_active_params or self.computed_active_params
+
+    @property
+    def matmul_params(self) -> int:
+        """Parameters one token is multiplied by: active ones and the output matrix, not the embedding."""
+        return self.body_params + self.active_routed_params + self.head_params
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers kept per token and attention layer."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.qk_rope_head_dim
+        return self.num_kv_heads * (self.head_dim + self.v_head_dim)
+
+    def kv_bytes_per_token(self, dtype_bytes: float = 2) -> int:
+        """Bytes one more token of context adds, sliding windows not yet full; linear layers add none."""
+        return round(self.num_attention_layers * self.kv_width * dtype_bytes)
+
+    def kv_bytes(self, context_tokens: float, dtype_bytes: float = 2) -> float:
+        """Bytes of one sequence of `context_tokens`: windows cap their layers, linear layers add their state.
+
+        The recurrent state is float32, linear_value_heads x linear_head_dim x linear_state_dim a layer.
+        """
+        windowed = self.num_sliding_layers if self.sliding_window else 0
+        per_layer = self.kv_width * dtype_bytes
+        full = (self.num_attention_layers - windowed) * context_tokens
+        capped = windowed * min(context_tokens, self.sliding_window)
+        return per_layer * (full + capped) + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """float32 recurrent state of one sequence, all linear layers."""
+        return (
+            4
+            * self.num_linear_layers
+            * self.linear_value_heads
+            * self.linear_head_dim
+            * self.linear_state_dim
+        )
+
+    def attention_flops_per_pair(self) -> int:
+        """FLOPs of one query against one key in one layer: the score and the weighted value."""
+        if self.kv_lora_rank:
+            return 2 * self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
+        return 2 * self.num_heads * (self.head_dim + self.v_head_dim)
+
+    def as_json(self) -> dict[str, object]:
+        """For `plan --json`: the shape, and what follows from it."""
+        shape = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if getattr(self, f.name) not in (0, "", (), False)
+        }
+        return {
+            **shape,
+            "assumed": list(self.assumed),
+            "kind": self.kind,
+            "params": self.params,
+            "active_params": self.active_params,
+            "embedding_params": self.embedding_params,
+            "kv_bytes_per_token": self.kv_bytes_per_token(),
+        }
+
+    @classmethod
+    def from_hf_config(cls, config: str | Path | Mapping[str, Any], name: str = "") -> ModelSpec:
+        """Read a Hugging Face `config.json` (a folder, a file, or its dictionary).
+
+        An architecture that is not known is read as a decoder of the Llama family as far as its keys go; what
+        that assumed stands in `assumed`.
+
+        Raises:
+            ConfigError: unreadable, not a JSON object, or without the sizes that nothing can replace.
+        """
+        if isinstance(config, Mapping):
+            return _spec_from_hf(
+                config, name or str(config.get("_name_or_path") or config.get("model_type", "model"))
+            )
+        path = Path(config)
+        if path.is_dir():
+            path = path / "config.json"
+        try:
+            values = json.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {path}: {error.strerror}",
+                "give a model of the registry, or a folder with config.json",
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}", "give the model's config.json") from error
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{path} holds {type(values).__name__}, not an object", "give the model's config.json"
+            )
+        return _spec_from_hf(values, name or path.resolve().parent.name)
+
+
+def load_model(name_or_path: str) -> ModelSpec:
+    """A model by registry name or alias, or from a Hugging Face folder or `config.json`.
+
+    Organisations and endings such as `-Instruct` or `-Base` are ignored: they do not change the shape.
+
+    Raises:
+        ConfigError: neither a known name (the nearest are named) nor a readable config.
+    """
+    spec = _registry().get(_key(name_or_path))
+    if spec is not None:
+        return spec
+    path = Path(name_or_path)
+    if path.exists() or path.suffix == ".json":
+        return ModelSpec.from_hf_config(path)
+    raise ConfigError(
+        f"model {name_or_path!r} is not in the registry",
+        nearest_name(name_or_path, model_names(with_aliases=True)) + " (or give a config.json)",
+    )
+
+
+def model_names(*, with_aliases: bool = False) -> list[str]:
+    """Names of the registry."""
+    rows = _registry_rows()
+    names = {row["name"] for row in rows}
+    if with_aliases:
+        names |= {alias for row in rows for alias in row.get("aliases", ())}
+    return sorted(names)
+
+
+_ENDINGS = re.compile(
+    r"-(instruct|base|chat|it|hf|thinking|bf16|fp8|instruct-\d+|thinking-\d+|v0\.\d|\d{4})$"
+)
+
+
+def _key(name: str) -> str:
+    key = name.strip().lower().rstrip("/").rsplit("/", 1)[-1].replace("_", "-").replace(" ", "-")
+    while (shorter := _ENDINGS.sub("", key)) != key:
+        key = shorter
+    return key.removeprefix("meta-")
+
+
+@functools.cache
+def _registry_rows() -> list[dict[str, Any]]:
+    text = (resources.files("rollbook.ledger") / "data" / "models.toml").read_text()
+    rows: list[dict[str, Any]] = tomllib.loads(text)["model"]
+    return rows
+
+
+@functools.cache
+def _registry() -> dict[str, ModelSpec]:
+    known: dict[str, ModelSpec] = {}
+    for row in _registry_rows():
+        shape = {
+            k: v
+            for k, v in row.items()
+            if k not in ("aliases", "notes", "published_params_b", "published_active_params_b")
+        }
+        spec = ModelSpec(
+            **shape,
+            published_params=round(row.get("published_params_b", 0) * 1e9),
+            published_active_params=round(row.get("published_active_params_b", 0) * 1e9),
+        )
+        for name in (row["name"], *row.get("aliases", ())):
+            known[_key(name)] = spec if name == row["name"] else replace(spec, name=name)
+    return known
+
+
+_KNOWN_TYPES = {
+    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text",
+    "qwen3_5_moe", "qwen3_5_moe_text", "mistral", "mixtral", "gemma2", "gemma3", "gemma3_text", "deepseek_v2", "deepseek_v3",
+    "kimi_k2", "glm4_moe", "gpt_oss", "smollm3", "olmo2", "phi3", "granite",
+}  # fmt: skip
+_BIASED_TYPES = {"qwen2", "qwen2_moe", "gpt_oss"}
+_QK_NORM_TYPES = {
+    "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
+    "gemma3", "gemma3_text",
+}  # fmt: skip
+_GATED_TYPES = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+_TIED_TYPES = {"gemma2", "gemma3", "gemma3_text"}
+
+
+def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        config = {**{k: v for k, v in config.items() if k not in text}, **text}
+    model_type = str(config.get("model_type", ""))
+    assumed: list[str] = []
+    if model_type not in _KNOWN_TYPES:
+        assumed.append(
+            f"architecture {model_type or 'without model_type'!r} is not known: read as a Llama-style decoder "
+            f"with gated feed-forwards"
+        )
+    absent = [
+        k
+        for k in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        if not config.get(k)
+    ]
+    if absent:
+        raise ConfigError(
+            f"{name}: config.json has no {', '.join(absent)}",
+            "give a decoder-only language model's config.json",
+        )
+
+    def count(*keys: str) -> int:
+        value = next((config[k] for k in keys if config.get(k) is not None), 0)
+        return sum(value) if isinstance(value, list) else int(value)
+
+    num_layers = count("num_hidden_layers")
+    num_experts = count("num_experts", "n_routed_experts", "num_local_experts")
+    moe_width = count("moe_intermediate_size", "intermediate_size") if num_experts else 0
+    layer_types = [str(t) for t in config.get("layer_types") or ()]
+    if "num_key_value_heads" not in config and not config.get("kv_lora_rank"):
+        assumed.append("num_key_value_heads is absent: as many as attention heads")
+    if not config.get("intermediate_size") and not num_experts:
+        assumed.append("intermediate_size is absent: 4 x hidden_size")
+    num_linear = _num_linear_layers(config, model_type, layer_types, num_layers)
+    num_sliding = _num_sliding_layers(config, model_type, layer_types, num_layers)
+    tied_by_default = model_type in _TIED_TYPES
+    return ModelSpec(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=count("hidden_size"),
+        vocab_size=count("vocab_size"),
+        num_heads=count("num_attention_heads"),
+        num_kv_heads=count("num_key_value_heads"),
+        head_dim=count("head_dim") or count("qk_nope_head_dim") + count("qk_rope_head_dim"),
+        intermediate_size=count("intermediate_size") or 4 * count("hidden_size"),
+        tie_embeddings=bool(config.get("tie_word_embeddings", tied_by_default)),
+        qkv_bias=bool(config.get("attention_bias", model_type in _BIASED_TYPES)),
+        qk_norm=model_type in _QK_NORM_TYPES or bool(config.get("use_qk_norm")),
+        has_attention_gate=model_type in _GATED_TYPES,
+        num_experts=num_experts,
+        experts_per_token=count("num_experts_per_tok", "moe_topk") if num_experts else 0,
+        moe_intermediate_size=moe_width,
+        shared_intermediate_size=(
+            count("shared_expert_intermediate_size")
+            or count("n_shared_experts", "num_shared_experts") * moe_width
+        ),
+        num_dense_layers=_num_dense_layers(config, num_layers) if num_experts else 0,
+        kv_lora_rank=count("kv_lora_rank"),
+        q_lora_rank=count("q_lora_rank"),
+        qk_nope_head_dim=count("qk_nope_head_dim"),
+        qk_rope_head_dim=count("qk_rope_head_dim") if config.get("kv_lora_rank") else 0,
+        v_head_dim=count("v_head_dim"),
+        sliding_window=count("sliding_window") if num_sliding else 0,
+        num_sliding_layers=num_sliding,
+        num_linear_layers=num_linear,
+        linear_key_heads=count("linear_num_key_heads") if num_linear else 0,
+        linear_value_heads=count("linear_num_value_heads") if num_linear else 0,
+        linear_head_dim=count("linear_value_head_dim") if num_linear else 0,
+        linear_state_dim=count("linear_key_head_dim") if num_linear else 0,
+        linear_conv_kernel=count("linear_conv_kernel_dim") if num_linear else 0,
+        max_context_tokens=count("max_position_embeddings"),
+        assumed=tuple(assumed),
+        source="config.json",
+    )
+
+
+def _num_linear_layers(
+    config: Mapping[str, Any], model_type: str, layer_types: Iterable[str], num_layers: int
+) -> int:
+    listed = sum("linear" in t for t in layer_types)
+    if listed or model_type not in _GATED_TYPES:
+        return listed
+    interval = int(config.get("full_attention_interval") or 4)
+    return num_layers - num_layers // interval
+
+
+def _num_sliding_layers(
+    config: Mapping[str, Any], model_type: str, layer_types: list[str], num_layers: int
+) -> int:
+    if not config.get("sliding_window"):
+        return 0
+    if layer_types:
+        return sum("sliding" in t for t in layer_types)
+    if "use_sliding_window" in config and not config["use_sliding_window"]:
+        return 0
+    if model_type.startswith("gemma3"):
+        return num_layers - num_layers // int(config.get("sliding_window_pattern") or 6)
+    return num_layers // 2 if model_type in ("gemma2", "gpt_oss") else num_layers
+
+
+def _num_dense_layers(config: Mapping[str, Any], num_layers: int) -> int:
+    dense = int(config.get("first_k_dense_replace") or 0)
+    if not dense and (step := int(config.get("decoder_sparse_step") or 1)) > 1:
+        return num_layers - num_layers // step
+    return max(dense, len(config.get("mlp_only_layers") or ()))

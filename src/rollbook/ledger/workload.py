@@ -1,0 +1,139 @@
+"""What one training step has to do, apart from model and machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rollbook.errors import PlanError
+from rollbook.ledger.lengths import DEFAULT_SIGMA, LengthDistribution
+
+Algorithm = Literal["grpo", "ppo"]
+RewardKind = Literal["rule", "model", "generative", "sandbox"]
+Mode = Literal["sync", "colocate_async", "separate_sync", "separate_async"]
+MODES: tuple[Mode, ...] = ("sync", "colocate_async", "separate_sync", "separate_async")
+"""`sync` is colocated and synchronous; the two `separate_` modes give each side its own devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentWork:
+    """Turns and environment of an agent's trajectory."""
+
+    num_turns: float = 1.0
+    """Mean turns of a trajectory."""
+    observation_tokens: float = 0.0
+    """Mean tokens that the environment adds after a turn."""
+    env_s: float = 0.0
+    """Mean seconds of one environment call."""
+    env_p50_s: float = 0.0
+    env_p99_s: float = 0.0
+    """0 for either: taken from the mean."""
+    keeps_prefix: bool = True
+    """The engine still holds the KV of the earlier turns when the next one starts."""
+    cpu_cores_per_sandbox: float = 1.0
+    sandbox_start_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One step: `num_prompts` groups of `group_size` trajectories. Lengths in tokens."""
+
+    num_prompts: int
+    group_size: int
+    prompt_tokens: float
+    """Mean."""
+    response_tokens: float
+    """Mean, all turns together."""
+    max_response_tokens: int
+    length_sigma: float = DEFAULT_SIGMA
+    """Standard deviation of ln(response length) before clipping."""
+    length_samples: tuple[float, ...] = ()
+    """Observed response lengths; replaces mean and sigma."""
+    algorithm: Algorithm = "grpo"
+    reward: RewardKind = "rule"
+    uses_reference: bool = True
+    uses_proximal: bool = True
+    """False where the engine's own logprobs anchor the step."""
+    num_mini_batches: int = 1
+    num_epochs: int = 1
+    reward_response_tokens: float = 0.0
+    """Tokens a generative reward model writes per trajectory."""
+    agent: AgentWork = field(default_factory=AgentWork)
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "group_size", "max_response_tokens", "num_mini_batches", "num_epochs"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}", f"give {name} of at least 1")
+        for name in ("prompt_tokens", "response_tokens"):
+            if getattr(self, name) <= 0:
+                raise PlanError(f"{name} is {getattr(self, name)}", f"give {name} above 0")
+        if self.response_tokens > self.max_response_tokens:
+            raise PlanError(
+                f"mean response of {self.response_tokens:g} tokens, limit {self.max_response_tokens}",
+                "raise max_response_tokens or lower response_tokens",
+            )
+        if self.algorithm not in ("grpo", "ppo"):
+            raise PlanError(f"algorithm is {self.algorithm!r}", "choose grpo or ppo")
+        if self.reward not in ("rule", "model", "generative", "sandbox"):
+            raise PlanError(f"reward is {self.reward!r}", "choose rule, model, generative or sandbox")
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_prompts * self.group_size
+
+    @property
+    def sequence_tokens(self) -> float:
+        """Mean tokens of prompt, responses and observations."""
+        return self.prompt_tokens + self.response_tokens + self.observation_tokens
+
+    @property
+    def observation_tokens(self) -> float:
+        """Mean tokens of a trajectory that the environment added; the last turn has no observation."""
+        return max(self.agent.num_turns - 1, 0.0) * self.agent.observation_tokens
+
+    @property
+    def trained_tokens(self) -> float:
+        """Tokens that each forward or training pass of the step sees."""
+        return self.num_sequences * self.sequence_tokens
+
+    @property
+    def response_tokens_total(self) -> float:
+        return self.num_sequences * self.response_tokens
+
+    def lengths(self) -> LengthDistribution:
+        """Response lengths."""
+        if self.length_samples:
+            return LengthDistribution.from_samples(self.length_samples, self.max_response_tokens)
+        return LengthDistribution(self.max_response_tokens, self.response_tokens, self.length_sigma)
+
+    def warnings(self, max_context_tokens: int = 0) -> list[str]:
+        """What a person should know before running this."""
+        notes = []
+        if self.group_size == 1 and self.algorithm == "grpo":
+            notes.append("group_size is 1: a group's advantage is always zero, nothing would be learned")
+        longest = self.prompt_tokens + self.max_response_tokens + self.observation_tokens
+        if max_context_tokens and longest > max_context_tokens:
+            room = max_context_tokens - round(self.prompt_tokens + self.observation_tokens)
+            notes.append(
+                f"prompt and longest response come to {longest:.0f} tokens, beyond the model's context of "
+                f"{max_context_tokens}: lower max_response_tokens to {room}"
+            )
+        return notes
+
+    def as_json(self) -> dict[str, object]:
+        """For `plan --json`."""
+        agent = self.agent
+        return {
+            "num_prompts": self.num_prompts,
+            "group_size": self.group_size,
+            "num_sequences": self.num_sequences,
+            "prompt_tokens": self.prompt_tokens,
+            "response_tokens": self.response_tokens,
+            "max_response_tokens": self.max_response_tokens,
+            "length_sigma": self.length_sigma,
+            "algorithm": self.algorithm,
+            "reward": self.reward,
+            "num_mini_batches": self.num_mini_batches,
+            "num_epochs": self.num_epochs,
+            "agent": {name: getattr(agent, name) for name in agent.__slots__},
+        }
