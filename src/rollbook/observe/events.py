@@ -1,0 +1,106 @@
+"""The kinds of line in events.jsonl and the fields that readers (page, trace, diagnosis) look for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EventKind:
+    """One kind of event; other fields may stand beside the named ones."""
+
+    fields: tuple[str, ...]
+    meaning: str
+
+
+EVENT_KINDS: dict[str, EventKind] = {
+    "run_started": EventKind((), "A new run took the directory."),
+    "run_resumed": EventKind((), "A later process took the directory up again."),
+    "run_ended": EventKind(("unwritten_metrics",), "The process left the directory in order."),
+    "span_open": EventKind(
+        ("name", "span_id", "expected_s"), "A step or stage began: a hung run shows what it was in."
+    ),
+    "span": EventKind(
+        (
+            "name",
+            "span_id",
+            "parent_id",
+            "track",
+            "duration_s",
+            "expected_s",
+            "bytes",
+            "expected_bytes",
+            "tokens",
+            "error",
+            "attrs",
+        ),
+        "A span ended; `at_s` and `mono_s` are its start.",
+    ),
+    "step_failed": EventKind(
+        ("error", "metrics"), "A step ended in an error; its readings stand here and nowhere else."
+    ),
+    "publication": EventKind(
+        (
+            "weight_version",
+            "base_version",
+            "transport",
+            "num_bytes",
+            "num_tensors",
+            "duration_s",
+            "changed_frac",
+            "ok",
+            "error",
+        ),
+        "A weight publication committed or failed.",
+    ),
+    "commit": EventKind(
+        ("replica_id", "weight_version", "num_bytes", "write_s", "digest_s"),
+        "One replica proved and serves a version.",
+    ),
+    "engine_state": EventKind(
+        ("replica_id", "state", "weight_version", "reason"),
+        "A replica became `serving`, `paused`, `asleep`, `quarantined` or `dead`.",
+    ),
+    "engine_stats": EventKind(
+        (
+            "replica_id",
+            "weight_version",
+            "num_running",
+            "num_waiting",
+            "num_slots",
+            "kv_used_tokens",
+            "kv_pool_tokens",
+            "decode_tokens",
+            "num_preemptions",
+        ),
+        "A reading of a replica's counters.",
+    ),
+    "memory": EventKind(
+        ("point", "device", "allocated_bytes", "reserved_bytes", "free_bytes", "owners"),
+        "Device memory at one point of a hand-over; `owners` maps owner to bytes.",
+    ),
+    "eviction": EventKind(
+        ("group_id", "reason", "staleness_steps", "num_response_tokens", "weight_version"),
+        "A group left the buffer untrained.",
+    ),
+    "failure": EventKind(
+        ("group_id", "member_idx", "source", "failure", "message", "replica_id"),
+        "A trajectory has no reward; `failure` is its kind.",
+    ),
+    "fault": EventKind(
+        ("fault", "target", "attrs"), "A drill injected a fault, or a supervisor saw a part die."
+    ),
+    "finding": EventKind(
+        ("rule", "summary", "remedy", "severity", "evidence", "cost_s"), "A diagnosis made during the run."
+    ),
+    "checkpoint": EventKind(("path", "num_bytes", "duration_s"), "The RL state is on disk, whole."),
+    "nonfinite": EventKind(
+        ("metrics",), "Metrics of the step that were NaN or infinite (null in metrics.jsonl)."
+    ),
+    "sink_failed": EventKind(
+        ("sink", "error", "left_out"), "A tracker failed; after three failures in a row it is left out."
+    ),
+    "repair": EventKind(
+        ("file", "fragment"), "A line cut short by a killed process was removed; this is what it held."
+    ),
+}
