@@ -95,6 +95,8 @@ class GroupBuffer:
     num_admitted: int = 0
     num_refills: int = 0
     """Places given back since the last `take`."""
+    is_last_step: bool = False
+    """The prompts ran out: the groups there are form the last, smaller step."""
     _entries: dict[int, Entry] = field(default_factory=dict)
     """Groups that hold a place of a step not yet taken, in order of admission."""
     _num_places_taken: int = 0
@@ -176,7 +178,9 @@ class GroupBuffer:
         with `refill` it gives its place back now, without it leaves with its step, which is then smaller."""
         entry = self._running(group.group_id)
         if group.scored:
-            self.staleness_steps(group)  # refuse versions nobody published before the group counts as finished
+            self.staleness_steps(
+                group
+            )  # refuse versions nobody published before the group counts as finished
         entry.group = group
         if drop_reason is not None and refill:
             self._leave(entry, GroupState.EVICTED, drop_reason)
@@ -205,8 +209,7 @@ class GroupBuffer:
 
     def is_ready(self) -> bool:
         """Whether `take` would give a step its groups."""
-        chosen = self._choose()
-        return chosen is not None
+        return self._choose() is not None
 
     def take(self) -> Taken:
         """The groups of the next step; they count as trained from here on.
@@ -245,7 +248,9 @@ class GroupBuffer:
             self._prompts_done.append(entry.prompt)
             taken.groups.append(entry.group)
             taken.staleness_steps.append(staleness_steps)
-        if len(chosen) < self.groups_per_step:  # a starved step is smaller; its places are used up all the same
+        if (
+            len(chosen) < self.groups_per_step
+        ):  # a starved step is smaller; its places are used up all the same
             self._num_places_taken += self.groups_per_step - len(chosen)
         taken.evictions, self._evictions = self._evictions, []
         taken.prompts_done, self._prompts_done = self._prompts_done, []
@@ -261,8 +266,8 @@ class GroupBuffer:
             self._drop_stale()
         entries = list(self._entries.values())
         wanted = self.groups_per_step
-        if self.is_starved and len(entries) < wanted:
-            wanted = len(entries)
+        if self.is_starved or self.is_last_step:
+            wanted = min(wanted, len(entries))
         if self.config.order == "admission":
             chosen = entries[:wanted]
             is_complete = len(chosen) == wanted and all(e.state is not GroupState.RUNNING for e in chosen)
@@ -331,4 +336,6 @@ class GroupBuffer:
         """The invariant; cheap enough to run at every transition."""
         total = sum(self.counts.values())
         if total != self.num_admitted or min(self.counts.values(), default=0) < 0:
-            raise AssertionError(f"{self.num_admitted} groups admitted, but {dict(self.counts)} accounted for")
+            raise AssertionError(
+                f"{self.num_admitted} groups admitted, but {dict(self.counts)} accounted for"
+            )

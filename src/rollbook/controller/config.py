@@ -1,0 +1,69 @@
+"""The run itself: its name, its length, its schedule, its evaluation and its warm-up."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollbook.section import Section
+
+
+class RunSection(Section):
+    """What the run is called, how long it is, and which schedule it follows."""
+
+    name: str = "run"
+    """Names the run directory, `dir`/`name`."""
+    dir: str = "runs"
+    """Folder of run directories."""
+    seed: int = 0
+    """Decides every draw: data order, sampling, initial weights."""
+    num_steps: int = Field(ge=0)
+    """Turns of the main loop. 0 stops after the warm-up and the first evaluation."""
+    groups_per_step: int = Field(ge=1)
+    """Groups (prompts) the trainer consumes in one step."""
+    schedule: Literal["sync", "colocate_async", "separate_async"] = "sync"
+    """Who owns the device when; see docs/architecture.md."""
+    max_failure_frac: float = Field(default=0.25, ge=0, le=1)
+    """Share of recent trajectories that may fail before the run stops. Failures are never rewards of zero."""
+    max_turns: int = Field(default=1, ge=1)
+    """Turns of one trajectory: more than 1 for environments that answer."""
+
+
+class EvalSection(Section):
+    """Evaluation on held-out prompts, by the same engine under the newest proven version."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0: only before the first and after the last step, if there are prompts."""
+    num_prompts: int = Field(default=0, ge=0)
+    """Held-out prompts; 0: no evaluation."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy."""
+    samples_per_prompt: int = Field(default=1, ge=1)
+    """Responses for each prompt; their mean is reported."""
+
+
+class WarmupSection(Section):
+    """A short supervised phase on the task's own reference answers, before the first step."""
+
+    num_updates: int = Field(default=0, ge=0)
+    """Optimizer updates; 0: none."""
+    batch_sequences: int = Field(default=256, ge=1)
+    """Sequences of one update."""
+    learning_rate: float = Field(default=2e-3, gt=0)
+    """Peak learning rate; linear warm-up over a tenth of the updates, then linear decay."""
+    until_exact_frac: float = Field(default=1.0, gt=0, le=1)
+    """Stop early once this share of held-out prompts is answered exactly (greedy)."""
+    check_every_updates: int = Field(default=50, ge=1)
+    """Updates between those checks."""
+
+
+class PlanSection(Section):
+    """Where the expectation beside every measurement comes from."""
+
+    hardware: str = ""
+    """A `hardware.toml` written by `rollbook calibrate`; empty: measure this machine for a few seconds first."""
+    response_tokens: float = Field(default=0.0, ge=0)
+    """Expected mean response length; 0: measured on the first prompts during calibration."""
+    is_on: bool = True
+    """False: no calibration, no expectation."""

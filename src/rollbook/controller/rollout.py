@@ -1,0 +1,264 @@
+"""Keeps the buffer full, beside the step loop.
+
+    prompt stream ──► admit ──► members (agent loop on an engine) ──► score ──► judge ──► buffer
+         ▲              ▲                                                                   │
+         │              └── capacity: places left under the staleness bound ◄───────────────┤
+         └── acknowledged when trained, failed or evicted ◄──── collect() ◄─────────────────┘
+
+One task per group. It *takes* an admitted prompt, *gives* a finished or failed group, *waits for* slots of the
+engine, and is *freed by* its last member or by its deadline. Whatever happens inside (an exception, a
+cancellation, a result that never comes) the group ends exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollbook.buffer.buffer import GroupBuffer, Taken
+from rollbook.errors import DeadlineError, EnvError, RewardError, RolloutError
+from rollbook.types import Failure, FailureKind, Group, Prompt, Trajectory
+
+FAILURE_WINDOW = 512
+"""Trajectories over which the failure rate is judged."""
+
+
+class PromptStream(Protocol):
+    """A resumable source of prompts. A prompt counts as consumed once it is acknowledged, not when taken."""
+
+    def take_one(self) -> Prompt | None:
+        """The next prompt, or None when the data is exhausted."""
+
+    def acknowledge(self, prompt: Prompt) -> None: ...
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a member is, for the message of a deadline."""
+
+    turn_idx: int = 0
+    replica_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One trajectory to produce."""
+
+    group_id: int
+    member_idx: int
+    prompt: Prompt
+    progress: Progress = field(default_factory=Progress)
+
+
+ProduceMember = Callable[[Member], Awaitable[Trajectory]]
+"""Generates and scores one trajectory; raises RolloutError where it cannot."""
+
+JudgeGroup = Callable[[Group], str | None]
+"""Why a finished group is not worth training (flat, ...), or None."""
+
+
+class FailureRateError(RolloutError):
+    """So many trajectories fail that training on the rest would be a different task."""
+
+
+@dataclass(kw_only=True)
+class Rollout:
+    """See the module's drawing."""
+
+    buffer: GroupBuffer
+    stream: PromptStream
+    produce: ProduceMember
+    judge: JudgeGroup
+    group_size: int
+    refill_judged: bool
+    """Whether a group that `judge` turned down is replaced by another prompt."""
+    min_scored: int
+    """Members with a reward that a group needs to be trained."""
+    max_failure_frac: float
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._members: dict[int, list[Member]] = {}
+        self._recent: deque[FailureKind | None] = deque(maxlen=FAILURE_WINDOW)
+        self._error: BaseException | None = None
+        self.failed_trajectories: list[Trajectory] = []
+        """Failures since the last step, for the record of trajectories."""
+        self.num_failures: Counter[FailureKind] = Counter()
+        self._is_exhausted = False
+        self._is_stopped = False
+
+    def admit(self) -> None:
+        """Start as many groups as the buffer has places for. Called whenever places may have come free."""
+        while not self._is_stopped and self._error is None and self.buffer.capacity() > 0:
+            prompt = self.stream.take_one()
+            if prompt is None:
+                self._is_exhausted = True
+                return
+            group_id = self.buffer.admit(prompt, now_s=self.clock())
+            members = [Member(group_id, i, prompt) for i in range(self.group_size)]
+            self._members[group_id] = members
+            self._tasks[group_id] = asyncio.create_task(self._run_group(group_id, prompt, members))
+
+    async def collect(self) -> Taken:
+        """Wait for the groups of the next step and take them.
+
+        Raises:
+            DeadlineError: `buffer.step_deadline_s` passed; names the oldest trajectories under way.
+            FailureRateError: too many of the recent trajectories failed.
+        """
+        self.admit()
+        deadline_s = self.buffer.config.step_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s), self._changed:
+                await self._changed.wait_for(lambda: self._error is not None or self._is_ready())
+        except TimeoutError:
+            raise DeadlineError(
+                f"step {self.buffer.step} waited {deadline_s:g} s for its groups; under way: {self._describe()}",
+                "look at the replica or environment named here; raise buffer.step_deadline_s if responses are "
+                "expected to take this long",
+            ) from None
+        if self._error is not None:
+            raise self._error
+        taken = self.buffer.take()
+        for prompt in taken.prompts_done:
+            self.stream.acknowledge(prompt)
+        return taken
+
+    def _is_ready(self) -> bool:
+        if self.buffer.is_ready():
+            return True
+        return self._is_exhausted and not self._tasks and self.buffer.num_finished > 0 and self._end_of_data()
+
+    def _end_of_data(self) -> bool:
+        """The stream ran dry in the middle of a step: its last groups form a smaller one."""
+        self.buffer.is_last_step = True
+        return self.buffer.is_ready()
+
+    @property
+    def is_exhausted(self) -> bool:
+        """No prompt is left and no group is under way."""
+        return self._is_exhausted and not self._tasks and self.buffer.num_finished == 0
+
+    async def stop(self) -> None:
+        """Cancel what runs. Its prompts were not acknowledged, so a resumed run samples them again."""
+        self._is_stopped = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- one group -------------------------------------------------------------------------------------
+
+    async def _run_group(self, group_id: int, prompt: Prompt, members: list[Member]) -> None:
+        try:
+            trajectories = await self._run_members(members)
+            self._end_group(Group(group_id=group_id, prompt=prompt, trajectories=tuple(trajectories)))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a mistake of ours or a lying replica: stop the run, lose nothing
+            self._error = error
+        finally:
+            self._tasks.pop(group_id, None)
+            self._members.pop(group_id, None)
+            self.admit()
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _run_members(self, members: list[Member]) -> list[Trajectory]:
+        tasks = [asyncio.create_task(self._run_member(member)) for member in members]
+        try:
+            await asyncio.wait(tasks, timeout=self.buffer.config.group_deadline_s)
+        finally:
+            for task in tasks:
+                task.cancel()  # a no-op for those that are done
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [
+            self._failed(member, FailureKind.TIMEOUT, self._late(member))
+            if task.cancelled()
+            else task.result()
+            for member, task in zip(members, tasks, strict=True)
+        ]
+
+    async def _run_member(self, member: Member) -> Trajectory:
+        """Always a trajectory: what went wrong is recorded on it, its siblings go on."""
+        try:
+            trajectory = await self.produce(member)
+        except RewardError as error:
+            return self._failed(member, FailureKind.REWARD, str(error))
+        except EnvError as error:
+            return self._failed(member, FailureKind.ENVIRONMENT, str(error))
+        except RolloutError as error:
+            return self._failed(member, FailureKind.ENGINE, str(error))
+        except MemoryError as error:
+            return self._failed(member, FailureKind.OUT_OF_MEMORY, str(error))
+        except Exception as error:
+            return self._failed(member, FailureKind.ENGINE, f"{type(error).__name__}: {error}")
+        if not isinstance(trajectory, Trajectory):
+            return self._failed(member, FailureKind.ENGINE, f"the agent loop returned {trajectory!r}")
+        return trajectory
+
+    def _late(self, member: Member) -> str:
+        where = member.progress
+        replica = "no replica yet" if where.replica_id is None else f"replica {where.replica_id}"
+        return f"not finished after {self.buffer.config.group_deadline_s:g} s, in turn {where.turn_idx} on {replica}"
+
+    @staticmethod
+    def _failed(member: Member, kind: FailureKind, message: str) -> Trajectory:
+        failure = Failure(kind=kind, message=message, turn_idx=member.progress.turn_idx)
+        return Trajectory(
+            group_id=member.group_id, member_idx=member.member_idx, prompt=member.prompt, failure=failure
+        )
+
+    def _end_group(self, group: Group) -> None:
+        failures = [t for t in group.trajectories if t.failure is not None]
+        kinds = [t.failure.kind for t in failures if t.failure is not None]
+        self.failed_trajectories += failures
+        self.num_failures.update(kinds)
+        self._recent.extend(kinds)
+        self._recent.extend([None] * (len(group.trajectories) - len(kinds)))
+        if len(group.scored) < self.min_scored:
+            self.buffer.fail(group.group_id, Counter(kinds).most_common(1)[0][0])
+        else:
+            self.buffer.finish(group, drop_reason=self.judge(group), refill=self.refill_judged)
+        self._check_failure_rate(failures)
+
+    def _check_failure_rate(self, failures: list[Trajectory]) -> None:
+        """Judged once a window's worth (or a step's worth, if less) of trajectories has ended."""
+        enough = min(FAILURE_WINDOW, self.buffer.groups_per_step * self.group_size)
+        kinds = Counter(kind for kind in self._recent if kind is not None)
+        num_failed = kinds.total()
+        if (
+            not failures
+            or len(self._recent) < enough
+            or num_failed <= self.max_failure_frac * len(self._recent)
+        ):
+            return
+        kind, count = kinds.most_common(1)[0]
+        example = next(
+            (t.failure for t in failures if t.failure and t.failure.kind is kind), failures[-1].failure
+        )
+        assert example is not None
+        self._error = FailureRateError(
+            f"{num_failed} of the last {len(self._recent)} trajectories failed, {count} of them as {kind}; "
+            f"for example: {example.message}",
+            "failures are not rewards of zero, so training stops: mend the cause and resume, or raise "
+            f"run.max_failure_frac (now {self.max_failure_frac})",
+        )
+
+    def _describe(self) -> str:
+        """The oldest trajectories under way: id, age, turn, replica."""
+        now_s, lines = self.clock(), []
+        for entry in self.buffer.running()[:4]:
+            for member in self._members.get(entry.group_id, [])[:2]:
+                where = member.progress
+                replica = "no replica" if where.replica_id is None else f"replica {where.replica_id}"
+                lines.append(
+                    f"trajectory {member.group_id}/{member.member_idx} (age {now_s - entry.admitted_at_s:.1f} s, "
+                    f"turn {where.turn_idx}, {replica})"
+                )
+        return ", ".join(lines) or f"nothing; {self.buffer.num_finished} groups are finished"

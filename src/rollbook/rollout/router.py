@@ -1,0 +1,66 @@
+"""Sends each request to one replica in service.
+
+The members of a group and the turns of a trajectory go to the same replica, which has their prefix. A replica
+that failed or missed a publication is out of service until it is re-synced: nothing is sent to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from rollbook.errors import EngineError
+from rollbook.rollout.engine import Engine, GenerateRequest, PauseMode, Response
+
+MAX_REMEMBERED_GROUPS = 65_536
+
+
+class Router:
+    """Replicas with their service state. Called from the event loop only."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines = list(engines)
+        self.out_of_service: dict[int, str] = {}
+        """replica_id -> why. Set by a failed publication or an engine failure."""
+        self._num_open = {engine.replica_id: 0 for engine in self.engines}
+        self._replica_of_group: OrderedDict[int, Engine] = OrderedDict()
+
+    async def generate(self, request: GenerateRequest) -> Response:
+        """One response. EngineError when no replica is in service or the chosen one fails."""
+        engine = self._pick(request.group_id)
+        self._num_open[engine.replica_id] += 1
+        try:
+            return await engine.generate(request)
+        finally:
+            self._num_open[engine.replica_id] -= 1
+
+    def _pick(self, group_id: int) -> Engine:
+        held = self._replica_of_group.get(group_id)
+        if held is not None and held.replica_id not in self.out_of_service:
+            return held
+        serving = [e for e in self.engines if e.replica_id not in self.out_of_service]
+        if not serving:
+            reasons = "; ".join(f"replica {i}: {why}" for i, why in self.out_of_service.items())
+            raise EngineError(
+                f"none of {len(self.engines)} replicas is in service ({reasons})",
+                "look at the first failure in events.jsonl; resume the run once its cause is mended",
+            )
+        engine = min(serving, key=lambda e: (self._num_open[e.replica_id], e.replica_id))
+        self._replica_of_group[group_id] = engine
+        while len(self._replica_of_group) > MAX_REMEMBERED_GROUPS:
+            self._replica_of_group.popitem(last=False)
+        return engine
+
+    def take_out(self, replica_id: int, why: str) -> None:
+        """The replica gets no further request; those it has end by its own failure or deadline."""
+        self.out_of_service[replica_id] = why
+
+    def put_back(self, replica_id: int) -> None:
+        self.out_of_service.pop(replica_id, None)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await asyncio.gather(*(engine.pause(mode) for engine in self.engines))
+
+    async def resume(self) -> None:
+        await asyncio.gather(*(engine.resume() for engine in self.engines))
