@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rollbook.errors import ConfigError, nearest_name
 
@@ -115,4 +115,11 @@ def load_assumptions(name_or_path: str) -> Assumptions:
             raise ConfigError(f"{path}: {key} is {value!r}", "give a number")
         values[key] = float(value)
         sources[key] = str(entry.get("source", path)) if isinstance(entry, dict) else str(path)
-    return replace(base, name=str(path), sources=sources, **values)
+    return _with_numbers(base, str(path), values, sources)
+
+
+def _with_numbers(
+    base: Assumptions, name: str, values: Mapping[str, float], sources: Mapping[str, str]
+) -> Assumptions:
+    numbers: dict[str, Any] = dict(values)
+    return replace(base, name=name, sources=sources, **numbers)

@@ -1,8 +1,8 @@
 """How long responses are: a truncated log-normal, or what was seen.
 
 The slowest sequences decide a synchronous step, so the ledger keeps the whole curve S(t), the fraction of
-responses longer than t tokens, instead of a mean. A response that would pass the limit is cut there and counts
-as clipped.
+responses longer than t tokens, instead of a mean. A response that would pass the limit is cut there and
+counts as clipped.
 """
 
 from __future__ import annotations

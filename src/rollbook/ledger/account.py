@@ -1,0 +1,250 @@
+"""The account of one step, and its two sides.
+
+    RolloutSide   what generation costs on a number of GPUs      (does not know the training side)
+    TrainSide     what forwards and training cost on a number of GPUs
+    StepAccount   both under one mode: sums, overlaps, memory, utilisation
+
+The sides are separate so that a search over splits computes each only once per number of GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from rollbook.ledger.hardware import Cluster
+from rollbook.ledger.workload import Mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """A prediction and the interval that should hold it in nine cases of ten."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def within(cls, value: float, error_frac: float) -> Range:
+        """`value` with a factor of 1 + `error_frac` both ways."""
+        return cls(value=value, low=value / (1 + error_frac), high=value * (1 + error_frac))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flops:
+    """FLOPs of one step, without recomputation."""
+
+    generate: float
+    prefill: float
+    reference: float
+    proximal: float
+    reward_model: float
+    train: float
+    critic: float
+
+    @property
+    def total(self) -> float:
+        return (
+            self.generate
+            + self.prefill
+            + self.reference
+            + self.proximal
+            + self.reward_model
+            + self.train
+            + self.critic
+        )
+
+    def as_json(self) -> dict[str, float]:
+        """The keys of `plan --json`."""
+        return {**asdict(self), "total": self.total}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSide:
+    """Generation of one step on `num_gpus` devices."""
+
+    num_gpus: int
+    tp_size: int
+    num_replicas: int
+    slots_per_replica: int
+    num_waves: int
+    decode_step_s: float
+    """One step of a replica with its slots full."""
+    throughput_s: float
+    """Decoding while the slots are full."""
+    tail_s: float
+    """Decoding while they drain."""
+    prefill_s: float
+    tokens_per_s_per_gpu: float
+    """Response tokens, slots full."""
+    mfu_frac: float
+    """Of a full decode step."""
+    weights_bytes_per_gpu: float
+    kv_pool_bytes: float
+    """Of one replica."""
+    env_wait_s: float = 0.0
+    """Seconds that agents' environments add to the step beyond generation."""
+    error_frac: float = 0.0
+    why_not: tuple[str, ...] = ()
+    """Reasons why this cannot run; empty when it fits."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def generate_s(self) -> float:
+        return self.throughput_s + self.tail_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSide:
+    """Forwards, training and the critic of one step on `num_gpus` devices."""
+
+    num_gpus: int
+    forward_s: float
+    """Reference, proximal, reward model, the critic's values."""
+    train_s: float
+    train_state_bytes_per_gpu: float
+    reference_bytes_per_gpu: float
+    critic_state_bytes_per_gpu: float = 0.0
+    activation_bytes_per_gpu: float = 0.0
+    mfu_frac: float = 0.0
+    """Of training alone."""
+    error_frac: float = 0.0
+    why_not: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.train_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Stages of one step. In the asynchronous separated mode both sides overlap: `total` is no sum."""
+
+    generate_throughput: float
+    generate_tail: float
+    prefill: float
+    forward: float
+    train: float
+    switch: float
+    sync: float
+    env: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAccount:
+    """What one step costs under one mode."""
+
+    mode: Mode
+    num_gpus: int
+    rollout: RolloutSide
+    train: TrainSide
+    flops: Flops
+    seconds: Seconds
+    memory: dict[str, float]
+    mfu_frac: float
+    """FLOPs of the step over its seconds and the bfloat16 peak of all GPUs."""
+    tail_frac: float
+    """Share of generation spent in the tail."""
+    idle_frac: dict[str, float]
+    """Share of the step that each side's devices wait: "rollout", "train"."""
+    step_s: Range
+    why_not: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def fits(self) -> bool:
+        return not self.why_not
+
+    def as_json(self) -> dict[str, object]:
+        """The "step" object of `plan --json`."""
+        rollout = self.rollout
+        return {
+            "mode": self.mode,
+            "num_rollout_gpus": rollout.num_gpus,
+            "num_train_gpus": self.train.num_gpus,
+            "flops": self.flops.as_json(),
+            "seconds": asdict(self.seconds),
+            "decode": {
+                "tp_size": rollout.tp_size,
+                "num_replicas": rollout.num_replicas,
+                "slots_per_replica": rollout.slots_per_replica,
+                "num_waves": rollout.num_waves,
+                "decode_step_s": rollout.decode_step_s,
+                "tokens_per_s_per_gpu": rollout.tokens_per_s_per_gpu,
+                "mfu_frac": rollout.mfu_frac,
+            },
+            "memory": dict(self.memory),
+            "mfu_frac": self.mfu_frac,
+            "tail_frac": self.tail_frac,
+            "idle_frac": dict(self.idle_frac),
+            "step_s_range": [self.step_s.low, self.step_s.high],
+            "fits": self.fits,
+            "why_not": list(self.why_not),
+            "notes": list(self.notes),
+        }
+
+
+def combine(
+    mode: Mode,
+    *,
+    cluster: Cluster,
+    rollout: RolloutSide,
+    train: TrainSide,
+    flops: Flops,
+    memory: dict[str, float],
+    switch_s: float,
+    sync_s: float,
+) -> StepAccount:
+    """Put two sides under a mode.
+
+    `sync` and `colocate_async` share their devices, so the stages add up and each hand-over costs `switch_s`;
+    the asynchronous one continues unfinished responses in the next step and has no tail. `separate_sync` runs
+    one side after the other. `separate_async` runs both at once: the step is the larger side, the tail is
+    filled by the next step's prompts, and weights are published while both work.
+    """
+    tail_s = rollout.tail_s if mode in ("sync", "separate_sync") else 0.0
+    switch_s = switch_s if mode in ("sync", "colocate_async") else 0.0
+    rollout_s = rollout.prefill_s + rollout.throughput_s + tail_s
+    if mode == "separate_async":
+        total = max(rollout_s, train.total_s)
+        idle = {"rollout": 1 - rollout_s / total, "train": 1 - train.total_s / total}
+        num_gpus = rollout.num_gpus + train.num_gpus
+    elif mode == "separate_sync":
+        total = rollout_s + rollout.env_wait_s + train.total_s + sync_s
+        idle = {"rollout": 1 - rollout_s / total, "train": 1 - train.total_s / total}
+        num_gpus = rollout.num_gpus + train.num_gpus
+    else:
+        total = rollout_s + rollout.env_wait_s + train.total_s + switch_s + sync_s
+        waiting = 1 - (rollout_s + train.total_s) / total
+        idle = {"rollout": waiting, "train": waiting}
+        num_gpus = max(rollout.num_gpus, train.num_gpus)
+    generate_s = rollout.throughput_s + tail_s
+    error_frac = (rollout.error_frac * rollout_s + train.error_frac * train.total_s) / (
+        rollout_s + train.total_s
+    )
+    return StepAccount(
+        mode=mode,
+        num_gpus=num_gpus,
+        rollout=rollout,
+        train=train,
+        flops=flops,
+        seconds=Seconds(
+            generate_throughput=rollout.throughput_s,
+            generate_tail=tail_s,
+            prefill=rollout.prefill_s,
+            forward=train.forward_s,
+            train=train.train_s,
+            switch=switch_s,
+            sync=sync_s,
+            env=rollout.env_wait_s,
+            total=total,
+        ),
+        memory=memory,
+        mfu_frac=flops.total / (total * num_gpus * cluster.accelerator.peak("bfloat16")),
+        tail_frac=tail_s / generate_s if generate_s else 0.0,
+        idle_frac=idle,
+        step_s=Range.within(total, error_frac),
+        why_not=rollout.why_not + train.why_not,
+        notes=rollout.notes + train.notes,
+    )
