@@ -171,18 +171,22 @@ class Rollout:
 
     async def _run_members(self, members: list[Member]) -> list[Trajectory]:
         tasks = [asyncio.create_task(self._run_member(member)) for member in members]
+        late: set[asyncio.Task[Trajectory]] = set()
         try:
-            await asyncio.wait(tasks, timeout=self.buffer.config.group_deadline_s)
+            _, late = await asyncio.wait(tasks, timeout=self.buffer.config.group_deadline_s)
         finally:
             for task in tasks:
                 task.cancel()  # a no-op for those that are done
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [
-            self._failed(member, FailureKind.TIMEOUT, self._late(member))
-            if task.cancelled()
-            else task.result()
-            for member, task in zip(members, tasks, strict=True)
-        ]
+        trajectories = []
+        for member, task in zip(members, tasks, strict=True):
+            if not task.cancelled():
+                trajectories.append(task.result())
+            elif task in late:
+                trajectories.append(self._failed(member, FailureKind.TIMEOUT, self._late(member)))
+            else:
+                trajectories.append(self._failed(member, FailureKind.CANCELLED, "cancelled from inside"))
+        return trajectories
 
     async def _run_member(self, member: Member) -> Trajectory:
         """Always a trajectory: what went wrong is recorded on it, its siblings go on."""

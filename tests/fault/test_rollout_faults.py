@@ -1,0 +1,157 @@
+"""Whatever a trajectory does (raise, vanish, hang, lie), its group ends once and the step goes on or says why not."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+
+from rollbook.buffer.buffer import GroupBuffer, GroupState
+from rollbook.buffer.config import BufferConfig
+from rollbook.controller.rollout import FailureRateError, Member, ProduceMember, Rollout
+from rollbook.errors import DataError, DeadlineError, EngineError, EnvError, RewardError
+from rollbook.types import FailureKind, FinishReason, Prompt, Trajectory, Turn, VersionRun
+
+
+class Prompts:
+    """An endless stream that remembers what was acknowledged."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self.acknowledged: list[str] = []
+
+    def take_one(self) -> Prompt | None:
+        return Prompt(prompt_id=f"p{next(self.numbers)}", prompt_ids=np.array([1], np.int32), source="test")
+
+    def acknowledge(self, prompt: Prompt) -> None:
+        self.acknowledged.append(prompt.prompt_id)
+
+
+def trajectory(member: Member, *, reward: float = 1.0, version: int = 0) -> Trajectory:
+    turn = Turn(
+        response_ids=np.array([5], np.int32),
+        behavior_logprobs=np.zeros(1, np.float32),
+        version_runs=(VersionRun(version, 1),),
+        finish_reason=FinishReason.STOP,
+    )
+    return Trajectory(
+        group_id=member.group_id,
+        member_idx=member.member_idx,
+        prompt=member.prompt,
+        turns=(turn,),
+        reward=reward,
+    )
+
+
+def make_rollout(
+    produce: ProduceMember, *, groups_per_step: int = 4, group_size: int = 1, **config: object
+) -> Rollout:
+    return Rollout(
+        buffer=GroupBuffer(BufferConfig(**config), groups_per_step),  # type: ignore[arg-type]
+        stream=Prompts(),
+        produce=produce,
+        judge=lambda group: None,
+        group_size=group_size,
+        refill_judged=False,
+        min_scored=1,
+        max_failure_frac=0.25,
+        clock=lambda: 0.0,
+    )
+
+
+async def test_four_lost_results_of_128_are_replaced_and_the_step_completes() -> None:
+    """One returns nothing, one raises, one is cancelled, one never ends; 124 are good."""
+
+    async def produce(member: Member) -> Trajectory:
+        if member.group_id == 3:
+            return None  # type: ignore[return-value]
+        if member.group_id == 40:
+            raise ZeroDivisionError("lost")
+        if member.group_id == 77:
+            raise asyncio.CancelledError
+        if member.group_id == 127:
+            await asyncio.Event().wait()
+        return trajectory(member)
+
+    rollout = make_rollout(produce, groups_per_step=128, group_deadline_s=0.2)
+    taken = await rollout.collect()
+    assert len(taken.groups) == 128
+    assert rollout.buffer.num_admitted == 132
+    assert rollout.buffer.counts[GroupState.FAILED] == 4
+    assert rollout.buffer.failures == {"engine": 2, "cancelled": 1, "timeout": 1}
+    assert len(taken.prompts_done) == 132
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RewardError("grader raised", "mend it"), FailureKind.REWARD),
+        (EnvError("sandbox lost", "restart it"), FailureKind.ENVIRONMENT),
+        (EngineError("500", "look"), FailureKind.ENGINE),
+        (MemoryError("no memory"), FailureKind.OUT_OF_MEMORY),
+    ],
+)
+async def test_a_failed_member_leaves_its_siblings_and_has_no_reward(
+    error: Exception, kind: FailureKind
+) -> None:
+    async def produce(member: Member) -> Trajectory:
+        if (member.group_id, member.member_idx) == (0, 3):
+            raise error
+        return trajectory(member)
+
+    rollout = make_rollout(produce, groups_per_step=2, group_size=4)
+    taken = await rollout.collect()
+    failed = taken.groups[0].trajectories[3]
+    assert failed.failure is not None
+    assert failed.failure.kind is kind
+    assert failed.reward is None
+    assert [t.reward for t in taken.groups[0].scored] == [1.0, 1.0, 1.0]
+
+
+async def test_a_step_that_waits_too_long_names_trajectory_age_turn_and_replica() -> None:
+    async def produce(member: Member) -> Trajectory:
+        member.progress.turn_idx, member.progress.replica_id = 2, 7
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    rollout = make_rollout(produce, groups_per_step=1, step_deadline_s=0.05)
+    with pytest.raises(DeadlineError, match=r"trajectory 0/0 \(age 0.0 s, turn 2, replica 7\)"):
+        await rollout.collect()
+    await rollout.stop()
+    assert rollout.stream.acknowledged == []  # type: ignore[attr-defined]
+
+
+async def test_a_run_whose_trajectories_fail_stops_with_the_cause() -> None:
+    async def produce(member: Member) -> Trajectory:
+        if member.group_id % 2:
+            raise EnvError("no sandbox left", "restart the pool")
+        return trajectory(member)
+
+    rollout = make_rollout(produce, groups_per_step=8)
+    with pytest.raises(FailureRateError, match="no sandbox left"):
+        for step in range(20):
+            await rollout.collect()
+            rollout.buffer.published(step + 1, step + 1)
+
+
+async def test_a_replica_that_claims_an_unpublished_version_stops_the_run() -> None:
+    async def produce(member: Member) -> Trajectory:
+        return trajectory(member, version=9)
+
+    with pytest.raises(DataError, match="weight version 9"):
+        await make_rollout(produce).collect()
+
+
+async def test_stop_cancels_what_runs_and_acknowledges_nothing() -> None:
+    async def produce(member: Member) -> Trajectory:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    rollout = make_rollout(produce)
+    rollout.admit()
+    await asyncio.sleep(0)
+    await rollout.stop()
+    assert rollout.buffer.num_running == 4
+    assert rollout.stream.acknowledged == []  # type: ignore[attr-defined]
