@@ -151,10 +151,10 @@ class Recorder:
             is_stage = False
         with self._lock:
             span = self._open(name, step=self._step_span.step if self._step_span else None, parent=parent)
+            span.expected_s, span.expected_bytes = expected_s, expected_bytes
+            span.attrs.update(attrs)
             if is_stage:
                 self._announce(span)
-        span.expected_s, span.expected_bytes = expected_s, expected_bytes
-        span.attrs.update(attrs)
         token = current_span.set(span)
         try:
             yield span
