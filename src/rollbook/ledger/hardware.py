@@ -185,8 +185,8 @@ class TrainFit:
     forward_tokens_per_s: float
     """Logprobs only (proximal, reference, values)."""
     forward_per_micro_batch_s: float = 0.0
-    optimizer_s: float = 0.0
-    """One optimizer update of this model, clipping included."""
+    optimizer_s_per_param: float = 0.0
+    """One optimizer update, clipping included, per parameter."""
     error_frac: float = 0.0
 
 

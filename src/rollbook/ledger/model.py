@@ -382,7 +382,8 @@ def _registry() -> dict[str, ModelSpec]:
 _KNOWN_TYPES = {
     "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text",
     "qwen3_5_moe", "qwen3_5_moe_text", "mistral", "mixtral", "gemma2", "gemma3",
-    "gemma3_text", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss", "smollm3", "olmo2", "phi3", "granite",
+    "gemma3_text", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss", "smollm3", "olmo2", "phi3",
+    "granite",
 }  # fmt: skip
 _BIASED_TYPES = {"qwen2", "qwen2_moe", "gpt_oss"}
 _QK_NORM_TYPES = {

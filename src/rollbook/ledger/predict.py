@@ -1,0 +1,208 @@
+"""Seconds of every stage of one of our own steps, on a machine that was calibrated.
+
+What stands beside the measurement in `rollbook reconcile`: every input is known before the run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollbook.errors import PlanError
+from rollbook.ledger.curve import draw_lengths, row_curve
+from rollbook.ledger.entry import Entry, entry
+from rollbook.ledger.hardware import DecodeFit, MachineSpec, TrainFit
+from rollbook.ledger.lengths import LengthDistribution
+from rollbook.ledger.model import ModelSpec
+
+_NUM_DRAWS = 16
+_FLOOR_ERROR_FRAC = 0.10
+"""Width of the interval when fit and draw add nothing: repeat runs of one machine differ by this much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """One step of our loop, in numbers known before it runs. Tokens are means unless they say otherwise."""
+
+    num_groups: int
+    group_size: int
+    prompt_tokens: float
+    lengths: LengthDistribution
+    """Response lengths."""
+    num_slots: int
+    """Sequences that one replica runs at once."""
+    num_replicas: int = 1
+    shares_prompt: bool = True
+    """Members of a group share one prefill of their prompt."""
+    first_token_from_prefill: bool = True
+    """The first response token comes out of the prefill, so a response of n tokens takes n - 1 decode steps."""
+    micro_batch_tokens: int
+    num_mini_batches: int = 1
+    num_epochs: int = 1
+    trained_frac: float = 1.0
+    """Share of the sequences that reach the trainer after filters."""
+    uses_proximal: bool = True
+    uses_reference: bool = False
+    uses_critic: bool = False
+    param_bytes: float = 4.0
+    """Of one published parameter."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_groups", "group_size", "num_slots", "num_replicas", "micro_batch_tokens"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}", f"give {name} of at least 1")
+        if not 0 <= self.trained_frac <= 1:
+            raise PlanError(f"trained_frac is {self.trained_frac}", "give a fraction between 0 and 1")
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_groups * self.group_size
+
+    @property
+    def trained_tokens(self) -> float:
+        return self.num_sequences * self.trained_frac * (self.prompt_tokens + self.lengths.mean_tokens)
+
+
+def predict_stages(model: ModelSpec, machine: MachineSpec, work: StepWork) -> dict[str, Entry]:
+    """Entries of one step by span name: rollout, reward, proximal, reference, values, train, sync.
+
+    Stages that the step does not have are absent.
+
+    Raises:
+        PlanError: the machine was measured without this model.
+    """
+    if machine.decode is None or machine.train is None:
+        raise PlanError(
+            f"{machine.name} was calibrated without a model", "run `rollbook calibrate` with the run's config"
+        )
+    source = f"rollbook calibrate: {machine.name}, {machine.model}, {machine.dtype}"
+    train = machine.train
+    stages = [_rollout(model, machine.decode, work, source), _reward(machine, work)]
+    if work.uses_proximal:
+        stages.append(_forward("proximal", model, train, work, source))
+    if work.uses_reference:
+        stages.append(_forward("reference", model, train, work, source))
+    if work.uses_critic:
+        stages.append(_forward("values", model, train, work, source))
+    stages.append(_train(model, train, work, source))
+    stages.append(_sync(model, machine, work, source))
+    return {stage.name: stage for stage in stages}
+
+
+def _rollout(model: ModelSpec, fit: DecodeFit, work: StepWork, source: str) -> Entry:
+    """Sum of the decode steps over the curve of running rows, the slowest replica of a typical draw."""
+    draws = [_replica_s(fit, work, seed) for seed in range(_NUM_DRAWS)]
+    seconds = float(np.mean(draws))
+    spread = float(np.std(draws)) / seconds
+    tokens = work.num_sequences * work.lengths.mean_tokens
+    prompts = work.num_groups if work.shares_prompt else work.num_sequences
+    return entry(
+        "rollout",
+        seconds,
+        error_frac=math.hypot(_FLOOR_ERROR_FRAC, fit.error_frac, 1.64 * spread),
+        flops=2.0 * model.matmul_params * (tokens + prompts * work.prompt_tokens),
+        formula=(
+            "sum over decode steps of base + per_row x rows + per_row_token x context, rows and context from "
+            "the length distribution through the slots; + prefill calls x base + prompt tokens / rate"
+        ),
+        source=source,
+    )
+
+
+def _replica_s(fit: DecodeFit, work: StepWork, seed: int) -> float:
+    per_replica = math.ceil(work.num_sequences / work.num_replicas)
+    steps = draw_lengths(work.lengths, work.num_sequences, seed) - int(work.first_token_from_prefill)
+    slowest = 0.0
+    for replica in range(work.num_replicas):
+        mine = steps[replica * per_replica : (replica + 1) * per_replica]
+        if len(mine) == 0:
+            continue
+        curve = row_curve(mine, work.num_slots)
+        context = curve.response_tokens + curve.rows * work.prompt_tokens
+        decode_s = (
+            fit.base_s * curve.num_steps
+            + fit.per_row_s * float(curve.rows.sum())
+            + fit.per_row_token_s * float(context.sum())
+        )
+        num_prompts = len(mine) / (work.group_size if work.shares_prompt else 1)
+        prefill_s = (
+            fit.prefill_base_s * curve.num_admissions
+            + num_prompts * work.prompt_tokens / fit.prefill_tokens_per_s
+        )
+        slowest = max(slowest, decode_s + prefill_s)
+    return slowest
+
+
+def _reward(machine: MachineSpec, work: StepWork) -> Entry:
+    return entry(
+        "reward",
+        machine.reward_base_s + work.num_sequences * machine.reward_s,
+        error_frac=0.5,
+        formula="base + trajectories x seconds of one",
+        source=f"rollbook calibrate: {machine.name}",
+    )
+
+
+def _micro_batches(work: StepWork, num_mini_batches: int) -> float:
+    """Micro batches of a step: whole ones per mini batch, half a sequence lost at the end of each.
+
+    A micro batch closes when the next sequence does not fit, which leaves half a mean sequence empty.
+    """
+    tokens = work.trained_tokens / num_mini_batches
+    sequence = work.prompt_tokens + work.lengths.mean_tokens
+    filled = max(work.micro_batch_tokens - sequence / 2, sequence)
+    return num_mini_batches * max(math.ceil(tokens / filled - 1e-9), 1)
+
+
+def _forward(name: str, model: ModelSpec, fit: TrainFit, work: StepWork, source: str) -> Entry:
+    seconds = (
+        fit.forward_per_micro_batch_s * _micro_batches(work, 1)
+        + work.trained_tokens / fit.forward_tokens_per_s
+    )
+    return entry(
+        name,
+        seconds,
+        error_frac=math.hypot(_FLOOR_ERROR_FRAC, fit.error_frac),
+        flops=2.0 * model.matmul_params * work.trained_tokens,
+        formula="per_micro_batch x micro batches + tokens / forward rate",
+        source=source,
+    )
+
+
+def _train(model: ModelSpec, fit: TrainFit, work: StepWork, source: str) -> Entry:
+    updates = work.num_epochs * work.num_mini_batches
+    num_models = 2 if work.uses_critic else 1
+    one_model_s = (
+        work.num_epochs
+        * (
+            fit.per_micro_batch_s * _micro_batches(work, work.num_mini_batches)
+            + work.trained_tokens / fit.tokens_per_s
+        )
+        + updates * fit.optimizer_s_per_param * model.computed_params
+    )
+    return entry(
+        "train",
+        num_models * one_model_s,
+        error_frac=math.hypot(_FLOOR_ERROR_FRAC, fit.error_frac),
+        flops=6.0 * num_models * model.matmul_params * work.trained_tokens * work.num_epochs,
+        formula=(
+            "epochs x (per_micro_batch x micro batches + tokens / rate) + updates x parameters x optimizer "
+            "seconds; a critic trains likewise"
+        ),
+        source=source,
+    )
+
+
+def _sync(model: ModelSpec, machine: MachineSpec, work: StepWork, source: str) -> Entry:
+    moved = model.computed_params * work.param_bytes * work.num_replicas
+    rate = machine.digest_bytes_per_s or machine.copy_bytes_per_s
+    return entry(
+        "sync",
+        machine.sync_base_s + moved / rate,
+        error_frac=_FLOOR_ERROR_FRAC * 2,
+        bytes=moved,
+        formula="base + bytes of all replicas / digest rate",
+        source=source,
+    )
