@@ -1,0 +1,174 @@
+"""The logprob gap: trainer against engine on the same tokens.
+
+At one weight version the two compute the same number, so the gap is their numeric mismatch; on stale tokens it
+also holds the policy's own movement, which is why it is reported by version as well as over all. The geometric
+mean of the ratio stands beside the arithmetic one because the latter's expectation is 1 for *any* pair of
+policies: only the former shows a sampler that is not the one the trainer thinks it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.errors import DataError
+from rollbook.observe.values import Last, Low, Peak, Ratio, Values
+from rollbook.types import TrainSequence
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobGap:
+    """Statistics of |trainer - engine| logprobs over a set of sampled tokens."""
+
+    num_tokens: int
+    mean: float
+    p95: float
+    p99: float
+    max: float
+    geometric_mean_ratio: float
+    """exp(mean(trainer - engine)); 1 on policy, below 1 when the engine samples from something sharper."""
+    mean_ratio: float
+    """mean(exp(trainer - engine))."""
+    outside_clip_frac: float
+    """Share of tokens whose ratio lies outside the clip band before any update was made."""
+    pearson: float
+    """Correlation of the two logprobs; NaN when one does not vary."""
+
+    @classmethod
+    def of(cls, trainer: Array, engine: Array, *, clip_eps_low: float, clip_eps_high: float) -> LogprobGap:
+        """Of [n] logprobs each, n at least 1.
+
+        >>> gap = LogprobGap.of(np.log([0.5, 0.4]), np.log([0.25, 0.8]), clip_eps_low=0.2, clip_eps_high=0.2)
+        >>> round(gap.mean, 4), round(gap.geometric_mean_ratio, 4), gap.mean_ratio, gap.outside_clip_frac
+        (0.6931, 1.0, 1.25, 1.0)
+        """
+        difference = trainer - engine
+        size = np.abs(difference)
+        ratios = np.exp(np.clip(difference, -20, 20))
+        p95, p99 = np.quantile(size, [0.95, 0.99])
+        outside = (ratios < 1 - clip_eps_low) | (ratios > 1 + clip_eps_high)
+        return cls(
+            num_tokens=len(trainer),
+            mean=float(size.mean()),
+            p95=float(p95),
+            p99=float(p99),
+            max=float(size.max()),
+            geometric_mean_ratio=float(np.exp(difference.mean())),
+            mean_ratio=float(ratios.mean()),
+            outside_clip_frac=float(outside.mean()),
+            pearson=_pearson(trainer, engine),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapReport:
+    """The gap over a step's tokens, and in parts."""
+
+    total: LogprobGap
+    by_replica: dict[int, LogprobGap]
+    by_version: dict[int, LogprobGap]
+    """By the oldest weight version of the sequence."""
+    on_policy: LogprobGap | None
+    """Over the sequences whose oldest version is the trainer's: numerics alone. None when there are none."""
+    probs_diff: Array
+    """[n] |p_trainer - p_engine| per token: what verl's `rollout_probs_diff` is made of."""
+    probs_pearson: float
+    """Correlation of the two probabilities; NaN when one does not vary."""
+
+    def values(self) -> Values:
+        """Metrics. Means merge over batches; quantiles and correlations are of this batch alone."""
+        values: Values = {}
+        for prefix, gap in self._named().items():
+            values |= {
+                f"{prefix}/mean": Ratio(gap.mean * gap.num_tokens, gap.num_tokens),
+                f"{prefix}/p95": Last(gap.p95),
+                f"{prefix}/p99": Last(gap.p99),
+                f"{prefix}/max": Peak(gap.max),
+                f"{prefix}/geometric_mean_ratio": Last(gap.geometric_mean_ratio),
+                f"{prefix}/outside_clip_frac": Ratio(gap.outside_clip_frac * gap.num_tokens, gap.num_tokens),
+            }
+        return values | {
+            "logprob_gap/mean_ratio": Ratio(
+                self.total.mean_ratio * self.total.num_tokens, self.total.num_tokens
+            ),
+            "training/rollout_probs_diff_valid": Low(1.0),
+            "training/rollout_probs_diff_mean": Ratio(float(self.probs_diff.sum()), len(self.probs_diff)),
+            "training/rollout_probs_diff_max": Peak(float(self.probs_diff.max())),
+            "training/rollout_probs_diff_std": Last(float(self.probs_diff.std())),
+            "training/rollout_actor_probs_pearson_corr": Last(self.probs_pearson),
+            "logprob_gap/pearson": Last(self.total.pearson),
+        }
+
+    def _named(self) -> dict[str, LogprobGap]:
+        named = {"logprob_gap": self.total}
+        if self.on_policy is not None:
+            named["logprob_gap/on_policy"] = self.on_policy
+        if len(self.by_replica) > 1:
+            named |= {f"logprob_gap/replica_{key}": gap for key, gap in self.by_replica.items()}
+        return named
+
+
+def logprob_gap(
+    sequences: Sequence[TrainSequence], *, weight_version: int, clip_eps_low: float, clip_eps_high: float
+) -> GapReport | None:
+    """Compare `proximal_logprobs` with `behavior_logprobs` on action tokens; None when there are none.
+
+    Args:
+        sequences: scored by the trainer at `weight_version`.
+        weight_version: the trainer's.
+        clip_eps_low, clip_eps_high: the clip band that `outside_clip_frac` counts against.
+    Raises:
+        DataError: a sequence was not scored, or a logprob is not finite.
+    """
+    pairs = [_pair(sequence) for sequence in sequences]
+    if not sum(len(trainer) for trainer, _ in pairs):
+        return None
+    by_replica: dict[int, list[int]] = defaultdict(list)
+    by_version: dict[int, list[int]] = defaultdict(list)
+    for idx, sequence in enumerate(sequences):
+        if len(pairs[idx][0]):
+            by_replica[sequence.replica_id].append(idx)
+            by_version[sequence.oldest_version].append(idx)
+
+    def gap(indices: Sequence[int]) -> LogprobGap:
+        trainer, engine = (np.concatenate([pairs[i][side] for i in indices]) for side in (0, 1))
+        return LogprobGap.of(trainer, engine, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
+
+    trainer, engine = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
+    versions = {version: gap(indices) for version, indices in sorted(by_version.items())}
+    return GapReport(
+        total=gap(range(len(pairs))),
+        by_replica={replica: gap(indices) for replica, indices in sorted(by_replica.items())},
+        by_version=versions,
+        on_policy=versions.get(weight_version),
+        probs_diff=np.abs(np.exp(trainer) - np.exp(engine)),
+        probs_pearson=_pearson(np.exp(trainer), np.exp(engine)),
+    )
+
+
+def _pearson(one: Array, other: Array) -> float:
+    if len(one) < 2 or one.std() == 0 or other.std() == 0:
+        return math.nan
+    return float(np.corrcoef(one, other)[0, 1])
+
+
+def _pair(sequence: TrainSequence) -> tuple[Array, Array]:
+    who = f"trajectory {sequence.group_id}/{sequence.member_idx}"
+    if sequence.proximal_logprobs is None:
+        raise DataError(
+            f"{who} was not scored by the trainer", "compute proximal logprobs of the batch first"
+        )
+    trainer = sequence.proximal_logprobs[sequence.action_mask].astype(np.float64)
+    engine = sequence.behavior_logprobs[sequence.action_mask].astype(np.float64)
+    if not (np.isfinite(trainer).all() and np.isfinite(engine).all()):
+        raise DataError(
+            f"{who} has logprobs that are not finite", "look at the engine and the weights of this version"
+        )
+    return trainer, engine
