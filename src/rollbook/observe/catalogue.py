@@ -130,8 +130,10 @@ def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
 
 
 def _pattern(name: str) -> re.Pattern[str]:
+    # A data source may be called "openai/gsm8k"; every other placeholder is one word.
+    fits = {"{source}": ".+"}
     parts = re.split(r"(\{\w+\})", name)
-    return re.compile("".join(".+" if part.startswith("{") else re.escape(part) for part in parts))
+    return re.compile("".join(fits.get(p, "[^/]+") if p.startswith("{") else re.escape(p) for p in parts))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -90,7 +90,7 @@ class Recorder:
         self._stages: list[Span] = []
         self._span_ids = itertools.count(1)
         self._token_ids_written: set[int] = set()
-        self._sink_failures: dict[int, int] = {}
+        self._sink_failures: dict[tuple[int, str], int] = {}
         self._closed = False
         self.event("run_resumed" if resume else "run_started")
         for file, fragment in self.run_dir.repaired.items():
@@ -261,7 +261,7 @@ class Recorder:
             self.event("nonfinite", step=step, metrics=nonfinite)
         self.run_dir.metrics.append(json.dumps({"step": step, "data": data}))
         finite = {name: number for name, number in data.items() if number is not None}
-        self._tell(lambda sink: sink.on_step(step, finite))
+        self._tell("on_step", lambda sink: sink.on_step(step, finite))
 
     def _unknown(
         self, what: str, name: str, known: Iterator[str] | Mapping[str, str] | Sequence[str]
@@ -304,7 +304,7 @@ class Recorder:
         event.update(fields)
         with self._lock:
             self.run_dir.events.append(_to_json(event))
-        self._tell(lambda sink: sink.on_event(event))
+        self._tell("on_event", lambda sink: sink.on_event(event))
 
     # -- trajectories
 
@@ -340,12 +340,13 @@ class Recorder:
 
     # -- sinks
 
-    def _tell(self, call: Callable[[Sink], None]) -> None:
+    def _tell(self, method: str, call: Callable[[Sink], None]) -> None:
         for sink in list(self.sinks):
             try:
                 call(sink)
             except Exception as error:  # border: a tracker that is down must not stop the run
-                failures = self._sink_failures[id(sink)] = self._sink_failures.get(id(sink), 0) + 1
+                failures = self._sink_failures.get((id(sink), method), 0) + 1
+                self._sink_failures[id(sink), method] = failures
                 gives_up = failures >= MAX_SINK_FAILURES
                 if gives_up:
                     self.sinks.remove(sink)
@@ -356,7 +357,7 @@ class Recorder:
                 if failures == 1 or gives_up:
                     self.event("sink_failed", sink=name, error=_in_words(error), left_out=gives_up)
             else:
-                self._sink_failures.pop(id(sink), None)
+                self._sink_failures.pop((id(sink), method), None)
 
     def close(self) -> None:
         """Say that the run ended, close the sinks and release the directory. A second call does nothing."""
@@ -366,7 +367,7 @@ class Recorder:
             self._closed = True
             try:
                 self.event("run_ended", unwritten_metrics=sorted(self._values))
-                self._tell(lambda sink: sink.close())
+                self._tell("close", lambda sink: sink.close())
             finally:
                 self.run_dir.close()
 

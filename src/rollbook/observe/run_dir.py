@@ -221,6 +221,7 @@ def _lock(path: Path) -> int:
 def _unlock(lock_fd: int) -> None:
     if lock_fd in _held_locks:  # not in a forked child, which never held it
         _held_locks.discard(lock_fd)
+        fcntl.flock(lock_fd, fcntl.LOCK_UN)
         os.close(lock_fd)
 
 
