@@ -315,7 +315,8 @@ def _total_rewards(credit: Credit) -> Array:
     """[B] trajectory reward plus its per-token part: a group estimator compares whole trajectories."""
     ends = np.cumsum(credit.lengths)
     sums = np.concatenate([[0.0], np.cumsum(credit.token_rewards)])
-    return credit.rewards + (sums[ends] - sums[ends - credit.lengths])
+    per_token: Array = sums[ends] - sums[ends - credit.lengths]
+    return credit.rewards + per_token
 
 
 def _rewards_on_last_token(credit: Credit) -> Array:
@@ -329,13 +330,13 @@ def _whitened(advantages: Array, trained: NDArray[np.bool_], *, centre: bool) ->
     used = advantages[trained]
     if len(used) < 2:
         return advantages
-    spread = used.std(ddof=1)
-    return (advantages - (used.mean() if centre else 0.0)) / (spread + STD_EPS)
+    whitened: Array = (advantages - (used.mean() if centre else 0.0)) / (used.std(ddof=1) + STD_EPS)
+    return whitened
 
 
 def _values(credit: Credit, advantages: Array, returns: Array | None, trained: NDArray[np.bool_]) -> Values:
-    """Names are verl's: rewards per trajectory; advantages, returns and values over loss tokens."""
-    named: dict[str, Array] = {"critic/rewards": credit.rewards, "critic/advantages": advantages[trained]}
+    """Over loss tokens; names are verl's."""
+    named: dict[str, Array] = {"critic/advantages": advantages[trained]}
     if returns is not None and credit.values is not None:
         named |= {"critic/returns": returns[trained], "critic/values": credit.values[trained]}
     values: Values = {}

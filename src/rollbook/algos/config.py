@@ -105,8 +105,6 @@ class FilterConfig(Section):
     """Groups with fewer scored members are dropped as failed."""
     mask_truncated: bool = False
     """Take no loss on responses that hit the token limit; they still count in the group's baseline."""
-    max_failure_frac: float = Field(default=0.5, gt=0, le=1)
-    """Stop the run when more than this share of a step's trajectories failed."""
 
 
 RejectStatistic = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]

@@ -147,7 +147,7 @@ def correct(sequences: Sequence[TrainSequence], config: CorrectionConfig) -> Val
 
     values = _mismatch_values(proximal, behavior, action_mask, cu_seqlens)
     if config.level != "none":
-        values |= _weight_values(weights, applied, action_mask, trained, cu_seqlens, config)
+        values |= _weight_values(weights, applied, loss_mask, trained, config)
     if config.is_on:
         values |= _rejection_values(loss_mask, trained, cu_seqlens)
     if config.level != "none" or config.changes_mask:
@@ -198,18 +198,13 @@ def _mismatch_values(proximal: Tensor, behavior: Tensor, mask: Tensor, cu_seqlen
 
 
 def _weight_values(
-    raw: Tensor,
-    applied: Tensor,
-    action_mask: Tensor,
-    trained: Tensor,
-    cu_seqlens: Tensor,
-    config: CorrectionConfig,
+    raw: Tensor, applied: Tensor, loss_mask: Tensor, trained: Tensor, config: CorrectionConfig
 ) -> Values:
-    """Raw weights over action tokens; the effective sample size over the applied weights that train.
+    """Raw weights over loss tokens before rejection; the effective sample size over what trains.
 
     The effective sample size is the share (sum w)^2 / (n sum w^2): 1 when all weights are equal.
     """
-    weights, num_tokens = raw[action_mask], int(action_mask.sum())
+    weights, num_tokens = raw[loss_mask], int(loss_mask.sum())
     if num_tokens == 0:
         return {}
     used = applied[trained]
@@ -220,6 +215,7 @@ def _weight_values(
         "rollout_corr/rollout_is_max": Peak(float(weights.max())),
         "rollout_corr/rollout_is_min": Low(float(weights.min())),
         "rollout_corr/rollout_is_std": Last(float(weights.std(correction=0))),
+        "rollout_corr/rollout_is_p99": Last(float(np.quantile(weights.numpy(), 0.99))),
         "rollout_corr/rollout_is_ratio_fraction_high": Ratio(
             float((weights > config.upper).sum()), num_tokens
         ),

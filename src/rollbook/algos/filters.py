@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from rollbook.algos.config import FilterConfig
 from rollbook.algos.shaping import RAW_SCORE
-from rollbook.errors import DataError, RolloutError
+from rollbook.errors import DataError
 from rollbook.observe.values import Ratio, Total, Values
 from rollbook.types import FailureKind, Group, TrainSequence, Trajectory
 
@@ -36,38 +37,16 @@ class FilterReport:
     num_truncated: int = 0
     """Scored trajectories that hit the token limit."""
 
-    @property
-    def num_failures(self) -> int:
-        return self.failures.total()
-
     def values(self) -> Values:
-        """Metrics; numbers of trajectories unless the name says group."""
+        """Metrics; the two names that end in samples count trajectories."""
         num_groups = len(self.kept) + len(self.flat) + len(self.failed)
-        num_scored = self.num_trajectories - self.num_failures
-        values: Values = {
-            "training/filter_groups/flat_groups": Total(len(self.flat)),
-            "training/filter_groups/failed_groups": Total(len(self.failed)),
-            "training/filter_groups/kept_frac": Ratio(len(self.kept), num_groups),
+        return {
+            "filter/flat/num_groups": Total(len(self.flat)),
+            "filter/failed/num_groups": Total(len(self.failed)),
+            "filter/kept_frac": Ratio(len(self.kept), num_groups),
             "training/filter_groups/evicted_samples": Total(sum(len(g.scored) for g in self.flat)),
-            "training/rollout_failure/evicted_samples": Total(self.num_failures),
-            "training/rollout_failure/frac": Ratio(self.num_failures, self.num_trajectories),
-            "response/truncated_ratio": Ratio(self.num_truncated, num_scored),
+            "training/rollout_failure/evicted_samples": Total(sum(len(g.trajectories) for g in self.failed)),
         }
-        # Every cause is written every step: a cause that is absent reads as zero, not as a gap.
-        return values | {
-            f"training/rollout_failure/{kind.value}": Total(self.failures[kind]) for kind in FailureKind
-        }
-
-    def require_healthy(self, config: FilterConfig) -> None:
-        """Raise RolloutError when more trajectories failed than the config allows."""
-        frac = self.num_failures / self.num_trajectories if self.num_trajectories else 0.0
-        if frac > config.max_failure_frac:
-            causes = ", ".join(f"{kind.value} {count}" for kind, count in self.failures.most_common())
-            raise RolloutError(
-                f"{self.num_failures} of {self.num_trajectories} trajectories failed ({causes}); "
-                f"algorithm.filter.max_failure_frac is {config.max_failure_frac}",
-                "mend the most frequent cause; the failed trajectories' messages are in events.jsonl",
-            )
 
 
 def metric_of(trajectory: Trajectory, metric: str) -> float:
@@ -90,24 +69,26 @@ def is_flat(group: Group, metric: str) -> bool:
     return len({metric_of(trajectory, metric) for trajectory in group.scored}) < 2
 
 
+def drop_reason(group: Group, config: FilterConfig) -> Literal["failed", "flat"] | None:
+    """Why a finished group is not worth training, or None."""
+    if len(group.scored) < config.min_scored:
+        return "failed"
+    if config.drop_flat and is_flat(group, config.metric):
+        return "flat"
+    return None
+
+
 def keep_groups(groups: Sequence[Group], config: FilterConfig) -> FilterReport:
     """Sort groups into kept, flat (only with `drop_flat`) and failed."""
-    kept: list[Group] = []
-    flat: list[Group] = []
-    failed: list[Group] = []
+    sorted_by: dict[str | None, list[Group]] = {None: [], "flat": [], "failed": []}
     for group in groups:
-        if len(group.scored) < config.min_scored:
-            failed.append(group)
-        elif config.drop_flat and is_flat(group, config.metric):
-            flat.append(group)
-        else:
-            kept.append(group)
+        sorted_by[drop_reason(group, config)].append(group)
     trajectories = [t for group in groups for t in group.trajectories]
     return FilterReport(
         metric=config.metric,
-        kept=kept,
-        flat=flat,
-        failed=failed,
+        kept=sorted_by[None],
+        flat=sorted_by["flat"],
+        failed=sorted_by["failed"],
         num_trajectories=len(trajectories),
         failures=Counter(t.failure.kind for t in trajectories if t.failure is not None),
         num_truncated=sum(t.is_truncated for group in groups for t in group.scored),

@@ -66,6 +66,20 @@ class LogprobGap:
             pearson=_pearson(trainer, engine),
         )
 
+    def values(self) -> Values:
+        """Metrics by statistic."""
+        n = self.num_tokens
+        return {
+            "mean": Ratio(self.mean * n, n),
+            "p95": Last(self.p95),
+            "p99": Last(self.p99),
+            "max": Peak(self.max),
+            "geometric_mean_ratio": Last(self.geometric_mean_ratio),
+            "mean_ratio": Ratio(self.mean_ratio * n, n),
+            "outside_clip_frac": Ratio(self.outside_clip_frac * n, n),
+            "pearson": Last(self.pearson),
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GapReport:
@@ -75,44 +89,39 @@ class GapReport:
     by_replica: dict[int, LogprobGap]
     by_version: dict[int, LogprobGap]
     """By the oldest weight version of the sequence."""
-    on_policy: LogprobGap | None
-    """Over the sequences whose oldest version is the trainer's: numerics alone. None when there are none."""
+    weight_version: int
+    """The trainer's."""
     probs_diff: Array
     """[n] |p_trainer - p_engine| per token: what verl's `rollout_probs_diff` is made of."""
     probs_pearson: float
     """Correlation of the two probabilities; NaN when one does not vary."""
 
+    @property
+    def on_policy(self) -> LogprobGap | None:
+        """Over the sequences sampled wholly under the trainer's version: numerics alone."""
+        return self.by_version.get(self.weight_version)
+
     def values(self) -> Values:
         """Metrics. Means merge over batches; quantiles and correlations are of this batch alone."""
+        named = {"training/logprob_gap_all": self.total}
+        if self.on_policy is not None:
+            named["training/logprob_gap"] = self.on_policy
+        named |= {f"training/logprob_gap_by_replica/{key}": gap for key, gap in self.by_replica.items()}
+        # By age, not by version: a run has thousands of versions and a handful of ages.
+        named |= {
+            f"training/logprob_gap_by_staleness/{self.weight_version - version}": gap
+            for version, gap in self.by_version.items()
+        }
         values: Values = {}
-        for prefix, gap in self._named().items():
-            values |= {
-                f"{prefix}/mean": Ratio(gap.mean * gap.num_tokens, gap.num_tokens),
-                f"{prefix}/p95": Last(gap.p95),
-                f"{prefix}/p99": Last(gap.p99),
-                f"{prefix}/max": Peak(gap.max),
-                f"{prefix}/geometric_mean_ratio": Last(gap.geometric_mean_ratio),
-                f"{prefix}/outside_clip_frac": Ratio(gap.outside_clip_frac * gap.num_tokens, gap.num_tokens),
-            }
+        for prefix, gap in named.items():
+            values |= {f"{prefix}/{statistic}": value for statistic, value in gap.values().items()}
         return values | {
-            "logprob_gap/mean_ratio": Ratio(
-                self.total.mean_ratio * self.total.num_tokens, self.total.num_tokens
-            ),
             "training/rollout_probs_diff_valid": Low(1.0),
             "training/rollout_probs_diff_mean": Ratio(float(self.probs_diff.sum()), len(self.probs_diff)),
             "training/rollout_probs_diff_max": Peak(float(self.probs_diff.max())),
             "training/rollout_probs_diff_std": Last(float(self.probs_diff.std())),
             "training/rollout_actor_probs_pearson_corr": Last(self.probs_pearson),
-            "logprob_gap/pearson": Last(self.total.pearson),
         }
-
-    def _named(self) -> dict[str, LogprobGap]:
-        named = {"logprob_gap": self.total}
-        if self.on_policy is not None:
-            named["logprob_gap/on_policy"] = self.on_policy
-        if len(self.by_replica) > 1:
-            named |= {f"logprob_gap/replica_{key}": gap for key, gap in self.by_replica.items()}
-        return named
 
 
 def logprob_gap(
@@ -142,12 +151,11 @@ def logprob_gap(
         return LogprobGap.of(trainer, engine, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
 
     trainer, engine = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
-    versions = {version: gap(indices) for version, indices in sorted(by_version.items())}
     return GapReport(
         total=gap(range(len(pairs))),
         by_replica={replica: gap(indices) for replica, indices in sorted(by_replica.items())},
-        by_version=versions,
-        on_policy=versions.get(weight_version),
+        by_version={version: gap(indices) for version, indices in sorted(by_version.items())},
+        weight_version=weight_version,
         probs_diff=np.abs(np.exp(trainer) - np.exp(engine)),
         probs_pearson=_pearson(np.exp(trainer), np.exp(engine)),
     )

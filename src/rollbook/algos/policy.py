@@ -14,7 +14,7 @@ from rollbook.algos.kl import KL_ESTIMATORS
 from rollbook.algos.loss import LOSSES, Clip, clipped_value_loss
 from rollbook.algos.packed import log_ratios, require_finite
 from rollbook.errors import DataError
-from rollbook.observe.values import Ratio, Values
+from rollbook.observe.values import Low, Peak, Ratio, Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,31 +74,37 @@ def policy_objective(
         clip=Clip(eps_low=config.clip_eps_low, eps_high=config.clip_eps_high, dual=config.dual_clip),
     )
     losses = policy.losses
-    terms = {"actor/pg_loss": policy.losses}
+    per_token: dict[str, Tensor] = {}
     if config.kl.placement == "loss":
         reference = _required(tensors.reference_logprobs, "reference", "kl.placement = 'loss'")
-        terms["actor/kl_loss"] = KL_ESTIMATORS[config.kl.estimator](tensors.logprobs, reference, mask)
-        losses = losses + config.kl.coef * terms["actor/kl_loss"]
+        per_token["actor/kl_loss"] = KL_ESTIMATORS[config.kl.estimator](tensors.logprobs, reference, mask)
+        losses = losses + config.kl.coef * per_token["actor/kl_loss"]
     if config.distill.placement == "loss":
         teacher = _required(tensors.teacher_logprobs, "teacher", "distill.placement = 'loss'")
-        terms["actor/distill_loss"] = KL_ESTIMATORS[config.distill.estimator](tensors.logprobs, teacher, mask)
-        losses = losses + config.distill.coef * terms["actor/distill_loss"]
+        per_token["actor/distill_loss"] = KL_ESTIMATORS[config.distill.estimator](
+            tensors.logprobs, teacher, mask
+        )
+        losses = losses + config.distill.coef * per_token["actor/distill_loss"]
     if config.entropy_coef > 0:
         entropy = _required(tensors.entropy_nats, "entropy", "entropy_coef > 0")
         losses = losses - config.entropy_coef * entropy
     loss = aggregate(losses, mask, cu_seqlens, mode=config.aggregation, counts=counts)
 
-    terms["actor/loss"] = losses
     local = loss_counts(mask, cu_seqlens, max_response_tokens=counts.max_response_tokens)
-    values = _term_values(terms, mask, cu_seqlens, config.aggregation, local)
-    per_token = {
-        "actor/ppo_kl": -log_ratios(tensors.logprobs.detach(), anchor, mask),
+    terms = {"actor/pg_loss": policy.losses, "actor/loss": losses}
+    log_ratio = log_ratios(tensors.logprobs.detach(), anchor, mask)
+    per_token |= {
+        "actor/ppo_kl": -log_ratio,
+        "actor/ratio/mean": log_ratio.exp(),
         "actor/pg_clipfrac": policy.is_clipped.to(losses.dtype),
         "actor/pg_clipfrac_lower": policy.is_clipped_lower.to(losses.dtype),
     }
     if tensors.entropy_nats is not None:
-        per_token["actor/entropy"] = tensors.entropy_nats.detach()
-    return loss, values | _token_values(per_token, mask, local)
+        per_token["actor/entropy"] = tensors.entropy_nats
+    values = _term_values(terms, mask, cu_seqlens, config.aggregation, local)
+    return loss, values | _token_values(per_token, mask, local) | _extremes(
+        "actor/ratio", log_ratio.exp(), mask
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,5 +187,12 @@ def _term_values(
 
 def _token_values(per_token: dict[str, Tensor], mask: Tensor, local: LossCounts) -> Values:
     """Metrics that are means over loss tokens, whatever the aggregation of the loss."""
-    sums = torch.stack([values.where(mask, 0.0).sum() for values in per_token.values()]).tolist()
+    sums = torch.stack([values.detach().where(mask, 0.0).sum() for values in per_token.values()]).tolist()
     return {name: Ratio(total, local.num_loss_tokens) for name, total in zip(per_token, sums)}
+
+
+def _extremes(prefix: str, values: Tensor, mask: Tensor) -> Values:
+    if not bool(mask.any()):
+        return {}
+    low, high = torch.stack(values[mask].aminmax()).tolist()
+    return {f"{prefix}/max": Peak(high), f"{prefix}/min": Low(low)}
