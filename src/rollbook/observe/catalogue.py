@@ -85,6 +85,7 @@ _STATISTICS: dict[str, tuple[str, Reduction, str]] = {
     "max": ("largest", "max", "Largest"),
     "min": ("smallest", "min", "Smallest"),
     "p50": ("median of", "quantile", "Median"),
+    "p95": ("95th percentile of", "quantile", "95th percentile"),
     "p99": ("99th percentile of", "quantile", "99th percentile"),
     "std": ("standard deviation of", "std", "Standard deviation"),
 }
