@@ -1,0 +1,44 @@
+"""AReaL's console log: "Epoch 1/10 Step 3/100 Train step 3/1000 done." and then a table of its statistics.
+
+Facts: the table is drawn with box characters, each line holds two or more pairs of name and value; averages
+end in /avg; `timeperf/...` are seconds; a step may have several tables ("Stats (1/2):").
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollbook.diagnose.readers.text import TroubleWatcher, lines, number, plain
+from rollbook.diagnose.series import Event, Row
+
+_STEP = re.compile(r"Train step (\d+)/\d+ done")
+_CELL = re.compile(r"[│|┃]")
+
+
+def recognizes(head: str) -> float:
+    return 0.97 if _STEP.search(head) else 0.0
+
+
+def read(path: Path) -> Iterator[Row | Event]:
+    """Rows keyed by the train step; the last table of a step completes the earlier ones."""
+    watcher = TroubleWatcher()
+    step: int | None = None
+    data: dict[str, float] = {}
+    for raw in lines(path):
+        line = plain(raw)
+        if (match := _STEP.search(line)) is not None:
+            if step is not None and data:
+                yield Row(step=step, data=data)
+            step, data = int(match.group(1)), {}
+        elif step is not None and _CELL.search(line):
+            cells = [cell.strip() for cell in _CELL.split(line)]
+            for name, value in itertools.pairwise(cells):
+                if "/" in name and " " not in name and (parsed := number(value)) is not None and value:
+                    data.setdefault(name, parsed)
+        elif event := watcher.watch(line, step):
+            yield event
+    if step is not None and data:
+        yield Row(step=step, data=data)

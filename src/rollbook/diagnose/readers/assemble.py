@@ -1,0 +1,223 @@
+"""Rows in the order of the log become one `RunSeries`: pieces of a step joined, restarts and second runs told apart.
+
+A row whose step is known already either completes it (other metrics, or the same values again) or
+contradicts it. A contradiction at the beginning of the run starts another run; a later one is a restart
+from a checkpoint: the steps from there on were rolled back, and the later rows stand.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollbook.diagnose.series import Event, Row, RunSeries, Seam
+from rollbook.errors import DataError
+
+MAX_REPLACED_KEPT = 50
+LARGEST_STEP = 2**53
+
+
+@dataclass(slots=True)
+class _Column:
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def at(self, row: int) -> float | None:
+        i = bisect.bisect_left(self.rows, row)
+        return self.values[i] if i < len(self.rows) and self.rows[i] == row else None
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run under construction. Rows are numbered in the order of the log."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    at_s: array[float] = field(default_factory=lambda: array("d"))
+    columns: dict[str, _Column] = field(default_factory=dict)
+    rows_of_step: dict[int, list[int]] = field(default_factory=dict)
+    newest_step: int = -1
+    dropped: set[int] = field(default_factory=set)
+    seams: list[Seam] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    num_out_of_order: int = 0
+    num_repeated: int = 0
+    num_clock_jumps: int = 0
+
+    def contradicts(self, row: Row) -> bool:
+        """Whether a metric of the row was already logged for this step with another value."""
+        for earlier in self.rows_of_step[row.step]:
+            for name, value in row.data.items():
+                column = self.columns.get(name)
+                held = column.at(earlier) if column else None
+                if held is not None and held != value and not (math.isnan(held) and math.isnan(value)):
+                    return True
+        return False
+
+    def roll_back(self, step: int) -> None:
+        """Forget the rows from `step` on: the run was taken up again there."""
+        gone = sorted(s for s in self.rows_of_step if s >= step)
+        kept = gone[-MAX_REPLACED_KEPT:]
+        rows = [row for s in kept for row in self.rows_of_step[s]]
+        replaced: dict[str, list[float]] = {}
+        for name, column in self.columns.items():
+            values = [value for row in rows if (value := column.at(row)) is not None]
+            if values:
+                replaced[name] = values
+        self.seams = [seam for seam in self.seams if seam.step < step]
+        self.seams.append(Seam(step=step, num_replaced=len(gone), replaced=replaced))
+        for s in gone:
+            self.dropped.update(self.rows_of_step.pop(s))
+        self.newest_step = max(self.rows_of_step, default=-1)
+
+    def add(self, row: Row) -> None:
+        number = len(self.steps)
+        if row.step < self.newest_step:
+            self.num_out_of_order += 1
+        self.newest_step = max(self.newest_step, row.step)
+        self.steps.append(row.step)
+        self.at_s.append(math.nan if row.at_s is None else row.at_s)
+        if number and row.at_s is not None and row.at_s < self.at_s[number - 1] - 1.0:
+            self.num_clock_jumps += 1
+        self.rows_of_step.setdefault(row.step, []).append(number)
+        for name, value in row.data.items():
+            column = self.columns.get(name)
+            if column is None:
+                column = self.columns[name] = _Column()
+            if column.rows and column.rows[-1] == number:
+                continue  # said twice in one row
+            column.rows.append(number)
+            column.values.append(value)
+
+
+def assemble(
+    items: Iterable[Row | Event],
+    *,
+    source: str,
+    format: str,
+    renamed: dict[str, str] | None = None,
+    notes: Iterable[str] = (),
+    run_idx: int | None = None,
+) -> RunSeries:
+    """Make one run of the rows and events of a log, in the log's order.
+
+    Args:
+        run_idx: which run to return when the log holds several; None is the last.
+    Raises:
+        DataError: no row at all, or no such run.
+    """
+    runs = [_Run()]
+    waiting: list[Event] = []
+    for item in items:
+        run = runs[-1]
+        if isinstance(item, Event):
+            waiting.append(item)
+            continue
+        if not 0 <= item.step <= LARGEST_STEP:
+            continue
+        if item.step in run.rows_of_step:
+            if run.contradicts(item):
+                first = min(run.rows_of_step)
+                if item.step <= first + 1 and run.newest_step > item.step + 1:
+                    run = _begin_again(runs, item.step)
+                else:
+                    run.roll_back(item.step)
+            else:
+                run.num_repeated += 1
+        for event in waiting:
+            run.events.append(event)
+        waiting.clear()
+        run.add(item)
+    runs[-1].events.extend(waiting)
+    if not runs[-1].steps:
+        raise DataError(f"{source} holds no step", "check that this is the log of a run that finished a step")
+    chosen = len(runs) - 1 if run_idx is None else run_idx
+    if not 0 <= chosen < len(runs):
+        raise DataError(
+            f"{source} holds {len(runs)} runs, and run {run_idx} was asked for", f"use 0 to {len(runs) - 1}"
+        )
+    all_notes = list(notes)
+    if len(runs) > 1:
+        lengths = ", ".join(f"{len(r.rows_of_step)} steps" for r in runs)
+        all_notes.append(
+            f"{len(runs)} runs in one log ({lengths}): this is run {chosen} of 0 to {len(runs) - 1}"
+        )
+    return _finish(runs[chosen], source, format, renamed or {}, all_notes, len(runs), chosen)
+
+
+def _begin_again(runs: list[_Run], step: int) -> _Run:
+    """A second run begins; a row just before `step` that came last (its validation at step 0) moves along."""
+    runs.append(_Run())
+    return runs[-1]
+
+
+def _finish(
+    run: _Run,
+    source: str,
+    format: str,
+    renamed: dict[str, str],
+    notes: list[str],
+    num_runs: int,
+    run_idx: int,
+) -> RunSeries:
+    ordered = np.array(sorted(run.rows_of_step), np.int64)
+    position_of_step = {int(step): i for i, step in enumerate(ordered)}
+    position = np.array(
+        [-1 if n in run.dropped else position_of_step[step] for n, step in enumerate(run.steps)], np.int64
+    )
+    at_s = np.full(len(ordered), np.nan)
+    keep = position >= 0
+    row_at_s = np.frombuffer(run.at_s, np.float64)
+    known = keep & ~np.isnan(row_at_s)
+    at_s[position[known]] = row_at_s[known]
+    values: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
+    non_finite: dict[str, list[int]] = {}
+    for name, column in run.columns.items():
+        rows = np.frombuffer(column.rows, np.int64)
+        written = np.frombuffer(column.values, np.float64)
+        places = position[rows]
+        used = places >= 0
+        if not used.any():
+            continue
+        finite = np.isfinite(written)
+        dense = np.full(len(ordered), np.nan)
+        dense[places[used]] = np.where(finite, written, np.nan)[used]
+        values[name] = dense
+        if not finite[used].all():
+            non_finite[name] = sorted(
+                {int(ordered[p]) for p in places[used & ~finite] if not np.isfinite(dense[p])}
+            )
+    non_finite = {name: steps for name, steps in non_finite.items() if steps}
+    if run.num_out_of_order and not run.seams:
+        notes.append(f"{run.num_out_of_order} rows were out of order and have been sorted by step")
+    if run.num_clock_jumps:
+        notes.append(
+            f"the clock ran backwards {run.num_clock_jumps} times: times are not used, seconds of stages are"
+        )
+    for seam in run.seams:
+        notes.append(f"the run was taken up again at step {seam.step} ({seam.num_replaced} steps run twice)")
+    if len(ordered) > 1:
+        num_missing = int(ordered[-1] - ordered[0]) + 1 - len(ordered)
+        stride = int(np.median(np.diff(ordered)))
+        if stride == 1 and num_missing:
+            notes.append(f"{num_missing} of {int(ordered[-1] - ordered[0]) + 1} steps are not in the log")
+    if ordered[0] > 2:
+        notes.append(f"the log begins at step {int(ordered[0])}: what came before cannot be judged")
+    return RunSeries(
+        source=source,
+        format=format,
+        steps=ordered,
+        values=values,
+        at_s=at_s,
+        non_finite=non_finite,
+        events=run.events,
+        seams=run.seams,
+        renamed={old: new for old, new in renamed.items() if new in values},
+        notes=notes,
+        num_runs=num_runs,
+        run_idx=run_idx,
+    )

@@ -1,0 +1,53 @@
+"""slime's console log (miles prints the same): `rollout 3: {...}`, `step 6: {...}`, `perf 3: {...}`, `eval 3: {...}`.
+
+Facts: rollout, perf and eval records count rollouts, step records count optimizer steps, of which a rollout
+may have several. Step records that follow rollout N belong to it; their last value stands, as in its charts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollbook.diagnose.readers.text import TroubleWatcher, dict_pairs, lines, plain
+from rollbook.diagnose.series import Event, Row
+
+_RECORD = re.compile(r"\b(rollout|perf|eval|step|passrate|multi_turn)\s+(\d+): (\{.*)")
+
+
+def recognizes(head: str) -> float:
+    found = len(re.findall(r"\b(?:rollout|perf|step) \d+: \{'(?:rollout|perf|train)/", head))
+    return min(1.0, 0.7 + 0.05 * found) if found else 0.0
+
+
+def read(path: Path) -> Iterator[Row | Event]:
+    """Rows keyed by rollout id."""
+    watcher = TroubleWatcher()
+    rollout: int | None = None
+    optimizer: dict[str, float] = {}
+    for raw in lines(path):
+        line = plain(raw)
+        match = _RECORD.search(line) if ": {" in line else None
+        if match is None:
+            if event := watcher.watch(line, rollout):
+                yield event
+            continue
+        kind, number_text, text = match.groups()
+        data = dict_pairs(text)
+        if not data:
+            continue
+        if kind == "step":
+            data.pop("train/step", None)
+            optimizer.update(data)
+            if rollout is None:
+                rollout = int(number_text)
+            continue
+        if int(number_text) != rollout:
+            if rollout is not None and optimizer:
+                yield Row(step=rollout, data=optimizer)
+            optimizer = {}
+            rollout = int(number_text)
+        yield Row(step=rollout, data=data)
+    if rollout is not None and optimizer:
+        yield Row(step=rollout, data=optimizer)

@@ -1,0 +1,197 @@
+"""Reading logs as text: lines streamed from files of any size, colour codes and Ray prefixes taken off, numbers as
+people and programs write them, and the sentences in which a log reports trouble."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from rollbook.diagnose.series import Event
+from rollbook.errors import DataError
+
+MAX_LINE_BYTES = 32 * 1024 * 1024
+"""A longer line is cut into pieces, so that a binary file does not fill the memory."""
+
+NUMBER = (
+    r"(?:np\.|numpy\.)?(?:(?:float|int|uint)\d*|bfloat16|bool_?|tensor|array)\(\s*[-+]?[\w.+-]+[^()]{0,60}\)"
+    r"|[-+]?(?:\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|NaN|NAN|inf(?:inity)?|Inf(?:inity)?|None|null)"
+)
+_WRAPPED = re.compile(r"^[\w.]+\(\s*([-+]?[\w.+-]+)")
+_COLOR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+_RAY_PREFIX = re.compile(
+    r"^\s*(?:\([^()\s]+(?:\s+[^()]*)?pid=\d+[^()]*\)|\((?:raylet|autoscaler|gcs_server)[^()]*\))\s?"
+)
+
+
+def open_binary(path: Path) -> BinaryIO:
+    """Open a log, compressed or not. Raises DataError with the reason when it cannot be read."""
+    try:
+        file = path.open("rb")
+        if file.read(2) == b"\x1f\x8b":
+            file.close()
+            return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, gzip.open(path, "rb"))))
+        file.seek(0)
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror or error}", "check the path and its permissions"
+        ) from error
+    return file
+
+
+def lines(path: Path) -> Iterator[str]:
+    """The lines of a log, one at a time, without line ends; a progress bar's carriage returns end lines too."""
+    with open_binary(path) as file:
+        while raw := file.readline(MAX_LINE_BYTES):
+            text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+            if "\r" in text:
+                yield from text.split("\r")
+            else:
+                yield text
+
+
+def plain(line: str) -> str:
+    """The line without colour codes and without the prefixes that Ray puts before a worker's output.
+
+    >>> plain("\\x1b[36m(TaskRunnerV1 pid=81)\\x1b[0m step:3 - a/b:1.0")
+    'step:3 - a/b:1.0'
+    """
+    if "\x1b" in line:
+        line = _COLOR.sub("", line)
+    while line[:1] in "( " and (match := _RAY_PREFIX.match(line)):
+        line = line[match.end() :]
+    return line
+
+
+def number(text: object) -> float | None:
+    """The float that a value in a log stands for; NaN for null, None and NaN; None when it is no number.
+
+    >>> [number(v) for v in ("1.5", "np.float64(1.5)", "1e-3", True, "abc", None)]
+    [1.5, 1.5, 0.001, 1.0, None, nan]
+    """
+    if text is None:
+        return math.nan
+    if isinstance(text, bool | int | float):
+        return float(text)
+    if not isinstance(text, str):
+        return None
+    text = text.strip().strip("'\"")
+    if (match := _WRAPPED.match(text)) is not None:
+        text = match.group(1)
+    if text in ("None", "null", "NaN", "NA", ""):
+        return math.nan if text else None
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+_DICT_PAIR = re.compile(rf"""['"]([^'"\s][^'"]*)['"]\s*:\s*['"]?({NUMBER})['"]?(?=\s*[,}}\])]|\s*$|\s)""")
+
+
+def dict_pairs(text: str) -> dict[str, float]:
+    """The numeric entries of a printed Python or JSON dict, whatever else stands around or between them.
+
+    >>> dict_pairs("perf 3: {'a/b': np.float64(2.0), 'note': 'x', 'c': nan}")
+    {'a/b': 2.0, 'c': nan}
+    """
+    pairs: dict[str, float] = {}
+    for key, value in _DICT_PAIR.findall(text):
+        parsed = number(value)
+        if parsed is not None:
+            pairs[key] = parsed
+    return pairs
+
+
+_TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
+    (kind, needles, re.compile(pattern))
+    for kind, needles, pattern in (
+        (
+            "host_out_of_memory",
+            (
+                "memory pressure",
+                "OutOfMemoryError",
+                "OOM-killed",
+                "oom-kill",
+                "oom_kill",
+                "running low on memory",
+            ),
+            r"killed due to (?:the node running low on )?memory|memory pressure|ray\.exceptions\.OutOfMemoryError"
+            r"|OOM-?[Kk]illed|oom[-_]kill|running low on memory",
+        ),
+        (
+            "out_of_memory",
+            ("out of memory", "OutOfMemoryError", "Cannot allocate", "ALLOC_FAILED"),
+            r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|NPU out of memory|HIP out of memory"
+            r"|CUBLAS_STATUS_ALLOC_FAILED|out of memory\. Tried to allocate",
+        ),
+        (
+            "collective_timeout",
+            ("Watchdog", "NCCL", "collective", "Gloo", "gloo", "HCCL", "Timeout", "timed out"),
+            r"Watchdog caught collective operation timeout|NCCL (?:operation|error|timeout).{0,80}time[d ]?out"
+            r"|collective operation timeout|ProcessGroupNCCL.{0,120}[Tt]imeout|Connection closed by peer.{0,80}gloo"
+            r"|HCCL.{0,60}timeout|Timed out waiting .{0,60}(?:all_?reduce|broadcast|barrier|all_?gather)",
+        ),
+        (
+            "object_store_spill",
+            ("pilled", "pilling", "ObjectStoreFull", "object store"),
+            r"Spilled \d+|ObjectStoreFullError|[Ss]pilling objects|object store (?:memory )?is full",
+        ),
+        (
+            "resumed",
+            ("esuming", "esumed", "Setting global step", "Load from checkpoint", "recover"),
+            r"[Rr]esum(?:ing|ed) (?:training |run )?from|Setting global step to \d+|Load from checkpoint folder"
+            r"|Recovered from checkpoint|Loaded checkpoint from .*step",
+        ),
+        (
+            "sandbox_failure",
+            ("andbox", "env_server", "environment"),
+            r"[Ss]andbox.{0,80}(?:time[d ]*out|unreachable|refused|not healthy|quota|exhausted|lost|died|unavailable)"
+            r"|env_server.{0,60}error",
+        ),
+        (
+            "actor_died",
+            ("ActorDied", "RayActorError", "actor died", "WorkerCrashed"),
+            r"ActorDiedError|RayActorError|The actor died|WorkerCrashedError",
+        ),
+    )
+)
+_SYNC_WORDS = re.compile(
+    r"update_weights|load_weights|wake_up|wakeup|resume_memory|sync_weights|weight_sync|rollout_mode|update_named_param"
+    r"|checkpoint_engine|all_gather_param|param_sync"
+)
+_TRAIN_WORDS = re.compile(
+    r"update_actor|update_policy|\bbackward\b|compute_log_prob|update_critic|train_step|forward_backward"
+)
+
+
+class TroubleWatcher:
+    """Notices the sentences in which a log reports trouble, and in which stage the trouble came."""
+
+    def __init__(self) -> None:
+        self._context: list[str] = []
+
+    def watch(self, line: str, step: int | None) -> Event | None:
+        """An event when `line` (already plain) reports trouble; `step` is the newest step logged so far."""
+        if _SYNC_WORDS.search(line):
+            self._remember("sync")
+        elif _TRAIN_WORDS.search(line):
+            self._remember("train")
+        elif self._context:
+            self._remember("")
+        for kind, needles, pattern in _TROUBLE:
+            if any(needle in line for needle in needles) and pattern.search(line):
+                stages = [stage for stage in self._context if stage]
+                fields = {"stage": stages[-1]} if stages else {}
+                return Event(kind=kind, step=step, text=line.strip()[:300], fields=fields)
+        return None
+
+    def _remember(self, stage: str) -> None:
+        self._context.append(stage)
+        del self._context[:-40]
+        if not any(self._context):
+            self._context.clear()

@@ -1,0 +1,74 @@
+"""verl's console log: `step:12 - actor/entropy:0.31 - timing_s/gen:41.2 ...`, however it was captured.
+
+Facts (verl 0.9): a record is one print of `step:N` and numeric `key:value` pairs joined by " - "; with
+numpy 2 values may read `np.float64(1.5)`; Ray puts "(TaskRunner pid=81)" and colour codes before it. Other
+processes' lines may be written between or into it, terminals may wrap it, and a step may be printed twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollbook.diagnose.readers.text import NUMBER, TroubleWatcher, lines, number, plain
+from rollbook.diagnose.series import Event, Row
+
+_STEP = re.compile(r"(?:^|[^\w/])step:\s?(\d+)(?=\s+-\s|\s*$)")
+_PAIR = re.compile(
+    rf"(?:^|\s|-\s)-?\s?([A-Za-z_][\w@./+=,\-]*(?::[A-Za-z_][\w@./+=\-]*)*):({NUMBER})(?![\w.])"
+)
+
+
+def recognizes(head: str) -> float:
+    """0 to 1: how much the beginning of a file looks like this format."""
+    found = len(re.findall(r"step:\s?\d+ - \S+:", head))
+    return min(1.0, 0.6 + 0.1 * found) if found else 0.0
+
+
+def read(path: Path) -> Iterator[Row | Event]:
+    """Rows and trouble of a console log, in its order."""
+    watcher = TroubleWatcher()
+    step: int | None = None
+    data: dict[str, float] = {}
+    for raw in lines(path):
+        line = plain(raw)
+        begins = list(_STEP.finditer(line)) if "step:" in line else []
+        if not begins:
+            if step is not None and " - " in line and _is_continuation(line):
+                data.update(_pairs(line))
+                continue
+            if event := watcher.watch(line, step):
+                yield event
+            continue
+        for i, match in enumerate(begins):
+            if step is not None and data:
+                yield Row(step=step, data=data)
+            step = int(match.group(1))
+            end = begins[i + 1].start() if i + 1 < len(begins) else len(line)
+            data = _pairs(line[match.end() : end])
+        if event := watcher.watch(line, step):
+            yield event
+    if step is not None and data:
+        yield Row(step=step, data=data)
+
+
+def _is_continuation(line: str) -> bool:
+    """A wrapped or interrupted record goes on: it begins with " - key:value" and keys hold a slash."""
+    return line.lstrip().startswith("- ") and len(re.findall(r"[\w@]+/[\w@./-]+:[-+\dn]", line)) >= 1
+
+
+def _pairs(text: str) -> dict[str, float]:
+    pairs: dict[str, float] = {}
+    for piece in text.split(" - "):
+        key, _, value = piece.strip().rpartition(":")
+        try:  # nearly every piece is a plain key:value
+            pairs[key.removeprefix("- ")] = float(value)
+            continue
+        except ValueError:
+            pass
+        for found, written in _PAIR.findall(piece):
+            if (parsed := number(written)) is not None:
+                pairs[found] = parsed
+    pairs.pop("", None)
+    return {key: value for key, value in pairs.items() if " " not in key}
