@@ -18,7 +18,8 @@ EVENT_KINDS: dict[str, EventKind] = {
     "run_resumed": EventKind((), "A later process took the directory up again."),
     "run_ended": EventKind(("unwritten_metrics",), "The process left the directory in order."),
     "span_open": EventKind(
-        ("name", "span_id", "expected_s"), "A step or stage began: a hung run shows what it was in."
+        ("name", "span_id", "expected_s"),
+        "A step, a stage or a phase outside the steps began: a hung run shows what it was in.",
     ),
     "span": EventKind(
         (

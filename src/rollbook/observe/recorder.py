@@ -153,7 +153,7 @@ class Recorder:
             span = self._open(name, step=self._step_span.step if self._step_span else None, parent=parent)
             span.expected_s, span.expected_bytes = expected_s, expected_bytes
             span.attrs.update(attrs)
-            if is_stage:
+            if is_stage or (parent is None and self._step_span is None):
                 self._announce(span)
         token = current_span.set(span)
         try:
@@ -184,7 +184,7 @@ class Recorder:
         return span
 
     def _announce(self, span: Span) -> None:
-        """Say that a step or stage began, so that a hung or killed run shows what it was in."""
+        """Say that a step, a stage or a phase outside the steps began: a hung run shows what it was in."""
         fields: dict[str, object] = {"name": span.name, "span_id": span.span_id, "step": span.step}
         if span.expected_s is not None:
             fields["expected_s"] = span.expected_s

@@ -1,0 +1,365 @@
+"""The live view in a terminal: step, rewards, lengths, stage bars with the plan beside the measurement.
+
+Fed by the recorder alone. When stderr is not a terminal it prints one line a step instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from rollbook.observe.catalogue import STAGES
+from rollbook.observe.clock import Clock, SystemClock
+from rollbook.observe.numbers import count, frac, seconds, tiny
+from rollbook.observe.recorder import Event
+
+SPARK = "▁▂▃▄▅▆▇█"
+EIGHTHS = " ▏▎▍▌▋▊▉"
+NUM_SPARK_STEPS = 400
+MAX_SOURCES = 4
+"""Data sources with a row of their own; the rest share one."""
+_NOTICES = {"finding": "summary", "step_failed": "error", "sink_failed": "error", "fault": "fault"}
+"""Event kinds that are said aloud, and the field that says it."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the view knows: the last readings and the step in progress."""
+
+    num_steps: int | None = None
+    first_step: int | None = None
+    step: int | None = None
+    num_done: int = 0
+    data: dict[str, float] = field(default_factory=dict)
+    """Last reading of every metric."""
+    rewards: dict[str, deque[float]] = field(default_factory=dict)
+    """Data source -> mean reward, a value a step."""
+    open_spans: dict[str, float] = field(default_factory=dict)
+    """Span name -> monotonic start, of the step and the stages in progress."""
+    started_mono_s: float = 0.0
+    steps_began_mono_s: float | None = None
+    first_readings: dict[str, float] = field(default_factory=dict)
+    run_kind: str = "run_started"
+
+    def take_event(self, event: Event) -> None:
+        kind, name, mono_s = event["kind"], str(event.get("name", "")), _number(event["mono_s"])
+        if kind == "span_open":
+            self.open_spans[name] = mono_s
+            if name == "step":
+                step = event.get("step")
+                self.step = step if isinstance(step, int) else None
+                if self.first_step is None:
+                    self.first_step, self.steps_began_mono_s = self.step, mono_s
+        elif kind == "span":
+            self.open_spans.pop(name, None)
+        elif kind in ("run_started", "run_resumed"):
+            self.started_mono_s, self.run_kind = mono_s, str(kind)
+
+    def take_step(self, step: int, data: Mapping[str, float]) -> None:
+        self.data.update(data)
+        for name, value in data.items():
+            self.first_readings.setdefault(name, value)
+            match = re.fullmatch(r"reward/(.+)/mean", name)
+            if match:
+                self.rewards.setdefault(match[1], deque(maxlen=NUM_SPARK_STEPS)).append(value)
+        if "timing_s/step" in data:
+            self.step = step
+            self.num_done += 1
+
+    def stages(self) -> list[tuple[str, float | None, float | None]]:
+        """(span name, measured seconds, expected seconds) of the last step, in the order of a step."""
+        rows = []
+        for name, suffix in STAGES.items():
+            measured = self.data.get(f"timing_s/{suffix}")
+            if measured is not None or name in self.open_spans:
+                rows.append((name, measured, self.data.get(f"expected_s/{suffix}")))
+        return rows
+
+    def remaining_s(self, now_mono_s: float) -> float | None:
+        if self.num_steps is None or not self.num_done or self.steps_began_mono_s is None:
+            return None
+        assert self.first_step is not None
+        num_left = max(0, self.num_steps - self.first_step - self.num_done)
+        return (now_mono_s - self.steps_began_mono_s) / self.num_done * num_left
+
+
+class TerminalView:
+    """A sink that shows a run on stderr.
+
+    Args:
+        run_dir: named in the title and the summary.
+        num_steps: for "step 3/100" and the time left.
+        console: where to draw; stderr by default.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        num_steps: int | None = None,
+        console: Console | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.console = console or Console(stderr=True, highlight=False)
+        self.clock = clock or SystemClock()
+        self.progress = Progress(num_steps=num_steps)
+        self._live: Live | None = None
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._live = Live(
+                get_renderable=self.render, console=self.console, refresh_per_second=4, transient=False
+            )
+
+    def on_event(self, event: Event) -> None:
+        if self._live is not None and not self._live.is_started:
+            self._live.start()
+        self.progress.take_event(event)
+        kind = str(event["kind"])
+        if kind in _NOTICES:
+            style = "red" if event.get("severity") == "error" or kind == "step_failed" else "yellow"
+            notice = Text(f"{kind.replace('_', ' ')}: {event.get(_NOTICES[kind], '')}", style=style)
+            if event.get("remedy"):
+                notice.append(f"\n  hint: {event['remedy']}", style="dim")
+            self.console.print(notice)
+
+    def on_step(self, step: int, data: Mapping[str, float]) -> None:
+        self.progress.take_step(step, data)
+        if self._live is None:
+            print(self.line(step, data), file=self.console.file, flush=True)
+
+    def close(self) -> None:
+        """Leave the last view on the screen and print the summary."""
+        if self._live is not None and self._live.is_started:
+            self._live.stop()
+        self.console.print(self.summary(), soft_wrap=True)
+
+    # -- one line a step
+
+    def line(self, step: int, data: Mapping[str, float]) -> str:
+        """A step in one line, for logs.
+
+        `step 3/100  reward 0.71  length 5.2  step 3.31/3.10 s  rollout 1.92/1.80 s ...` (measured/planned)
+        """
+        parts = [f"step {step}" + (f"/{self.progress.num_steps}" if self.progress.num_steps else "")]
+        for name, value in data.items():
+            match = re.fullmatch(r"reward/(.+)/mean|(val/.+/exact_match)|(warmup/.+)", name)
+            if match:
+                label = f"reward {match[1]}" if match[1] else name.removesuffix("/exact_match")
+                parts.append(f"{label} {value:.3f}")
+        for label, name, show in (
+            ("length", "response_length/mean", count),
+            ("tokens/s", "perf/tokens_per_s/gen", count),
+            ("gap", "training/logprob_gap/mean", tiny),
+            ("stale", "training/off_policy/trajectory_staleness_worst/max", count),
+            ("failed", "failures/num", count),
+        ):
+            if name in data:
+                parts.append(f"{label} {show(data[name])}")
+        for name, suffix in {"step": "step", **STAGES}.items():
+            measured, expected = data.get(f"timing_s/{suffix}"), data.get(f"expected_s/{suffix}")
+            if measured is not None and (name == "step" or measured >= 0.02 * data.get("timing_s/step", 0.0)):
+                planned = f"/{expected:.3g}" if expected is not None else ""
+                parts.append(f"{name} {measured:.3g}{planned} s")
+        return "  ".join(parts)
+
+    # -- the panel
+
+    def render(self) -> RenderableType:
+        """The whole view at the console's width."""
+        now = self.clock.mono_s()
+        width = min(self.console.width, 120)
+        inner = width - 4
+        rows: list[RenderableType] = [*self._rewards(inner), self._numbers(inner)]
+        if self.progress.data or self.progress.open_spans:
+            rows += [Text(), self._stages(inner, now)]
+        return Panel(
+            Group(*rows),
+            title=self._title(now),
+            title_align="left",
+            subtitle=Text(_shortened(str(self.run_dir), inner - 2), style="dim"),
+            subtitle_align="right",
+            border_style="blue",
+            width=width,
+        )
+
+    def _title(self, now: float) -> Text:
+        p = self.progress
+        title = Text(" rollbook ", style="bold")
+        if p.step is None:
+            phase = next(iter(p.open_spans), None)
+            title.append(f"· {phase} " if phase else "· starting ", style="not bold")
+        else:
+            of = f"/{p.num_steps}" if p.num_steps else ""
+            title.append(f"· step {p.step}{of} ", style="not bold")
+        title.append(f"· {seconds(now - p.started_mono_s)} ", style="not bold")
+        remaining = p.remaining_s(now)
+        if remaining:
+            title.append(f"· about {seconds(remaining)} left ", style="not bold dim")
+        return title
+
+    def _rewards(self, width: int) -> list[RenderableType]:
+        p = self.progress
+        if not p.rewards:
+            return [Text("reward   waiting for the first step", style="dim")]
+        names = list(p.rewards)
+        shown = names if len(names) <= MAX_SOURCES else names[: MAX_SOURCES - 1]
+        name_width = max(len(_shortened(name, 18)) for name in shown)
+        rows: list[RenderableType] = []
+        for idx, name in enumerate(shown):
+            values = p.rewards[name]
+            row = Text(f"{'reward' if idx == 0 else '':<9}{_shortened(name, 18):<{name_width}}  ")
+            row.append(f"{values[-1]:6.3f}  ", style="bold")
+            exact = p.data.get(f"val/{name}/exact_match")
+            held_out = f"  held-out {exact:.3f}" if exact is not None else ""
+            row.append(sparkline(list(values), width - row.cell_len - 18), style="green")
+            row.append(held_out, style="cyan")
+            rows.append(row)
+        if len(names) > len(shown):
+            rest = [p.rewards[name][-1] for name in names[len(shown) :]]
+            rows.append(
+                Text(
+                    f"{'':9}and {len(rest)} more sources, from {min(rest):.3f} to {max(rest):.3f}",
+                    style="dim",
+                )
+            )
+        return rows
+
+    def _numbers(self, width: int) -> RenderableType:
+        data = self.progress.data
+        grid = Table.grid(padding=(0, 2))
+        cells: list[Text] = []
+
+        def cell(label: str, text: str, style: str = "bold") -> None:
+            cells.append(Text.assemble((f"{label} ", "dim"), (text, style)))
+
+        if "response_length/mean" in data:
+            longest = data.get("response_length/max", data["response_length/mean"])
+            cell("length", f"{data['response_length/mean']:.1f} (max {count(longest)})")
+        if "response_length/clip_ratio" in data:
+            cell("truncated", frac(data["response_length/clip_ratio"]))
+        for label, suffix in (("rollout", "gen"), ("train", "update_actor")):
+            if f"perf/tokens_per_s/{suffix}" in data:
+                cell(label, f"{count(data[f'perf/tokens_per_s/{suffix}'])} tokens/s")
+        if "training/logprob_gap/mean" in data:
+            cell("gap", tiny(data["training/logprob_gap/mean"]))
+        stale = data.get("training/off_policy/trajectory_staleness_worst/max")
+        if stale is not None:
+            cell("staleness", f"max {count(stale)}")
+        failed = data.get("failures/num", 0.0)
+        if failed:
+            cell("failed", count(failed), "bold red")
+        per_row = 3 if width < 100 else 6
+        for start in range(0, len(cells), per_row):
+            grid.add_row(*cells[start : start + per_row])
+        return grid
+
+    def _stages(self, width: int, now: float) -> RenderableType:
+        p = self.progress
+        rows = p.stages()
+        step_s = p.data.get("timing_s/step")
+        bar_width = width - 43
+        longest = max([s for _, measured, expected in rows for s in (measured, expected) if s] or [1.0])
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(width=11)
+        table.add_column(width=bar_width)
+        for _ in range(2):
+            table.add_column(width=9, justify="right")
+        table.add_column(width=6, justify="right")
+        table.add_row(
+            Text("stage", style="dim"),
+            Text("┃ planned", style="dim"),
+            *(Text(label, style="dim") for label in ("measured", "planned", "ratio")),
+        )
+        for name, measured, expected in rows:
+            is_open = name in p.open_spans
+            if is_open:
+                elapsed = now - p.open_spans[name]
+                longest_now = max(longest, elapsed)
+                bar = stage_bar(elapsed, expected, longest_now, bar_width, "yellow")
+                cells = [seconds(elapsed), seconds(expected) if expected is not None else "–", "▶"]
+            else:
+                assert measured is not None
+                bar = stage_bar(measured, expected, longest, bar_width, "blue")
+                ratio = f"{measured / expected:.2f}" if expected else "–"
+                cells = [seconds(measured), seconds(expected) if expected is not None else "–", ratio]
+            table.add_row(Text(name, style="yellow" if is_open else ""), bar, *(Text(cell) for cell in cells))
+        if step_s is not None:
+            expected = p.data.get("expected_s/step")
+            ratio = f"{step_s / expected:.2f}" if expected else "–"
+            planned = seconds(expected) if expected is not None else "–"
+            cells = [seconds(step_s), planned, ratio]
+            table.add_row(
+                Text("whole step", style="bold"), Text(), *(Text(cell, style="bold") for cell in cells)
+            )
+        return table
+
+    def summary(self) -> str:
+        """What to say when the run is over: how far it came, and where it lies."""
+        p = self.progress
+        lines = []
+        if p.num_done:
+            elapsed = seconds(self.clock.mono_s() - p.started_mono_s)
+            lines.append(f"{p.num_done} steps in {elapsed}")
+            for name, value in p.data.items():
+                match = re.fullmatch(r"reward/(.+)/mean|val/(.+)/exact_match", name)
+                if match:
+                    what = f"reward of {match[1]}" if match[1] else f"held-out exact match of {match[2]}"
+                    lines.append(f"  {what}: {p.first_readings[name]:.3f} -> {value:.3f}")
+        else:
+            lines.append("no step finished")
+        lines.append(f"run directory: {self.run_dir}")
+        return "\n".join(lines)
+
+
+def stage_bar(measured_s: float, expected_s: float | None, longest_s: float, width: int, style: str) -> Text:
+    """A bar of `measured_s` with a mark where `expected_s` is, on a scale that ends at `longest_s`.
+
+    >>> stage_bar(2.0, 3.0, 4.0, 8, "").plain
+    '███▌ ┃  '
+    """
+    scale = (width - 1) / longest_s if longest_s else 0.0
+    eighths = round(measured_s * scale * 8) if scale else 0
+    if measured_s > 0:
+        eighths = max(1, eighths)
+    bar = "█" * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")
+    text = Text(bar.ljust(width)[:width], style=style)
+    if expected_s is not None:
+        mark = min(width - 1, round(expected_s * scale))
+        is_inside = mark < len(bar)
+        plain = text.plain[:mark] + "┃" + text.plain[mark + 1 :]
+        text = Text(plain, style=style)
+        text.stylize("bold white on blue" if is_inside else "bold", mark, mark + 1)
+    return text
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The last values as block characters, several to a character when they are many.
+
+    >>> sparkline([0.0, 0.5, 1.0], 10)
+    '▁▅█'
+    """
+    width = max(1, width)
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(values), max(values)
+    spread = high - low
+    return "".join(SPARK[round((v - low) / spread * (len(SPARK) - 1)) if spread else 0] for v in values)
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else "…" + text[-(width - 1) :]
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0

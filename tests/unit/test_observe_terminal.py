@@ -1,0 +1,141 @@
+"""The terminal view: what a user sees at 80 and 120 columns, and without a terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rollbook.observe.clock import ManualClock
+from rollbook.observe.recorder import Recorder
+from rollbook.observe.terminal import TerminalView, sparkline, stage_bar
+from rollbook.observe.values import Ratio
+
+
+class Screen:
+    """A run of a few steps drawn on a console of the given width."""
+
+    def __init__(self, folder: Path, width: int, *, is_terminal: bool = True) -> None:
+        self.clock = ManualClock()
+        self.out = io.StringIO()
+        self.console = Console(width=width, file=self.out, force_terminal=is_terminal, color_system=None)
+        self.view = TerminalView(folder / "run", num_steps=10, console=self.console, clock=self.clock)
+        self.view._live = None  # drawn by the test, not by a thread
+        self.recorder = Recorder(folder / "run", [self.view], clock=self.clock, strict=True)
+
+    def step(self, step: int, sources: tuple[str, ...] = ("addition",)) -> None:
+        with self.recorder.step(step) as span:
+            span.set(expected_s=3.0)
+            with self.recorder.span("rollout", expected_s=2.5) as rollout:
+                self.clock.advance(2.0)
+                rollout.set(tokens=24_000)
+            with self.recorder.span("train", expected_s=0.5):
+                self.clock.advance(1.0)
+            for source in sources:
+                self.recorder.metrics({f"reward/{source}/mean": Ratio(step + 1, 10)})
+            self.recorder.metrics(
+                {
+                    "response_length/mean": 5.25,
+                    "response_length/max": 8.0,
+                    "training/logprob_gap/mean": 3.1e-6,
+                    "training/off_policy/trajectory_staleness_worst/max": 1.0,
+                }
+            )
+
+    def draw(self) -> str:
+        with self.console.capture() as capture:
+            self.console.print(self.view.render())
+        return capture.get()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_panel_fits_and_shows_plan_beside_measurement(tmp_path: Path, width: int) -> None:
+    screen = Screen(tmp_path, width)
+    for step in range(3):
+        screen.step(step)
+    text = screen.draw()
+    assert {len(line) for line in text.splitlines()} == {width}
+    for piece in (
+        "step 2/10",
+        "addition",
+        "0.300",
+        "▁▅█",
+        "5.2 (max 8)",
+        "12.0k tokens/s",
+        "3.1e-06",
+        "max 1",
+    ):
+        assert piece in text
+    rollout = next(line for line in text.splitlines() if line.startswith("│ rollout"))
+    assert rollout.split()[-6:] == ["2.00", "s", "2.50", "s", "0.80", "│"]
+    whole = next(line for line in text.splitlines() if "whole step" in line)
+    assert "1.00" in whole
+    assert "about 21.0 s left" in text
+
+
+def test_many_sources_share_a_row(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, 80)
+    screen.step(0, ("a", "b", "c", "d", "a-very-long-name-of-a-data-source"))
+    text = screen.draw()
+    assert "and 2 more sources, from 0.100 to 0.100" in text
+    assert {len(line) for line in text.splitlines()} == {80}
+
+
+def test_a_stage_in_progress_shows_its_time_so_far(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, 80)
+    screen.step(0)
+    with screen.recorder.step(1), screen.recorder.span("train"):
+        screen.clock.advance(7.0)
+        line = next(line for line in screen.draw().splitlines() if line.startswith("│ train"))
+    assert "7.00 s" in line
+    assert "▶" in line
+
+
+def test_before_the_first_step_it_says_what_is_going_on(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, 80)
+    with screen.recorder.span("warmup"):
+        assert "warmup" in screen.draw()
+
+
+def test_without_a_terminal_it_prints_one_line_a_step(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, 80, is_terminal=False)
+    screen.step(0)
+    screen.step(1)
+    lines = screen.out.getvalue().splitlines()
+    assert lines[0] == (
+        "step 0/10  reward addition 0.100  length 5.25  tokens/s 12.0k  gap 3.1e-06  stale 1  "
+        "step 3/3 s  rollout 2/2.5 s  train 1/0.5 s"
+    )
+    assert len(lines) == 2
+
+
+def test_findings_are_said_aloud_with_their_remedy(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, 80, is_terminal=False)
+    screen.recorder.finding("version_drift", "replica 1 serves version 3, not 4", remedy="restart replica 1")
+    assert screen.out.getvalue() == (
+        "finding: replica 1 serves version 3, not 4\n  hint: restart replica 1\n"
+    )
+
+
+def test_the_summary_says_how_far_it_came_and_where_it_lies(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, 200, is_terminal=False)
+    for step in range(2):
+        screen.step(step)
+    screen.out.truncate(0)
+    screen.out.seek(0)
+    screen.recorder.close()
+    assert screen.out.getvalue() == (
+        f"2 steps in 6.00 s\n  reward of addition: 0.100 -> 0.200\nrun directory: {tmp_path / 'run'}\n"
+    )
+
+
+def test_a_long_history_keeps_the_sparkline_in_its_width() -> None:
+    assert len(sparkline([float(i % 7) for i in range(1000)], 31)) == 31
+    assert sparkline([2.0, 2.0], 10) == "▁▁"
+
+
+def test_a_bar_never_leaves_its_width() -> None:
+    assert stage_bar(9.0, 12.0, 10.0, 12, "").cell_len == 12
+    assert stage_bar(0.0, None, 0.0, 5, "").plain == "     "
