@@ -11,7 +11,7 @@ Tensor names are Hugging Face names everywhere; an engine with fused or stacked 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ class Manifest:
     base_version: int | None
     """Version a delta applies to, proven on the replica before anything is written; None: self-contained."""
     tensors: tuple[TensorSpec, ...]
+    base_digest: str | None = None
+    """`sync.digest.fold` of the base version's digests: what the replica must hold for a delta to apply."""
+    is_resync: bool = False
+    """Replaces whatever the replica holds, at whatever version: the way back from quarantine. Never a delta."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,10 @@ class BucketEntry:
     num_bytes: int
     encoding: str = "dense"
     """"dense": the tensor's bytes. Other encodings (delta) are named by the file that owns them."""
+    tensor_offset_bytes: int = 0
+    """Where the part begins in the tensor; parts of one tensor arrive in order."""
+    tensor_num_bytes: int | None = None
+    """Bytes of the tensor that the entry stands for; None: `num_bytes`, as in every dense entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +85,8 @@ class CommitReport:
     num_bytes: int
     write_s: float
     digest_s: float
+    coverage: Mapping[str, int] = field(default_factory=dict)
+    """Tensors of the manifest by what became of them: matched, renamed, fused, dropped."""
 
 
 class LiveWeights(Protocol):
