@@ -63,6 +63,8 @@ def policy_objective(
         proximal=anchor,
         behavior=tensors.behavior_logprobs,
         advantage=tensors.advantages,
+        reference=tensors.reference_logprobs,
+        teacher=tensors.teacher_logprobs,
     )
     policy = LOSSES[config.loss](
         tensors.logprobs,
