@@ -1,0 +1,488 @@
+"""The asyncio face of the native engine, and the thread it computes on.
+
+One thread per engine plans, runs and books steps without pause while there is work; between two steps it carries
+out what the event loop asked for (requests, pauses, weight publications). Results go back in one call per step, so
+a decode step costs no event-loop time. Nothing but that thread touches scheduler, model or pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from rollbook.errors import DeadlineError, EngineError
+from rollbook.rollout.config import RolloutConfig
+from rollbook.rollout.engine import EngineStats, GenerateRequest, KVPolicy, PauseMode, Response
+from rollbook.rollout.native.draws import uniforms
+from rollbook.rollout.native.model_runner import ModelRunner, engine_model, model_facts
+from rollbook.rollout.native.sampling import Draws
+from rollbook.rollout.native.scheduler import Scheduler, StepPlan
+from rollbook.weights import LiveWeights
+
+Result = TypeVar("Result")
+
+CLOSE_DEADLINE_S = 60.0
+"""How long `close` waits for the step that runs."""
+
+
+class TextDecoder(Protocol):
+    """What stop strings need of a tokenizer."""
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request whose caller waits on the event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Response]
+
+
+@dataclass(slots=True)
+class _Command:
+    """Something to do between two steps; exactly one of `run` and `fail` is called."""
+
+    run: Callable[[], None]
+    fail: Callable[[EngineError], None]
+
+
+class NativeEngine:
+    """Continuous batching on a Hugging Face causal LM; implements `rollbook.rollout.engine.Engine`.
+
+    Args:
+        model: its weights are copied, unless `share_weights`: then the engine computes with this model's own memory
+            (same dtype and device) and a trainer's update reaches it without a copy. It is never modified.
+        eos_token_ids: tokens that end a response. Nothing is read from the model's generation config.
+        tokenizer: only for stop strings.
+        weight_version: of the weights `model` holds now.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: RolloutConfig,
+        *,
+        replica_id: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+        tokenizer: TextDecoder | None = None,
+        share_weights: bool = False,
+        weight_version: int = 0,
+    ) -> None:
+        self.replica_id = replica_id
+        self.config = config
+        self.share_weights = share_weights
+        self._given_model: nn.Module | None = model
+        facts = model_facts(model)
+        if config.batch_invariant and (facts.is_mixture or config.device != "cpu"):
+            raise EngineError(
+                f"rollout.batch_invariant is set and the model is {type(model).__name__} on {config.device}",
+                "it needs a CPU and a model without experts (their batches depend on the neighbors); turn it off",
+            )
+        self._scheduler = Scheduler(
+            num_slots=config.num_slots,
+            num_pages=config.kv_pool_tokens // config.page_tokens,
+            page_tokens=config.page_tokens,
+            max_prefill_tokens=config.max_prefill_tokens,
+            max_context_tokens=facts.max_context_tokens,
+            use_prefix_cache=config.prefix_cache,
+            fixed_rows=config.num_slots if config.batch_invariant else None,
+            eos_token_ids=eos_token_ids,
+            decode_text=None if tokenizer is None else tokenizer.decode,
+            weight_version=weight_version,
+            replica_id=replica_id,
+        )
+        self._runner: ModelRunner | None = None
+        self._pending: dict[str, _Pending] = {}
+        self._is_paused = False
+        self._drained: list[Callable[[], None]] = []
+        self._sleep_level = 0
+        self._needs_publication = False
+        self._prefill_s = 0.0
+        self._decode_s = 0.0
+
+        self._lock = threading.Lock()
+        self._inbox: deque[_Command] = deque()
+        self._wake_up = threading.Event()
+        self._is_closing = False
+        self._ended: EngineError | None = EngineError(
+            f"the engine of replica {replica_id} is not running", "await engine.start() first"
+        )
+        self._thread: threading.Thread | None = None
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Build the model's engine copy and the KV pool on the engine's thread.
+
+        Raises:
+            EngineError: the model can't run here; says why.
+        """
+        if self._thread is not None:
+            raise EngineError(f"the engine of replica {self.replica_id} was already started", "start it once")
+        self._ended = None
+        self._thread = threading.Thread(
+            target=self._main, name=f"native-engine-{self.replica_id}", daemon=True
+        )
+        started = self._ask(self._build)
+        self._thread.start()
+        await started
+
+    async def close(self) -> None:
+        """End the thread after the step that runs; whoever waits for a response gets an EngineError."""
+        if self._thread is None:
+            return
+        self._is_closing = True
+        self._wake_up.set()
+        thread, loop = self._thread, asyncio.get_running_loop()
+        with ThreadPoolExecutor(1) as waiter:
+            await loop.run_in_executor(waiter, thread.join, CLOSE_DEADLINE_S)
+        if thread.is_alive():
+            raise DeadlineError(
+                f"the engine of replica {self.replica_id} is still in one step after {CLOSE_DEADLINE_S:.0f} s",
+                "end the process; a step this long means the machine is overloaded or a kernel hangs",
+            )
+
+    # ---- requests
+
+    async def generate(self, request: GenerateRequest) -> Response:
+        """Sample one response.
+
+        Raises:
+            EngineError: the request can't fit, its logprobs are not finite, or the engine failed or was closed.
+            DeadlineError: it took longer than rollout.response_deadline_s.
+        """
+        loop = asyncio.get_running_loop()
+        pending = _Pending(loop, loop.create_future())
+        self._post(
+            _Command(
+                run=lambda: self._submit(request, pending),
+                fail=lambda error: _deliver([(pending, error)]),
+            )
+        )
+        try:
+            async with asyncio.timeout(self.config.response_deadline_s):
+                return await pending.future
+        except TimeoutError:
+            self._forget(request.request_id, pending)
+            raise DeadlineError(
+                f"request {request.request_id} has no response after {self.config.response_deadline_s:g} s: replica "
+                f"{self.replica_id} runs {self._scheduler.num_running} and queues {self._scheduler.num_waiting}",
+                "raise rollout.response_deadline_s, or look for a pause that was never resumed",
+            ) from None
+        except asyncio.CancelledError:
+            self._forget(request.request_id, pending)
+            raise
+
+    def _submit(self, request: GenerateRequest, pending: _Pending) -> None:
+        if pending.future.cancelled():
+            return
+        try:
+            self._scheduler.submit(request)
+        except EngineError as error:
+            _deliver([(pending, error)])
+        else:
+            self._pending[request.request_id] = pending
+
+    def _forget(self, request_id: str, pending: _Pending) -> None:
+        def forget() -> None:
+            if self._pending.get(request_id) is pending:
+                del self._pending[request_id]
+                self._scheduler.cancel(request_id)
+
+        if self._ended is None:
+            self._post(_Command(run=forget, fail=lambda error: None))
+
+    # ---- pauses, sleep, weights
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Returns when no step runs. Requests that come while paused are queued.
+
+        keep: running sequences go on after `resume`. abort: every request, queued ones too, returns the tokens it
+        has. drain: what was started finishes first.
+        """
+        if mode == "drain":
+            await self._drain()
+            return
+
+        def pause() -> None:
+            self._is_paused = True
+            if mode == "abort":
+                self._respond(self._scheduler.abort_all())
+
+        await self._ask(pause)
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        drained: asyncio.Future[None] = loop.create_future()
+
+        def start() -> None:
+            self._scheduler.is_draining = True
+            self._drained.append(lambda: _call_loop(loop, _set_result, drained, None))
+
+        self._post(_Command(run=start, fail=lambda error: _call_loop(loop, _set_exception, drained, error)))
+        await drained
+
+    async def resume(self) -> None:
+        def resume() -> None:
+            self._is_paused = False
+            self._end_drain()
+
+        await self._ask(resume)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back. Running sequences keep their tokens and are recomputed after `wake`.
+
+        1: the KV pool is dropped, an accelerator's weights go to host memory. 2: weights are dropped as well. Shared
+        weights belong to the trainer and stay where they are.
+        """
+        if level not in (1, 2):
+            raise EngineError(f"sleep level {level} does not exist", "use 1 or 2")
+
+        def sleep() -> None:
+            runner = self._running()
+            if self._sleep_level == 0:
+                self._scheduler.drop_kv()
+                runner.drop_pool()
+            if level > self._sleep_level:
+                if not self.share_weights:
+                    runner.put_weights_to_sleep(level)
+                self._sleep_level = level
+                self._needs_publication |= level == 2
+
+        await self._ask(sleep)
+
+    async def wake(self) -> None:
+        """Rebuild what `sleep` dropped, and serve, unless a pause is on. After level 2 nothing is served until
+        `adopt_version` says that a publication wrote every weight."""
+
+        def wake() -> None:
+            if self._sleep_level == 0:
+                return
+            runner = self._running()
+            if not self.share_weights:
+                runner.wake_weights()
+            runner.make_pool()
+            self._sleep_level = 0
+
+        await self._ask(wake)
+
+    async def run_between_steps(self, fn: Callable[[], Result]) -> Result:
+        """Run `fn` on the engine's thread while no step runs. Its exception is raised here and harms nothing else."""
+        return await self._ask(fn)
+
+    async def adopt_version(self, weight_version: int, kv_policy: KVPolicy | None = None) -> None:
+        """From the next step on tokens are labeled `weight_version`, whose weights the caller has written.
+
+        Cached prefixes are dropped. `kv_policy` (the config's when None) decides about running sequences:
+        "recompute" computes their keys and values again; logprobs already reported stay.
+
+        Raises:
+            EngineError: the version would run backwards.
+        """
+
+        def adopt() -> None:
+            self._scheduler.adopt_version(weight_version, kv_policy or self.config.kv_policy)
+            self._needs_publication = False
+
+        await self._ask(adopt)
+
+    async def live_weights(self) -> LiveWeights:
+        """The live parameters; use them inside `run_between_steps` only."""
+        return await self._ask(lambda: self._running().weights)
+
+    async def weight_version(self) -> int:
+        return self._scheduler.weight_version
+
+    async def reset_prefix_cache(self) -> None:
+        await self._ask(self._scheduler.reset_cache)
+
+    async def stats(self) -> EngineStats:
+        """Read without waiting for the step that runs, so that a slow step can't hold up a deadline message."""
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        return EngineStats(
+            weight_version=scheduler.weight_version,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_slots=scheduler.num_slots,
+            kv_pool_tokens=scheduler.pool.num_pages * scheduler.page_tokens,
+            kv_used_tokens=scheduler.used_tokens,
+            prefill_tokens=counters.prefill_tokens,
+            cached_prompt_tokens=counters.cached_prompt_tokens,
+            decode_tokens=counters.decode_tokens,
+            decode_steps=counters.decode_steps,
+            num_preemptions=counters.num_preemptions,
+            busy_s=self._prefill_s + self._decode_s,
+            prefill_s=self._prefill_s,
+            decode_s=self._decode_s,
+            active_slots_sum=counters.active_slots_sum,
+            waiting_requests=tuple(list(self._pending)[:32]),
+        )
+
+    # ---- commands
+
+    def _post(self, command: _Command) -> None:
+        with self._lock:
+            ended = self._ended
+            if ended is None:
+                self._inbox.append(command)
+        if ended is not None:
+            command.fail(ended)
+        self._wake_up.set()
+
+    async def _ask(self, fn: Callable[[], Result]) -> Result:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Result] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = fn()
+            except BaseException as error:
+                _call_loop(loop, _set_exception, answer, error)
+            else:
+                _call_loop(loop, _set_result, answer, result)
+
+        self._post(_Command(run=run, fail=lambda error: _call_loop(loop, _set_exception, answer, error)))
+        return await answer
+
+    # ---- the engine's thread
+
+    def _main(self) -> None:
+        try:
+            if self.config.num_threads:
+                torch.set_num_threads(self.config.num_threads)
+            while not self._is_closing:
+                self._wake_up.clear()
+                while self._inbox:
+                    self._inbox.popleft().run()
+                if not self._step():
+                    self._wake_up.wait()
+            error = EngineError(
+                f"the engine of replica {self.replica_id} was closed",
+                "start a new engine; the request had no response",
+            )
+        except BaseException as cause:
+            error = EngineError(
+                f"the engine of replica {self.replica_id} failed: {type(cause).__name__}: {cause}",
+                "look at the cause; restart the replica and publish the weights to it again",
+            )
+            error.__cause__ = cause
+        with self._lock:
+            self._ended = error
+            left = list(self._inbox)
+            self._inbox.clear()
+        for command in left:
+            command.fail(error)
+        _deliver([(pending, error) for pending in self._pending.values()])
+        self._pending.clear()
+        self._end_drain()
+        self._runner = None
+
+    def _build(self) -> None:
+        model, config = self._given_model, self.config
+        assert model is not None, "an engine starts once"
+        dtype = next(model.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        own = engine_model(
+            model, dtype=dtype, device=torch.device(config.device), share_weights=self.share_weights
+        )
+        self._runner = ModelRunner(
+            own,
+            num_pages=self._scheduler.pool.num_pages,
+            page_tokens=config.page_tokens,
+            fixed_rows=self._scheduler.fixed_rows,
+        )
+        self._given_model = None
+
+    def _running(self) -> ModelRunner:
+        assert self._runner is not None, "commands are answered only after _build"
+        return self._runner
+
+    def _step(self) -> bool:
+        """One step, if anything can run."""
+        if self._scheduler.is_draining and not self._scheduler.has_started():
+            self._is_paused = True
+            self._end_drain()
+        if self._is_paused or self._sleep_level or self._needs_publication or not self._pending:
+            return False
+        began_at_s = time.perf_counter()
+        scheduler, runner = self._scheduler, self._running()
+        plan = scheduler.plan()
+        if plan is None:
+            return False
+        assert runner.pool is not None
+        runner.pool.carry_out(scheduler.pool.operations)
+        scheduler.pool.operations.clear()
+        token_ids, logprobs = runner.step(plan, self._draws(plan))
+        finished, failed = scheduler.commit(plan, token_ids, logprobs)
+        self._respond(finished)
+        _deliver([(self._pending.pop(item.request_id), item.error) for item in failed])
+        elapsed_s = time.perf_counter() - began_at_s
+        decode_s = elapsed_s * plan.num_decode / plan.num_rows
+        self._decode_s += decode_s
+        self._prefill_s += elapsed_s - decode_s
+        return True
+
+    def _draws(self, plan: StepPlan) -> Draws:
+        rows, slots = plan.slots, self._scheduler.slots
+        token_idx = slots.first_token_idx[rows] + slots.num_response[rows]
+        return Draws(
+            temperature=slots.temperature[rows],
+            top_p=slots.top_p[rows],
+            top_k=slots.top_k[rows],
+            min_p=slots.min_p[rows],
+            uniform=uniforms(slots.key[rows], token_idx),
+        )
+
+    def _respond(self, responses: list[Response]) -> None:
+        _deliver([(self._pending.pop(response.request_id), response) for response in responses])
+
+    def _end_drain(self) -> None:
+        self._scheduler.is_draining = False
+        for answer in self._drained:
+            answer()
+        self._drained.clear()
+
+
+def _deliver(results: list[tuple[_Pending, Response | EngineError]]) -> None:
+    """Hand results to the event loops that wait for them, in one call each."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Pending, Response | EngineError]]] = {}
+    for pending, result in results:
+        by_loop.setdefault(pending.loop, []).append((pending, result))
+    for loop, items in by_loop.items():
+        _call_loop(loop, _set_results, items)
+
+
+def _set_results(items: list[tuple[_Pending, Response | EngineError]]) -> None:
+    for pending, result in items:
+        if isinstance(result, EngineError):
+            _set_exception(pending.future, result)
+        else:
+            _set_result(pending.future, result)
+
+
+def _set_result(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _call_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
+    # The loop may be closed while the thread finishes: then nobody waits any more.
+    if not loop.is_closed():
+        try:
+            loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            return

@@ -1,0 +1,77 @@
+"""The engine's live parameters, addressed by Hugging Face names: what a publication writes and proves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rollbook.errors import SyncError, nearest_name
+from rollbook.weights import TensorSpec
+
+
+class HuggingFaceWeights:
+    """`LiveWeights` over a module whose parameters carry Hugging Face names.
+
+    Tied tensors appear once, under the first of their names. Buffers that the model saves are part of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        saved = set(model.state_dict(keep_vars=True))
+        tensors: dict[str, Tensor] = dict(model.named_parameters())
+        tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+        self._tensors = tensors
+        self._specs = {
+            name: TensorSpec(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                num_bytes=tensor.numel() * tensor.element_size(),
+            )
+            for name, tensor in tensors.items()
+        }
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self._specs
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Copy `tensor` into the live parameter; nothing is copied when it is that parameter's own memory.
+
+        Raises:
+            SyncError: unknown name, or another shape or dtype.
+        """
+        live = self._named(name)
+        if tensor.shape != live.shape or tensor.dtype != live.dtype:
+            raise SyncError(
+                f"{name}: the publication carries {tuple(tensor.shape)} {tensor.dtype}, the engine holds "
+                f"{tuple(live.shape)} {live.dtype}",
+                "export weights in the engine's dtype, from the same model config",
+            )
+        if _same_memory(live, tensor):
+            return
+        with torch.no_grad():
+            live.copy_(tensor)
+
+    def read(self, name: str) -> Tensor:
+        """The live tensor itself.
+
+        Raises:
+            SyncError: unknown name.
+        """
+        return self._named(name)
+
+    def _named(self, name: str) -> Tensor:
+        held = self._tensors.get(name)
+        if held is None:
+            raise SyncError(f"the engine has no tensor {name!r}", nearest_name(name, self._tensors))
+        return held.detach()
+
+
+def _same_memory(live: Tensor, tensor: Tensor) -> bool:
+    return (
+        live.device == tensor.device
+        and live.data_ptr() == tensor.data_ptr()
+        and live.stride() == tensor.stride()
+        and live.numel() > 0
+    )

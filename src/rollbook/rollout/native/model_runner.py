@@ -1,0 +1,247 @@
+"""Runs one planned step through a Hugging Face model: token ids in, sampled ids and logprobs out.
+
+The model's code stays as it is. The engine runs a module tree of its own, whose config names our attention; its
+parameters are copies, or with `share_weights` the very memory of the model it was given, which is never modified.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rollbook.errors import EngineError
+from rollbook.rollout.native.live_weights import HuggingFaceWeights
+from rollbook.rollout.native.paged_attention import (
+    ATTENTION_NAME,
+    KVPool,
+    LayerShapes,
+    PageBatch,
+    SpanRows,
+    StepTensors,
+    running_step,
+)
+from rollbook.rollout.native.sampling import Draws, sample
+from rollbook.rollout.native.scheduler import PrefillSpan, StepPlan
+from rollbook.types import Floats
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the engine must know about a model before it runs."""
+
+    max_context_tokens: int
+    num_layers: int
+    is_mixture: bool
+
+
+def model_facts(model: nn.Module) -> ModelFacts:
+    """Read from the model's text config, never from its generation config."""
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
+    return ModelFacts(
+        max_context_tokens=int(config.max_position_embeddings),
+        num_layers=int(config.num_hidden_layers),
+        is_mixture=int(num_experts) > 1,
+    )
+
+
+def engine_model(
+    model: nn.Module, *, dtype: torch.dtype, device: torch.device, share_weights: bool
+) -> nn.Module:
+    """A module tree like `model` with a config of its own that names paged attention.
+
+    Raises:
+        EngineError: weights can't be shared because dtype or device differ.
+    """
+    memo: dict[int, Any] = {}
+    if share_weights:
+        for name, parameter in model.named_parameters():
+            if parameter.dtype != dtype or parameter.device.type != device.type:
+                raise EngineError(
+                    f"weights can't be shared: {name} is {parameter.dtype} on {parameter.device}, the engine runs "
+                    f"{dtype} on {device}",
+                    "set rollout.dtype = \"auto\" and the trainer's device, or don't share weights",
+                )
+            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+    own = copy.deepcopy(model, memo)
+    if not share_weights:
+        own = own.to(device=device, dtype=dtype)
+    own.requires_grad_(False).eval()
+    own.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    return own
+
+
+class ModelRunner:
+    """The model, its KV pool and its sampler. Every method runs on the engine's thread.
+
+    Args:
+        model: a Hugging Face causal LM; see `engine_model`.
+        num_pages, page_tokens: of the KV pool.
+        fixed_rows: when set, every step runs exactly this many rows, so that a row's arithmetic never depends on how
+            many others there are.
+    Raises:
+        EngineError: the model keeps state that isn't attention's keys and values, or shares layers' keys and values.
+    """
+
+    def __init__(self, model: nn.Module, *, num_pages: int, page_tokens: int, fixed_rows: int | None) -> None:
+        self.model = model
+        self.facts = model_facts(model)
+        self.weights = HuggingFaceWeights(model)
+        self.fixed_rows = fixed_rows
+        self._num_pages, self._page_tokens = num_pages, page_tokens
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self._layers = self._observe()
+        self.pool: KVPool | None = None
+        self.make_pool()
+
+    def make_pool(self) -> None:
+        self.pool = KVPool(
+            self._layers,
+            num_pages=self._num_pages,
+            page_tokens=self._page_tokens,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def drop_pool(self) -> None:
+        self.pool = None
+
+    def put_weights_to_sleep(self, level: int) -> None:
+        """1: to host memory (they are there already on a CPU). 2: gone."""
+        for parameter in self.model.parameters():
+            if level == 2:
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            else:
+                parameter.data = parameter.data.cpu()
+
+    def wake_weights(self) -> None:
+        """Weights back on the device; what was dropped is zero until a publication writes it."""
+        specs = self.weights.specs()
+        for name, parameter in self.model.named_parameters():
+            if parameter.numel() == 0:
+                parameter.data = torch.zeros(specs[name].shape, dtype=parameter.dtype, device=self.device)
+            else:
+                parameter.data = parameter.data.to(self.device)
+
+    def _observe(self) -> LayerShapes:
+        """One token through the model, to see which layers attend and how wide their keys are."""
+        seen: dict[int, Any] = {}
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with torch.inference_mode(), running_step(seen):
+            self._trunk()(input_ids=zero, position_ids=zero, use_cache=False)
+        if sorted(seen) != list(range(self.facts.num_layers)):
+            raise EngineError(
+                f"{type(self.model).__name__} has {self.facts.num_layers} layers and {len(seen)} of them attend "
+                "through transformers' AttentionInterface",
+                'use rollout.engine = "vllm" for this model',
+            )
+        return [seen[idx] for idx in range(self.facts.num_layers)]
+
+    def _trunk(self) -> nn.Module:
+        return self.model.base_model  # type: ignore[return-value]
+
+    def step(self, plan: StepPlan, draws: Draws) -> tuple[Indices, Floats]:
+        """Run the planned rows; sample one token for each decoding row.
+
+        Returns:
+            token ids [num_decode] and logprobs [num_decode].
+        """
+        assert self.pool is not None, "the engine doesn't step while it sleeps"
+        with torch.inference_mode():
+            ids, positions, step = self._tensors(plan, self.pool)
+            with running_step(step):
+                if plan.num_decode == 0:
+                    self._trunk()(input_ids=ids, position_ids=positions, use_cache=False)
+                    return np.zeros(0, np.int64), np.zeros(0, np.float32)
+                rows: int | Tensor = 0
+                if plan.spans and self.fixed_rows is None:
+                    rows = torch.arange(plan.num_decode, device=self.device)
+                logits = self.model(
+                    input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=rows
+                ).logits[0]
+            tokens, logprobs = sample(logits[: plan.num_decode], draws)
+            if self.device.type == "cpu":
+                return tokens.numpy(), logprobs.numpy()
+            both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()  # one copy, exact for both
+            return both[0].astype(np.int64), both[1].astype(np.float32)
+
+    def _tensors(self, plan: StepPlan, pool: KVPool) -> tuple[Tensor, Tensor, StepTensors]:
+        ids, positions, pages, offsets = plan.token_ids, plan.positions, plan.write_pages, plan.write_offsets
+        num_padding = (self.fixed_rows or plan.num_rows) - plan.num_rows
+        if num_padding:
+            nothing = np.zeros(num_padding, np.int64)
+            ids, positions = np.concatenate([ids, nothing]), np.concatenate([positions, nothing])
+            pages = np.concatenate([pages, nothing + pool.scratch_page])
+            offsets = np.concatenate([offsets, nothing])
+        num_decode = plan.num_decode
+        arrays = [
+            ids,
+            positions,
+            pages * pool.page_tokens + offsets,
+            plan.page_owner,
+            plan.page_start,
+            plan.page_lists,
+            plan.page_list_starts,
+        ]
+        as_rows = self.fixed_rows is not None and bool(plan.spans)
+        arrays += _rows_of_spans(plan.spans, pool.page_tokens) if as_rows else [s.pages for s in plan.spans]
+        tensors = self._to_device(arrays)
+        ids_t, positions_t, write_index, owner, start, lists, list_starts = tensors[:7]
+        batches: list[PageBatch] = []
+        spans: list[SpanRows] = []
+        if num_decode:
+            batches.append(PageBatch(num_decode, owner, start, positions_t[:num_decode], lists, list_starts))
+        if as_rows:
+            gather, row_owner, row_start, row_lists, row_list_starts = tensors[7:]
+            end = plan.num_rows
+            batches.append(
+                PageBatch(
+                    end - num_decode,
+                    row_owner,
+                    row_start,
+                    positions_t[num_decode:end],
+                    row_lists,
+                    row_list_starts,
+                    gather,
+                )
+            )
+        else:
+            for span, span_pages in zip(plan.spans, tensors[7:], strict=True):
+                held = span_pages if span.start else None
+                spans.append(SpanRows(span.first_row, span.num_tokens, span.start, held))
+        return ids_t[None], positions_t[None], StepTensors(pool, write_index, batches, spans)
+
+    def _to_device(self, arrays: list[Indices]) -> list[Tensor]:
+        """All arrays in one transfer."""
+        joined = torch.from_numpy(np.concatenate(arrays))
+        if self.device.type != "cpu":
+            joined = joined.pin_memory().to(self.device, non_blocking=True)
+        return list(torch.split(joined, [len(array) for array in arrays]))
+
+
+def _rows_of_spans(spans: tuple[PrefillSpan, ...], page_tokens: int) -> list[Indices]:
+    """Each prefill token as a row with its own list of pages: (gather, owner, start, lists, list starts)."""
+    counts = np.concatenate(
+        [np.arange(span.start, span.start + span.num_tokens) // page_tokens + 1 for span in spans]
+    )
+    gather = np.concatenate(
+        [
+            span.pages[: position // page_tokens + 1]
+            for span in spans
+            for position in range(span.start, span.start + span.num_tokens)
+        ]
+    )
+    list_starts = np.cumsum(counts) - counts
+    owner = np.repeat(np.arange(len(counts)), counts)
+    lists = np.arange(len(gather))
+    start = (lists - list_starts[owner]) * page_tokens
+    return [gather, owner, start, lists, list_starts]

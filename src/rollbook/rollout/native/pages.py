@@ -1,0 +1,180 @@
+"""Which page of the KV pool belongs to whom. Page numbers only: the keys and values are in `paged_attention`.
+
+Running sequences take the lowest free pages and the prefix cache the highest, so that the pages attention reads lie
+together at the start of the pool. A change of contents is appended to `operations`, which the owner of the tensors
+carries out in order before the next forward.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from rollbook.types import Ids
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroPages:
+    """These pages get a new owner: clear them, so that nothing of the last owner (a NaN, say) can be read."""
+
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPages:
+    """Copy page sources[i] to page targets[i]."""
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+PageOperation = ZeroPages | CopyPages
+
+
+class PagePool:
+    """Free pages of a pool of `num_pages`, taken from either end."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.operations: list[PageOperation] = []
+        self._free = set(range(num_pages))
+        self._lowest = list(range(num_pages))
+        self._highest = [-page for page in reversed(range(num_pages))]
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def lowest_free(self) -> int | None:
+        """The free page nearest the start, still free."""
+        return self._peek(self._lowest, 1)
+
+    def take_lowest(self) -> int:
+        return self._take(self._lowest, 1)
+
+    def take_highest(self) -> int:
+        return self._take(self._highest, -1)
+
+    def give_back(self, pages: Items[int]) -> None:
+        for page in pages:
+            assert page not in self._free, f"page {page} given back twice"
+            self._free.add(page)
+            heapq.heappush(self._lowest, page)
+            heapq.heappush(self._highest, -page)
+
+    def zero(self, pages: Items[int]) -> None:
+        if pages:
+            self.operations.append(ZeroPages(tuple(pages)))
+
+    def copy(self, sources: Items[int], targets: Items[int]) -> None:
+        if sources:
+            self.operations.append(CopyPages(tuple(sources), tuple(targets)))
+
+    def _peek(self, heap: list[int], sign: int) -> int | None:
+        # A page taken from one end stays in the other end's heap until it comes up there.
+        while heap and sign * heap[0] not in self._free:
+            heapq.heappop(heap)
+        return sign * heap[0] if heap else None
+
+    def _take(self, heap: list[int], sign: int) -> int:
+        page = self._peek(heap, sign)
+        assert page is not None, "the caller checks num_free"
+        heapq.heappop(heap)
+        self._free.remove(page)
+        return page
+
+
+@dataclass(slots=True)
+class _CachedPage:
+    node_id: int
+    page: int
+    key: tuple[int, bytes]
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class CacheHit:
+    """The longest cached prefix of some tokens."""
+
+    pages: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class PrefixCache:
+    """Pages of finished sequences, found again by their exact tokens, and only under the weights that made them.
+
+    A trie of pages: the key of a page is its parent's id and its tokens. The last page of a sequence may hold fewer
+    tokens than fit; it has no children. Pages are copied to whoever reuses them, never shared.
+    """
+
+    def __init__(self, pool: PagePool, page_tokens: int) -> None:
+        self.pool = pool
+        self.page_tokens = page_tokens
+        self._by_key: OrderedDict[tuple[int, bytes], _CachedPage] = OrderedDict()
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def find(self, token_ids: Ids) -> CacheHit:
+        """The longest prefix of `token_ids` held here."""
+        hit = CacheHit()
+        touched: list[tuple[int, bytes]] = []
+        parent_id, size = 0, self.page_tokens
+        while hit.num_tokens < len(token_ids):
+            rest = token_ids[hit.num_tokens : hit.num_tokens + size]
+            found = None
+            for num_tokens in range(len(rest), 0, -1):
+                found = self._by_key.get((parent_id, rest[:num_tokens].tobytes()))
+                if found is not None:
+                    break
+            if found is None:
+                break
+            touched.append(found.key)
+            hit.pages.append(found.page)
+            hit.num_tokens += found.num_tokens
+            if found.num_tokens < size:
+                break
+            parent_id = found.node_id
+        self._touch(touched)
+        return hit
+
+    def keep(self, token_ids: Ids, pages: Items[int]) -> None:
+        """Copy the pages of a finished sequence into the cache, as far as free or least recently used pages allow."""
+        path: list[tuple[int, bytes]] = []
+        parent_id, size = 0, self.page_tokens
+        for idx, source in enumerate(pages):
+            part = token_ids[idx * size : (idx + 1) * size]
+            if len(part) == 0:
+                break
+            key = (parent_id, part.tobytes())
+            held = self._by_key.get(key)
+            if held is None:
+                if not self.pool.num_free and not self.evict(1, keep=path):
+                    break
+                held = _CachedPage(self._next_id, self.pool.take_highest(), key, len(part))
+                self._next_id += 1
+                self._by_key[key] = held
+                self.pool.copy([source], [held.page])
+            path.append(key)
+            parent_id = held.node_id
+        self._touch(path)
+
+    def evict(self, num_pages: int, keep: Items[tuple[int, bytes]] = ()) -> bool:
+        """Give the least recently used pages, except `keep`, back to the pool; False when there are not enough."""
+        for _ in range(num_pages):
+            victim = next((key for key in self._by_key if key not in keep), None)
+            if victim is None:
+                return False
+            self.pool.give_back([self._by_key.pop(victim).page])
+        return True
+
+    def clear(self) -> None:
+        self.evict(len(self._by_key))
+
+    def _touch(self, path: Items[tuple[int, bytes]]) -> None:
+        # Leaf first: a page is always more recent than its children, so children are evicted before it.
+        for key in reversed(path):
+            self._by_key.move_to_end(key)
