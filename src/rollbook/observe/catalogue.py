@@ -132,18 +132,35 @@ def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
 
 def _pattern(name: str) -> re.Pattern[str]:
     # A data source may be called "openai/gsm8k"; every other placeholder is one word.
-    fits = {"{source}": ".+"}
-    parts = re.split(r"(\{\w+\})", name)
-    return re.compile("".join(fits.get(p, "[^/]+") if p.startswith("{") else re.escape(p) for p in parts))
+    def fits(part: str) -> str:
+        if not part.startswith("{"):
+            return re.escape(part)
+        return f"(?P<{part[1:-1]}>{'.+' if part == '{source}' else '[^/]+'})"
+
+    return re.compile("".join(fits(part) for part in re.split(r"(\{\w+\})", name)))
 
 
 @functools.lru_cache(maxsize=4096)
 def lookup(name: str) -> Metric | None:
     """The catalogue's line for a metric name, or None. The first family that fits stands."""
+    found = match(name)
+    return found[0] if found else None
+
+
+def match(name: str) -> tuple[Metric, dict[str, str]] | None:
+    """A metric name's line, and what stands for the placeholders of its family.
+
+    >>> metric, labels = match("reward/gsm8k/mean")
+    >>> metric.name, labels
+    ('reward/{source}/mean', {'source': 'gsm8k'})
+    """
     exact, families = _index()
     if name in exact:
-        return exact[name]
-    return next((metric for pattern, metric in families if pattern.fullmatch(name)), None)
+        return exact[name], {}
+    for pattern, metric in families:
+        if fits := pattern.fullmatch(name):
+            return metric, fits.groupdict()
+    return None
 
 
 def names() -> list[str]:
