@@ -1,0 +1,201 @@
+"""The `[data]` and `[reward]` sections."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+from typing import Literal, Self
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from rollbook.section import Section
+
+
+class SourceConfig(Section):
+    """One source of prompts: a built-in task, a reasoning-gym task, or a file or folder."""
+
+    name: str = ""
+    """Rewards and failures are reported by it; empty: the task's name, or the file's without its ending."""
+    task: str = ""
+    """Built-in task: addition, reverse or sort_digits."""
+    reasoning_gym: str = ""
+    """Name of a reasoning-gym dataset (extra `tasks`)."""
+    path: str = ""
+    """JSONL or Parquet file, or a folder of them, or one written by `datasets.save_to_disk`."""
+    split: str = ""
+    """Split of a folder that holds several, such as train."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Options of the built-in or reasoning-gym task, such as num_digits."""
+    seed: int = 0
+    """Of generated problems; the order of training is decided by run.seed."""
+    num_prompts: int = Field(default=0, ge=0)
+    """Prompts to take, from the front of a file or drawn from a task's problems; 0: all there are."""
+    prompt_column: str = "prompt"
+    """Column with the prompt's text."""
+    messages_column: str = ""
+    """Column with chat messages (a list of role and content), instead of `prompt_column`."""
+    answer_column: str = "answer"
+    """Column with the reference answer; empty: there is none."""
+    answer_pattern: str = ""
+    """Regular expression whose first group is the answer within the column, such as `#### (.+)`."""
+    id_column: str = ""
+    """Column that identifies the row; empty: its number."""
+    source_column: str = ""
+    """Column that names the source of each row; empty: `name`."""
+    task_columns: tuple[str, ...] = ()
+    """Further columns that the reward may read, under their names."""
+    template: str = "{prompt}"
+    """Text around a prompt; `{prompt}` is replaced."""
+    weight: float | None = Field(default=None, gt=0)
+    """Share of this source among all that are drawn from. Give one to every source or to none; with none all
+    rows are one pool, seen once an epoch."""
+    end_weight: float | None = Field(default=None, ge=0)
+    """Weight after `data.curriculum_prompts` prompts, reached linearly; empty: `weight` throughout."""
+
+    @field_validator("template")
+    @classmethod
+    def _has_place(cls, template: str) -> str:
+        if "{prompt}" not in template:
+            raise ValueError(f"template {template!r} has no {{prompt}} to replace")
+        return template
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _has_group(cls, pattern: str) -> str:
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"answer_pattern {pattern!r} is no regular expression: {error}") from None
+        if pattern and groups < 1:
+            raise ValueError(f"answer_pattern {pattern!r} has no group; put the answer in parentheses")
+        return pattern
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> Self:
+        given = [
+            f
+            for f, v in (("task", self.task), ("reasoning_gym", self.reasoning_gym), ("path", self.path))
+            if v
+        ]
+        if len(given) != 1:
+            raise ValueError(
+                f"a source needs exactly one of task, reasoning_gym and path; given: {', '.join(given) or 'none'}"
+            )
+        if self.reasoning_gym and self.num_prompts == 0:
+            raise ValueError("a reasoning_gym source is endless; set num_prompts")
+        return self
+
+    @property
+    def label(self) -> str:
+        """`name`, or what stands for it."""
+        return self.name or self.task or self.reasoning_gym or PurePath(self.path).stem
+
+
+class DataConfig(Section):
+    """What is asked, in which order, and what is kept back for evaluation."""
+
+    sources: tuple[SourceConfig, ...] = Field(min_length=1)
+    """Sources of training prompts."""
+    held_out: tuple[SourceConfig, ...] = ()
+    """Sources of evaluation prompts. A training prompt with the same text is refused."""
+    held_out_frac: float = Field(default=0.0, ge=0, lt=1)
+    """Share of `sources` that is kept back for evaluation, by a hash of the prompt's text."""
+    shuffle: bool = True
+    """Order by (run.seed, epoch); false: as they stand."""
+    num_epochs: int = Field(default=0, ge=0)
+    """Times the data is seen before it is exhausted; 0: without end."""
+    curriculum_prompts: int = Field(default=0, ge=0)
+    """Prompts over which `weight` moves to `end_weight`."""
+    chat: bool = False
+    """Wrap `prompt_column` as a user message in the tokenizer's chat template (messages always are)."""
+    system_prompt: str = ""
+    """System message put before the others; needs chat or messages."""
+    max_prompt_tokens: int = Field(default=0, ge=0)
+    """Longest prompt; 0: what the model's context leaves beside a response."""
+    long_prompts: Literal["refuse", "drop"] = "refuse"
+    """What happens to longer ones: an error before the first step, or left out and counted."""
+
+    @model_validator(mode="after")
+    def _sources_agree(self) -> Self:
+        for sources in (self.sources, self.held_out):
+            labels = [source.label for source in sources]
+            for label in labels:
+                if labels.count(label) > 1:
+                    raise ValueError(f"two data sources are called {label!r}; give them names")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_agree(self) -> Self:
+        weighted = [source.weight is not None for source in self.sources]
+        if any(weighted) and not all(weighted):
+            raise ValueError(
+                "some data.sources have a weight and some have none; give one to each or to none"
+            )
+        if any(weighted) and self.num_epochs:
+            raise ValueError(
+                f"data.num_epochs is {self.num_epochs} with weighted sources, which have no common epoch; "
+                "use num_epochs = 0 and run.num_steps"
+            )
+        moving = any(source.end_weight is not None for source in self.sources)
+        if moving and not (all(weighted) and self.curriculum_prompts):
+            raise ValueError("an end_weight needs a weight on every source and data.curriculum_prompts")
+        if self.curriculum_prompts and not moving:
+            raise ValueError("data.curriculum_prompts has no effect without an end_weight")
+        if self.system_prompt and not (self.chat or any(s.messages_column for s in self.sources)):
+            raise ValueError("data.system_prompt has no effect without chat = true or a messages_column")
+        if moving and all(source.end_weight == 0 for source in self.sources):
+            raise ValueError("every end_weight is 0: nothing would be left to draw from")
+        return self
+
+
+Isolation = Literal["auto", "inline", "thread", "process"]
+
+
+class RewardTermConfig(Section):
+    """One scorer and its weight."""
+
+    function: str
+    """exact, numeric, digits, math_verify, reasoning_gym, or an import path `module:function`."""
+    name: str = ""
+    """Name of the term in metrics; empty: the function's."""
+    weight: float = 1.0
+    """Factor of the term in the reward."""
+    sources: tuple[str, ...] = ()
+    """Score prompts of these sources only; empty: all."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+    isolation: Isolation = "auto"
+    """Where it runs: in the event loop (only what is quick and cannot hang), on a thread, or in a process of its
+    own, where signals work and a hung call can be killed. auto: as the built-in needs, else a thread."""
+    full_marks: float = 1.0
+    """What the reference answer must score in the self-test."""
+    is_tested: bool = True
+    """False: the self-test leaves this term out, because it is not about the answer."""
+
+
+class RewardConfig(Section):
+    """How a response is judged. A scorer that fails gives no reward, never a zero."""
+
+    terms: tuple[RewardTermConfig, ...] = (RewardTermConfig(function="exact"),)
+    """The reward is the weighted sum of these."""
+    deadline_s: float = Field(default=10.0, gt=0)
+    """Longest time one call may take; afterwards the trajectory fails as a timeout."""
+    start_deadline_s: float = Field(default=60.0, gt=0)
+    """Longest time a scorer process may take to start and import its functions."""
+    num_workers: int = Field(default=2, ge=1)
+    """Calls at once, for threads and for processes each."""
+    self_test_prompts: int = Field(default=4, ge=0)
+    """Prompts of each source whose reference answer must score full marks, and a wrong one less, before the
+    first step; 0: no test."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        if not self.terms:
+            raise ValueError("reward.terms is empty; name at least one scorer, such as exact")
+        names = [term.name or term.function for term in self.terms]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two reward.terms are called {name!r}; give them names")
+            if name in ("score", "reward", "overlong"):
+                raise ValueError(f"a reward term may not be called {name!r}: that is the sum's own name")
+        return self

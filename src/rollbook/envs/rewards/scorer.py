@@ -1,0 +1,175 @@
+"""A run's scorer: all terms of `[reward]`, each isolated as it needs, every call under a deadline.
+
+response ──► term 1 (inline)  ─┐
+         ──► term 2 (thread)  ─┼─► weighted sum = "score" ──► RewardResult
+         ──► term 3 (process) ─┘   one failure ──► RewardResult without a reward
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from rollbook.envs.config import Isolation, RewardConfig, RewardTermConfig
+from rollbook.envs.rewards.functions import REWARDS, RewardFunction, find_function
+from rollbook.envs.rewards.process import ProcessPool
+from rollbook.envs.rewards.result import SCORE, RewardResult, checked_score
+from rollbook.errors import ConfigError, RewardError
+from rollbook.types import Failure, FailureKind, Prompt
+
+MAX_ABANDONED_THREADS = 32
+"""Threads past their deadline that may still run; a thread cannot be killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One scorer of the run."""
+
+    config: RewardTermConfig
+    name: str
+    function: RewardFunction | None
+    """None where it runs in a process and is imported only there."""
+    isolation: Isolation
+
+    @classmethod
+    def of(cls, config: RewardTermConfig) -> Term:
+        isolation = config.isolation
+        if isolation == "auto":
+            isolation = REWARDS[config.function].isolation if config.function in REWARDS else "thread"
+        function = None if isolation == "process" else find_function(config.function)
+        return cls(config, config.name or config.function.rpartition(":")[2], function, isolation)
+
+    def applies_to(self, prompt: Prompt) -> bool:
+        return not self.config.sources or prompt.source in self.config.sources
+
+
+class Scorer:
+    """Scores responses. `start` before the first call, `close` at the end, both on the loop that scores."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.config = config
+        self.terms = [Term.of(term) for term in config.terms]
+        self.num_abandoned_threads = 0
+        """Threads past their deadline that have not ended yet."""
+        self._threads = asyncio.Semaphore(config.num_workers)
+        self._processes: ProcessPool | None = None
+
+    async def start(self) -> None:
+        """Start what the terms need. Raises ConfigError for a function that cannot be imported."""
+        functions = sorted({t.config.function for t in self.terms if t.isolation == "process"})
+        if functions:
+            self._processes = ProcessPool(
+                functions,
+                num_workers=self.config.num_workers,
+                start_deadline_s=self.config.start_deadline_s,
+            )
+            await self._processes.start()
+
+    async def close(self) -> None:
+        """Kill the scorer processes; safe to call twice."""
+        if self._processes is not None:
+            await self._processes.close()
+            self._processes = None
+
+    async def score(self, response: str, prompt: Prompt) -> RewardResult:
+        """The reward of one response, or the failure that stands in its place. Never raises for a scorer's fault.
+
+        Raises:
+            ConfigError: no term applies to the prompt's source.
+        """
+        terms = [term for term in self.terms if term.applies_to(prompt)]
+        if not terms:
+            raise ConfigError(
+                f"no reward term applies to source {prompt.source!r} (prompt {prompt.prompt_id})",
+                "add it to reward.terms.sources of a term, or leave those empty",
+            )
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(self._outcome(term, response, prompt.task)) for term in terms]
+        outcomes = [call.result() for call in calls]
+        values: dict[str, float] = {}
+        total = 0.0
+        for term, outcome in zip(terms, outcomes):
+            if isinstance(outcome, Failure):
+                return RewardResult(reward=None, failure=outcome)
+            values[term.name] = outcome[SCORE]
+            values |= {f"{term.name}.{part}": value for part, value in outcome.items() if part != SCORE}
+            total += term.config.weight * outcome[SCORE]
+        return RewardResult(reward=total, terms=values | {SCORE: total})
+
+    async def _outcome(
+        self, term: Term, response: str, task: Mapping[str, JsonValue]
+    ) -> dict[str, float] | Failure:
+        try:
+            return await self._call(term, response, task)
+        except TimeoutError:
+            message = (
+                f"reward {term.name!r} gave no answer in {self.config.deadline_s:g} s (reward.deadline_s)"
+            )
+            return Failure(kind=FailureKind.TIMEOUT, message=message)
+        except RewardError as error:
+            return Failure(kind=FailureKind.REWARD, message=f"reward {term.name!r}: {error.what}")
+        except Exception as error:  # whatever a scorer raises: the reward is unknown
+            message = f"reward {term.name!r}: {type(error).__name__}: {error}"
+            return Failure(kind=FailureKind.REWARD, message=message)
+
+    async def _call(self, term: Term, response: str, task: Mapping[str, JsonValue]) -> dict[str, float]:
+        deadline_s, options = self.config.deadline_s, term.config.options
+        if term.isolation == "process":
+            if self._processes is None:
+                raise RewardError("the scorer was not started", "await Scorer.start() before scoring")
+            return await self._processes.call(
+                term.config.function, response, task, options, deadline_s=deadline_s
+            )
+        assert term.function is not None
+        if inspect.iscoroutinefunction(term.function):
+            async with asyncio.timeout(deadline_s):
+                return checked_score(await term.function(response, task, **options))
+        if term.isolation == "inline":
+            return checked_score(term.function(response, task, **options))
+        async with self._threads:
+            return checked_score(await self._on_thread(term, term.function, response, task))
+
+    async def _on_thread(
+        self, term: Term, function: RewardFunction, response: str, task: Mapping[str, JsonValue]
+    ) -> object:
+        """A thread of its own, not a pool's: one that hangs neither holds a place nor the end of the program."""
+        if self.num_abandoned_threads >= MAX_ABANDONED_THREADS:
+            raise RewardError(
+                f"{self.num_abandoned_threads} earlier calls still run past their deadline",
+                "set isolation = 'process' for this term: a process can be killed",
+            )
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[object] = loop.create_future()
+
+        def settle(value: object, error: Exception | None) -> None:
+            if answer.cancelled():
+                self.num_abandoned_threads -= 1
+            elif error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(value)
+
+        def work() -> None:
+            value: object = None
+            error: Exception | None = None
+            try:
+                value = function(response, task, **term.config.options)
+            except Exception as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, value, error)
+
+        threading.Thread(target=work, name=f"reward-{term.name}", daemon=True).start()
+        try:
+            async with asyncio.timeout(self.config.deadline_s):
+                return await answer
+        except (TimeoutError, asyncio.CancelledError):
+            if answer.cancelled():
+                self.num_abandoned_threads += 1
+            raise

@@ -1,0 +1,26 @@
+"""One prompt, one response, one score."""
+
+from __future__ import annotations
+
+from rollbook.envs.env import Observation, Tokenizer
+from rollbook.envs.rewards.scorer import Scorer
+from rollbook.types import FinishReason, Ids, Prompt
+
+
+class SingleTurnEnv:
+    """Scores the response's text, special tokens left out. A truncated response is scored as it stands."""
+
+    def __init__(self, prompt: Prompt, *, tokenizer: Tokenizer, scorer: Scorer) -> None:
+        self.prompt = prompt
+        self.tokenizer = tokenizer
+        self.scorer = scorer
+
+    async def start(self) -> Ids:
+        return self.prompt.prompt_ids
+
+    async def observe(self, response_ids: Ids, finish_reason: FinishReason) -> Observation:
+        text = self.tokenizer.decode(response_ids.tolist(), skip_special_tokens=True)
+        return Observation(result=await self.scorer.score(text, self.prompt))
+
+    async def close(self) -> None:
+        pass
