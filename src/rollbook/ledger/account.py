@@ -73,6 +73,8 @@ class RolloutSide:
     """Decoding while the slots are full."""
     tail_s: float
     """Decoding while they drain."""
+    steady_s: float = 0.0
+    """Decoding when new prompts always fill the freed slots; 0: as `throughput_s`."""
     prefill_s: float
     tokens_per_s_per_gpu: float
     """Response tokens, slots full."""
@@ -128,6 +130,8 @@ class Seconds:
     switch: float
     sync: float
     env: float
+    other: float
+    """Rewards, data, logging, scheduling."""
     total: float
 
 
@@ -195,6 +199,9 @@ def combine(
     memory: dict[str, float],
     switch_s: float,
     sync_s: float,
+    overlaps_sync: bool = True,
+    other_s: float = 0.0,
+    sync_error_frac: float = 0.0,
 ) -> StepAccount:
     """Put two sides under a mode.
 
@@ -202,27 +209,37 @@ def combine(
     the asynchronous one continues unfinished responses in the next step and has no tail. `separate_sync` runs
     one side after the other. `separate_async` runs both at once: the step is the larger side, the tail is
     filled by the next step's prompts, and weights are published while both work.
+
+    Args:
+        overlaps_sync: False where the asynchronous engines stand still during a publication.
+        other_s: added to every step.
+        sync_error_frac: of `switch_s` and `sync_s`.
     """
-    tail_s = rollout.tail_s if mode in ("sync", "separate_sync") else 0.0
+    waits_for_all = mode in ("sync", "separate_sync")
+    tail_s = rollout.tail_s if waits_for_all else 0.0
+    throughput_s = rollout.throughput_s if waits_for_all else rollout.steady_s or rollout.throughput_s
     switch_s = switch_s if mode in ("sync", "colocate_async") else 0.0
-    rollout_s = rollout.prefill_s + rollout.throughput_s + tail_s
+    rollout_s = rollout.prefill_s + throughput_s + tail_s
     if mode == "separate_async":
-        total = max(rollout_s, train.total_s)
+        total = max(rollout_s, train.total_s) + (0.0 if overlaps_sync else sync_s) + other_s
         idle = {"rollout": 1 - rollout_s / total, "train": 1 - train.total_s / total}
         num_gpus = rollout.num_gpus + train.num_gpus
     elif mode == "separate_sync":
-        total = rollout_s + rollout.env_wait_s + train.total_s + sync_s
+        total = rollout_s + rollout.env_wait_s + train.total_s + sync_s + other_s
         idle = {"rollout": 1 - rollout_s / total, "train": 1 - train.total_s / total}
         num_gpus = rollout.num_gpus + train.num_gpus
     else:
-        total = rollout_s + rollout.env_wait_s + train.total_s + switch_s + sync_s
+        total = rollout_s + rollout.env_wait_s + train.total_s + switch_s + sync_s + other_s
         waiting = 1 - (rollout_s + train.total_s) / total
         idle = {"rollout": waiting, "train": waiting}
         num_gpus = max(rollout.num_gpus, train.num_gpus)
-    generate_s = rollout.throughput_s + tail_s
-    error_frac = (rollout.error_frac * rollout_s + train.error_frac * train.total_s) / (
-        rollout_s + train.total_s
+    generate_s = throughput_s + tail_s
+    parts = (
+        (rollout.error_frac, rollout_s),
+        (train.error_frac, train.total_s),
+        (sync_error_frac, switch_s + sync_s + other_s),
     )
+    error_frac = sum(error * part for error, part in parts) / sum(part for _, part in parts)
     return StepAccount(
         mode=mode,
         num_gpus=num_gpus,
@@ -230,7 +247,7 @@ def combine(
         train=train,
         flops=flops,
         seconds=Seconds(
-            generate_throughput=rollout.throughput_s,
+            generate_throughput=throughput_s,
             generate_tail=tail_s,
             prefill=rollout.prefill_s,
             forward=train.forward_s,
@@ -238,6 +255,7 @@ def combine(
             switch=switch_s,
             sync=sync_s,
             env=rollout.env_wait_s,
+            other=other_s,
             total=total,
         ),
         memory=memory,

@@ -57,7 +57,7 @@ def row_curve(steps_per_row: NDArray[np.int64], num_slots: int) -> RowCurve:
     rows = np.cumsum(started - np.bincount(ends, minlength=num_steps + 1))[:num_steps]
     start_sum = np.bincount(starts, starts, num_steps + 1) - np.bincount(ends, starts, num_steps + 1)
     held = np.arange(num_steps) * rows - np.cumsum(start_sum)[:num_steps]
-    return RowCurve(rows.astype(np.float64), held, int(np.count_nonzero(started)))
+    return RowCurve(rows.astype(np.float64), held.astype(np.float64), int(np.count_nonzero(started)))
 
 
 def draw_lengths(lengths: LengthDistribution, num_sequences: int, seed: int) -> NDArray[np.int64]:

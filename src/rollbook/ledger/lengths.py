@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.errors import PlanError
 
-Curve = NDArray[np.float64]
+Curve = NDArray[np.floating[Any]]
 """[n] float64."""
 
 DEFAULT_SIGMA = 0.6
@@ -69,7 +70,9 @@ class LengthDistribution:
         """Fraction of responses longer than `tokens`; 0 from the limit on."""
         at = np.asarray(tokens, np.float64)
         if self.samples:
-            alive = 1.0 - np.searchsorted(np.asarray(self.samples), at, side="right") / len(self.samples)
+            alive: Curve = 1.0 - np.searchsorted(np.asarray(self.samples), at, side="right") / len(
+                self.samples
+            )
         elif self.sigma == 0 or self.mean_tokens >= self.max_tokens:
             alive = (at < self.mean_tokens).astype(np.float64)
         else:
@@ -95,7 +98,8 @@ class LengthDistribution:
             return np.asarray(np.quantile(np.asarray(self.samples), at, method="inverted_cdf"), np.float64)
         if self.sigma == 0 or self.mean_tokens >= self.max_tokens:
             return np.full_like(at, self.mean_tokens)
-        return np.clip(np.exp(self._mu + self.sigma * normal_quantile(at)), 1.0, self.max_tokens)
+        grown = np.exp(self._mu + self.sigma * normal_quantile(at))
+        return np.asarray(np.clip(grown, 1.0, self.max_tokens))
 
     def mean_square(self) -> float:
         """Mean of the squared length; attention FLOPs need it."""
@@ -148,8 +152,9 @@ def _normal_cdf(z: Curve | np.float64) -> Curve:
     return np.where(z >= 0, 1.0 - upper, upper)
 
 
-def normal_quantile(frac: Curve) -> Curve:
+def normal_quantile(frac: Curve | float) -> Curve:
     """Inverse of the standard normal CDF, to 5e-4. Source: Abramowitz and Stegun, 26.2.23."""
+    frac = np.asarray(frac, np.float64)
     tail = np.clip(np.where(frac < 0.5, frac, 1.0 - frac), 1e-15, 0.5)
     t = np.sqrt(-2.0 * np.log(tail))
     z = t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)))

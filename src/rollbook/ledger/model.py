@@ -315,7 +315,8 @@ class ModelSpec:
 def load_model(name_or_path: str) -> ModelSpec:
     """A model by registry name or alias, or from a Hugging Face folder or `config.json`.
 
-    Organisations and endings such as `-Instruct` or `-Base` are ignored: they do not change the shape.
+    Organisations, remarks in parentheses and endings such as `-Instruct` are ignored: they do not change
+    the shape.
 
     Raises:
         ConfigError: neither a known name (the nearest are named) nor a readable config.
@@ -347,10 +348,11 @@ _ENDINGS = re.compile(
 
 
 def _key(name: str) -> str:
-    key = name.strip().lower().rstrip("/").rsplit("/", 1)[-1].replace("_", "-").replace(" ", "-")
+    key = re.sub(r"\s*\(.*?\)", "", name).strip().lower().rstrip("/").rsplit("/", 1)[-1]
+    key = key.replace("_", "-").replace(" ", "-")
     while (shorter := _ENDINGS.sub("", key)) != key:
         key = shorter
-    return key.removeprefix("meta-")
+    return re.sub(r"[^a-z0-9.]", "", key.removeprefix("meta-"))
 
 
 @functools.cache
@@ -374,8 +376,9 @@ def _registry() -> dict[str, ModelSpec]:
             published_params=round(row.get("published_params_b", 0) * 1e9),
             published_active_params=round(row.get("published_active_params_b", 0) * 1e9),
         )
-        for name in (row["name"], *row.get("aliases", ())):
-            known[_key(name)] = spec if name == row["name"] else replace(spec, name=name)
+        known[_key(spec.name)] = spec
+        for alias in row.get("aliases", ()):
+            known.setdefault(_key(alias), replace(spec, name=alias))
     return known
 
 

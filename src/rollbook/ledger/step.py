@@ -1,14 +1,20 @@
 """The account of one step under chosen assumptions: the entry points of the ledger.
 
-rollout_side(...)   train_side(...)   ->   step_account(...)
+rollout_side(...)   train_side(...)   ->   join_sides(...)        what a search over splits calls
+step_account(...)                                                 all three in one call
 """
 
 from __future__ import annotations
 
-from rollbook.errors import PlanError
+from dataclasses import dataclass, field
+
+from rollbook.errors import ConfigError, PlanError, nearest_name
 from rollbook.ledger.account import Flops, RolloutSide, StepAccount, TrainSide, combine
 from rollbook.ledger.assumptions import Assumptions
+from rollbook.ledger.flops import default_flops
+from rollbook.ledger.generation import default_rollout_side
 from rollbook.ledger.hardware import Cluster
+from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.paper import (
     half_grown_tokens,
@@ -18,7 +24,21 @@ from rollbook.ledger.paper import (
     paper_sync_s,
     paper_train_side,
 )
+from rollbook.ledger.switch import hand_over
+from rollbook.ledger.sync import SyncMethod, SyncWork, sync_account
+from rollbook.ledger.train import default_train_side
 from rollbook.ledger.workload import MODES, Mode, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
+    """How both roles are spread and connected; `paper` reads only the replica's number of GPUs."""
+
+    replica: ReplicaLayout
+    train: TrainLayout = field(default_factory=TrainLayout)
+    sync_method: SyncMethod | None = None
+    """None: in process where the roles share devices, broadcast where they do not."""
+    max_staleness_steps: int = 1
 
 
 def step_account(
@@ -31,29 +51,43 @@ def step_account(
     num_rollout_gpus: int = 0,
     num_train_gpus: int = 0,
     rollout_tp: int = 0,
+    layouts: Layouts | None = None,
 ) -> StepAccount:
     """What one step costs.
 
     Args:
         num_rollout_gpus, num_train_gpus: of the separated modes; colocated modes use the whole cluster for both.
-        rollout_tp: GPUs of one replica; 0 takes `smallest_rollout_tp`.
+        rollout_tp: GPUs of one replica when no `layouts` are given; 0 takes `smallest_rollout_tp`.
+        layouts: both roles' layouts; left out, replicas of `rollout_tp` and fully sharded training.
     Raises:
         PlanError: an unknown mode, or a split that does not add up to at most the cluster.
     """
     if mode not in MODES:
-        raise PlanError(f"mode is {mode!r}", f"choose one of: {', '.join(MODES)}")
-    if mode in ("sync", "colocate_async"):
+        raise PlanError(f"mode is {mode!r}", nearest_name(mode, MODES))
+    if rollout_tp < 0:
+        raise PlanError(f"rollout TP is {rollout_tp}", "give a number of GPUs of at least 1")
+    if is_colocated(mode):
         num_rollout_gpus = num_train_gpus = cluster.num_gpus
     elif num_rollout_gpus < 1 or num_train_gpus < 1 or num_rollout_gpus + num_train_gpus > cluster.num_gpus:
         raise PlanError(
             f"{mode} with {num_rollout_gpus} rollout and {num_train_gpus} train GPUs of {cluster.num_gpus}",
             "give each side at least one GPU and no more than the cluster has",
         )
+    if layouts is None:
+        tp_size = rollout_tp or smallest_rollout_tp(model, cluster, assumptions)
+        layouts = Layouts(replica=ReplicaLayout(tp_size=tp_size))
     rollout = rollout_side(
-        model, workload, cluster, assumptions, num_gpus=num_rollout_gpus, tp_size=rollout_tp
+        model, workload, cluster, assumptions, mode=mode, num_gpus=num_rollout_gpus, layouts=layouts
     )
-    train = train_side(model, workload, cluster, assumptions, num_gpus=num_train_gpus)
-    return join_sides(model, workload, cluster, assumptions, mode=mode, rollout=rollout, train=train)
+    train = train_side(model, workload, cluster, assumptions, num_gpus=num_train_gpus, layout=layouts.train)
+    return join_sides(
+        model, workload, cluster, assumptions, mode=mode, layouts=layouts, rollout=rollout, train=train
+    )
+
+
+def is_colocated(mode: Mode) -> bool:
+    """True where engine and trainer share their devices."""
+    return mode in ("sync", "colocate_async")
 
 
 def rollout_side(
@@ -62,24 +96,55 @@ def rollout_side(
     cluster: Cluster,
     assumptions: Assumptions,
     *,
+    mode: Mode = "sync",
     num_gpus: int,
-    tp_size: int = 0,
+    layouts: Layouts,
 ) -> RolloutSide:
-    """Generation on `num_gpus` devices; `tp_size` 0 takes `smallest_rollout_tp`."""
-    tp_size = tp_size or smallest_rollout_tp(model, cluster, assumptions)
-    return paper_rollout_side(model, workload, cluster, assumptions, num_gpus=num_gpus, tp_size=tp_size)
+    """Generation on `num_gpus` devices. Under `default` a colocated engine gets part of the memory only."""
+    if assumptions.method == "paper":
+        return paper_rollout_side(
+            model, workload, cluster, assumptions, num_gpus=num_gpus, tp_size=layouts.replica.num_gpus
+        )
+    return default_rollout_side(
+        model,
+        workload,
+        cluster,
+        assumptions,
+        num_gpus=num_gpus,
+        layout=layouts.replica,
+        memory_frac=assumptions.engine_memory_frac if is_colocated(mode) else 1.0,
+        max_staleness_steps=layouts.max_staleness_steps,
+    )
 
 
 def train_side(
-    model: ModelSpec, workload: Workload, cluster: Cluster, assumptions: Assumptions, *, num_gpus: int
+    model: ModelSpec,
+    workload: Workload,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    *,
+    num_gpus: int,
+    layout: TrainLayout,
 ) -> TrainSide:
-    """Forwards and training on `num_gpus` devices."""
-    return paper_train_side(model, workload, cluster, assumptions, num_gpus=num_gpus)
+    """Forwards and training on `num_gpus` devices.
+
+    Raises:
+        ConfigError: the assumptions name a training stack that they do not describe.
+    """
+    if assumptions.method == "paper":
+        return paper_train_side(model, workload, cluster, assumptions, num_gpus=num_gpus)
+    if assumptions.stack not in assumptions.stacks:
+        raise ConfigError(
+            f"assumptions.stack is {assumptions.stack!r}", nearest_name(assumptions.stack, assumptions.stacks)
+        )
+    return default_train_side(model, workload, cluster, assumptions, num_gpus=num_gpus, layout=layout)
 
 
 def step_flops(model: ModelSpec, workload: Workload, assumptions: Assumptions) -> Flops:
     """FLOPs of one step."""
-    return paper_flops(model, workload)
+    if assumptions.method == "paper":
+        return paper_flops(model, workload)
+    return default_flops(model, workload)
 
 
 def join_sides(
@@ -89,19 +154,56 @@ def join_sides(
     assumptions: Assumptions,
     *,
     mode: Mode,
+    layouts: Layouts,
     rollout: RolloutSide,
     train: TrainSide,
 ) -> StepAccount:
-    """The account of two sides that were computed before: what a search over splits calls."""
+    """The account of two sides that were computed before."""
+    flops = step_flops(model, workload, assumptions)
+    memory = memory_account(model, workload, assumptions, rollout=rollout, train=train)
+    if assumptions.method == "paper":
+        return combine(
+            mode,
+            cluster=cluster,
+            rollout=rollout,
+            train=train,
+            flops=flops,
+            memory=memory,
+            switch_s=paper_switch_s(model, cluster, assumptions),
+            sync_s=paper_sync_s(model, assumptions),
+        )
+    published = sync_account(
+        model,
+        cluster,
+        assumptions.sync,
+        SyncWork(
+            method=layouts.sync_method or ("in_process" if is_colocated(mode) else "broadcast"),
+            num_train_gpus=train.num_gpus,
+            num_rollout_gpus=rollout.num_gpus,
+            replica_gpus=layouts.replica.num_gpus,
+            weight_dtype=layouts.replica.weight_dtype,
+        ),
+    )
+    moves = hand_over(
+        model,
+        cluster,
+        assumptions.switch,
+        num_gpus=train.num_gpus,
+        rollout_weights_bytes_per_gpu=rollout.weights_bytes_per_gpu,
+        state_bytes_per_param=assumptions.train_state_bytes_per_param,
+    )
     return combine(
         mode,
         cluster=cluster,
         rollout=rollout,
         train=train,
-        flops=step_flops(model, workload, assumptions),
-        memory=memory_account(model, workload, assumptions, rollout=rollout, train=train),
-        switch_s=paper_switch_s(model, cluster, assumptions),
-        sync_s=paper_sync_s(model, assumptions),
+        flops=flops,
+        memory=memory,
+        switch_s=sum(move.seconds for move in moves),
+        sync_s=published.seconds,
+        overlaps_sync=False,
+        other_s=assumptions.step_base_s,
+        sync_error_frac=published.error_frac,
     )
 
 

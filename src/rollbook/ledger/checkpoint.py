@@ -1,0 +1,72 @@
+"""Checkpoints: bytes, seconds, and what they take from the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollbook.errors import PlanError
+from rollbook.ledger.hardware import Cluster
+from rollbook.ledger.model import ModelSpec
+
+_SAVED_BYTES_PER_PARAM = 14.0
+"""bfloat16 weights, float32 master weights and two moments; gradients are not saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointAccount:
+    """One checkpoint of the policy."""
+
+    total_bytes: float
+    bytes_per_gpu: float
+    stall_s: float
+    """Seconds that training stands still."""
+    write_s: float
+    """Seconds until the files are whole."""
+    step_frac: float
+    """Stall over the steps between two checkpoints."""
+    pinned_bytes_per_node: float
+    """Host memory of an asynchronous checkpoint."""
+
+
+def checkpoint_account(
+    model: ModelSpec,
+    cluster: Cluster,
+    *,
+    num_train_gpus: int,
+    storage_bytes_per_s: float,
+    step_s: float,
+    every_steps: int,
+    is_async: bool,
+    has_critic: bool = False,
+) -> CheckpointAccount:
+    """Bytes and seconds of one checkpoint.
+
+    A synchronous one stalls until the storage has all bytes; an asynchronous one only until the state has been
+    copied to pinned host memory.
+
+    Args:
+        storage_bytes_per_s: of the whole job together.
+        every_steps: steps between two checkpoints.
+    Raises:
+        PlanError: a rate, step time or interval that is not positive.
+    """
+    if storage_bytes_per_s <= 0 or step_s <= 0 or every_steps < 1:
+        raise PlanError(
+            f"checkpoint with {storage_bytes_per_s} B/s, a step of {step_s} s, every {every_steps} steps",
+            "give positive numbers",
+        )
+    total = _SAVED_BYTES_PER_PARAM * model.params * (2 if has_critic else 1)
+    per_gpu = total / num_train_gpus
+    write_s = total / storage_bytes_per_s
+    copy_s = per_gpu / cluster.accelerator.host_link_bytes_per_s
+    stall_s = copy_s if is_async else write_s
+    # The next asynchronous checkpoint waits for the last one's files.
+    stall_s += max(write_s - every_steps * step_s, 0.0) if is_async else 0.0
+    return CheckpointAccount(
+        total_bytes=total,
+        bytes_per_gpu=per_gpu,
+        stall_s=stall_s,
+        write_s=write_s,
+        step_frac=stall_s / (every_steps * step_s + stall_s),
+        pinned_bytes_per_node=per_gpu * min(cluster.gpus_per_node, num_train_gpus) if is_async else 0.0,
+    )

@@ -1,0 +1,173 @@
+"""Seconds of decode steps and of prefill: a roofline with what rooflines leave out.
+
+One decode step of a replica reads the dense weights once, the experts that its batch touches, and the KV of its
+sequences; multiplies; exchanges activations between the replica's GPUs; and pays a fixed time per layer for
+launches and small operators. Bytes and FLOPs overlap within a part (`max`), parts follow each other (`+`).
+All functions take arrays of rows, so a whole curve of running sequences costs one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollbook.ledger.assumptions import DecodeAssumptions
+from rollbook.ledger.hardware import Cluster
+from rollbook.ledger.layout import DTYPE_BYTES, ReplicaLayout
+from rollbook.ledger.lengths import Curve
+from rollbook.ledger.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStep:
+    """Parts of a decode step, arrays over the points that were asked for."""
+
+    weights_s: Curve
+    kv_s: Curve
+    exchange_s: Curve
+    fixed_s: float
+    bytes_per_gpu: Curve
+
+    @property
+    def seconds(self) -> Curve:
+        return self.weights_s + self.kv_s + self.exchange_s + self.fixed_s
+
+
+def experts_touched(model: ModelSpec, num_rows: Curve | float) -> Curve:
+    """Expected distinct experts of one layer that a batch of `num_rows` tokens is routed to.
+
+    E (1 - (1 - k/E)^n): every token picks k of E experts, independently and evenly.
+    """
+    share = model.experts_per_token / max(model.num_experts, 1)
+    return np.asarray(model.num_experts * (1 - (1 - share) ** np.asarray(num_rows, np.float64)))
+
+
+def weight_bytes(model: ModelSpec, layout: ReplicaLayout, num_rows: Curve | float) -> tuple[float, Curve]:
+    """Bytes that one step reads over the whole replica: dense weights (one copy), and touched experts.
+
+    The output matrix stays in bfloat16 in quantized models; the embedding is a lookup.
+    """
+    dtype = DTYPE_BYTES[layout.weight_dtype]
+    expert_dtype = min(dtype, DTYPE_BYTES["float4"]) if "mxfp4" in model.quantized else dtype
+    dense = model.body_params * dtype + model.head_params * max(dtype, 2.0)
+    experts = model.num_moe_layers * experts_touched(model, num_rows) * model.expert_params * expert_dtype
+    return dense, experts
+
+
+def replica_weight_bytes(model: ModelSpec, layout: ReplicaLayout) -> float:
+    """Bytes that the weights take on one GPU of the replica."""
+    dense, _ = weight_bytes(model, layout, 0.0)
+    dtype = DTYPE_BYTES[layout.weight_dtype]
+    expert_dtype = min(dtype, DTYPE_BYTES["float4"]) if "mxfp4" in model.quantized else dtype
+    embedding = 0 if model.tie_embeddings else 2.0 * model.embedding_params
+    return (dense + embedding) / layout.tp_size + model.routed_params * expert_dtype / layout.num_gpus
+
+
+def kv_shards(model: ModelSpec, tp_size: int) -> int:
+    """Ways a sequence's KV is split: by KV head, so a latent cache is repeated on every GPU."""
+    return 1 if model.kv_lora_rank else min(tp_size, model.num_kv_heads)
+
+
+def kv_bytes_of(model: ModelSpec, context_tokens: Curve | float, dtype_bytes: float) -> Curve:
+    """Bytes of one sequence at each context: `ModelSpec.kv_bytes` over an array."""
+    windowed = model.num_sliding_layers if model.sliding_window else 0
+    layers = (model.num_attention_layers - windowed) * context_tokens
+    layers = layers + windowed * np.minimum(context_tokens, model.sliding_window)
+    return np.asarray(model.kv_width * dtype_bytes * layers + model.state_bytes)
+
+
+def decode_step(
+    model: ModelSpec,
+    cluster: Cluster,
+    assumptions: DecodeAssumptions,
+    layout: ReplicaLayout,
+    *,
+    num_rows: Curve | float,
+    context_tokens: Curve | float,
+) -> DecodeStep:
+    """One step of a replica with `num_rows` sequences of `context_tokens` mean context."""
+    rows = np.asarray(num_rows, np.float64)
+    context = np.asarray(context_tokens, np.float64)
+    accelerator = cluster.accelerator
+    num_gpus, copies = layout.num_gpus, layout.attention_copies
+    dense_bytes_per_s, expert_bytes_per_s = (
+        accelerator.hbm_bytes_per_s * assumptions.hbm_frac_of(accelerator, layout.weight_dtype, part)
+        for part in ("dense", "experts")
+    )
+    flops_per_s = accelerator.peak(layout.weight_dtype) * assumptions.gemm_frac
+    dense, experts = weight_bytes(model, layout, rows)
+    dense_flops = 2.0 * (model.body_params + model.head_params) * rows / copies / layout.tp_size
+    expert_flops = 2.0 * model.active_routed_params * rows / num_gpus
+    dense_s = np.maximum(dense / layout.tp_size / dense_bytes_per_s, dense_flops / flops_per_s)
+    experts_s = np.maximum(experts / num_gpus / expert_bytes_per_s, expert_flops / flops_per_s)
+    kv = rows / copies * kv_bytes_of(model, context, DTYPE_BYTES[layout.kv_dtype])
+    kv = kv / kv_shards(model, layout.tp_size)
+    pairs = model.num_attention_layers * context * rows / copies / layout.tp_size
+    attention_flops = _absorbed_flops_per_pair(model) * pairs
+    attention_flops_per_s = accelerator.peak("bfloat16") * assumptions.gemm_frac
+    kv_s = np.maximum(
+        kv / (accelerator.hbm_bytes_per_s * assumptions.kv_frac_of(accelerator)),
+        attention_flops / attention_flops_per_s,
+    )
+    return DecodeStep(
+        weights_s=dense_s + experts_s,
+        kv_s=kv_s,
+        exchange_s=_exchange_s(model, cluster, assumptions, layout, rows),
+        fixed_s=assumptions.step_s + _layer_s(model, assumptions, layout),
+        bytes_per_gpu=dense / layout.tp_size + experts / num_gpus + kv,
+    )
+
+
+def _layer_s(model: ModelSpec, assumptions: DecodeAssumptions, layout: ReplicaLayout) -> float:
+    mixers = model.num_attention_layers + model.num_linear_layers
+    blocks = (mixers + model.num_mlp_layers) / 2
+    return blocks * assumptions.layer_s_of(layout.engine) + model.num_moe_layers * assumptions.moe_layer_s
+
+
+def _absorbed_flops_per_pair(model: ModelSpec) -> float:
+    """Latent attention decodes in the compressed space: score and value over the latent, for every head."""
+    if model.kv_lora_rank:
+        return 2.0 * model.num_heads * (2 * model.kv_lora_rank + model.qk_rope_head_dim)
+    return float(model.attention_flops_per_pair())
+
+
+def _exchange_s(
+    model: ModelSpec, cluster: Cluster, assumptions: DecodeAssumptions, layout: ReplicaLayout, rows: Curve
+) -> Curve:
+    """Two all-reduces a layer for tensor parallelism, dispatch and combine for experts beyond it."""
+    accelerator = cluster.accelerator
+    seconds = np.zeros_like(rows)
+    blocks = model.num_attention_layers + model.num_linear_layers + model.num_mlp_layers
+    if layout.tp_size > 1:
+        crosses = layout.tp_size > accelerator.scale_up_gpus
+        link = cluster.nic_bytes_per_s if crosses else accelerator.scale_up_bytes_per_s
+        moved = (
+            2 * (layout.tp_size - 1) / layout.tp_size * rows / layout.attention_copies * model.hidden_size * 2
+        )
+        latency = assumptions.cross_node_latency_s if crosses else assumptions.all_reduce_latency_s
+        seconds = seconds + blocks * (latency + moved / link)
+    if layout.ep_size > layout.tp_size and model.num_moe_layers:
+        crosses = layout.ep_size > accelerator.scale_up_gpus
+        link = cluster.nic_bytes_per_s if crosses else accelerator.scale_up_bytes_per_s
+        width = model.expert_input_size or model.hidden_size
+        # Dispatch in float8, combine in bfloat16.
+        moved = rows / layout.num_gpus * model.experts_per_token * width * 3
+        latency = assumptions.cross_node_latency_s if crosses else assumptions.all_reduce_latency_s
+        seconds = seconds + model.num_moe_layers * (2 * latency + moved / link)
+    return seconds
+
+
+def prefill_s(
+    model: ModelSpec,
+    cluster: Cluster,
+    assumptions: DecodeAssumptions,
+    layout: ReplicaLayout,
+    *,
+    flops: Curve | float,
+) -> Curve:
+    """Seconds of `flops` of prefill on one replica, large enough to fill the GPUs."""
+    rate = cluster.accelerator.peak(layout.weight_dtype) * assumptions.prefill_frac_of(
+        cluster.accelerator, model
+    )
+    return np.asarray(flops, np.float64) / (rate * layout.num_gpus)

@@ -1,0 +1,209 @@
+"""Seconds of one step's generation under the default assumptions: the decode model over the curve of lengths.
+
+The number of running sequences falls as responses end, so a step that starts with full slots ends with a few
+long responses that read all weights for themselves. Throughput, waves and tail all come out of one integral.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollbook.ledger.account import RolloutSide
+from rollbook.ledger.assumptions import Assumptions
+from rollbook.ledger.decode import decode_step, kv_bytes_of, kv_shards, prefill_s, replica_weight_bytes
+from rollbook.ledger.flops import prefill_flops, turn_prefill_flops
+from rollbook.ledger.hardware import Cluster
+from rollbook.ledger.layout import DTYPE_BYTES, ReplicaLayout
+from rollbook.ledger.lengths import Curve, LengthDistribution
+from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.quantity import format_bytes
+from rollbook.ledger.workload import Workload
+
+_NUM_POINTS = 128
+_TAIL_FRAC = 0.1
+"""The tail begins when this share of a step's trajectories is unfinished."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationCurve:
+    """Decode steps of the slowest replica: `num_steps` steps with `rows` running at `context` tokens each."""
+
+    num_steps: Curve
+    rows: Curve
+    context: Curve
+    is_tail: Curve
+    """1.0 where fewer than a tenth of the trajectories are unfinished."""
+
+
+def generation_curve(
+    lengths: LengthDistribution,
+    *,
+    prompt_tokens: float,
+    num_sequences: int,
+    num_replicas: int,
+    num_slots: int,
+) -> GenerationCurve:
+    """Expected curve of running sequences.
+
+    When every sequence has a slot, a replica runs n S(t) rows at step t, as long as any sequence of the whole
+    step runs: the probability 1 - (1 - S(t))^N. When sequences queue, the slots stay full until the queue is
+    empty and then drain with the residual lifetimes of a renewal process, S_r(t) = (integral of S from t) / mean.
+
+    Source: renewal theory; the test compares it with `row_curve` on drawn lengths.
+    """
+    per_replica = num_sequences / num_replicas
+    width = lengths.max_tokens / _NUM_POINTS
+    at = (np.arange(_NUM_POINTS) + 0.5) * width
+    alive = lengths.survival(at)
+    if per_replica <= num_slots:
+        any_runs = 1 - (1 - alive) ** num_sequences
+        return GenerationCurve(
+            num_steps=any_runs * width,
+            rows=np.maximum(per_replica * alive, 1.0),
+            context=prompt_tokens + at,
+            is_tail=(alive < _TAIL_FRAC).astype(np.float64),
+        )
+    mean = float(alive.sum()) * width
+    age = float((at * alive).sum()) * width / mean
+    full_steps = max(per_replica * mean / num_slots - age, 0.0)
+    residual = (np.cumsum(alive[::-1])[::-1] - alive / 2) * width / mean
+    any_runs = 1 - (1 - np.clip(residual, 0.0, 1.0)) ** (num_replicas * num_slots)
+    unfinished = num_slots * residual / per_replica
+    return GenerationCurve(
+        num_steps=np.concatenate([[full_steps], any_runs * width]),
+        rows=np.concatenate([[float(num_slots)], np.maximum(num_slots * residual, 1.0)]),
+        context=np.concatenate(
+            [[prompt_tokens + age], prompt_tokens + np.minimum(age + at / 2, lengths.max_tokens)]
+        ),
+        is_tail=np.concatenate([[0.0], (unfinished < _TAIL_FRAC).astype(np.float64)]),
+    )
+
+
+def default_rollout_side(
+    model: ModelSpec,
+    workload: Workload,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    *,
+    num_gpus: int,
+    layout: ReplicaLayout,
+    memory_frac: float = 1.0,
+    max_staleness_steps: int = 1,
+) -> RolloutSide:
+    """Generation of one step on `num_gpus` devices in replicas of `layout`.
+
+    Args:
+        memory_frac: share of the device's memory that the engine may take; below 1 where it shares the device.
+        max_staleness_steps: of asynchronous modes: each step of age keeps one more step's prompts running.
+    """
+    accelerator = cluster.accelerator
+    num_replicas = max(num_gpus // layout.num_gpus, 1)
+    usable_bytes = accelerator.hbm_bytes * min(1 - assumptions.memory_overhead_frac, memory_frac)
+    weights = replica_weight_bytes(model, layout)
+    pool_bytes = max(usable_bytes - weights, 0.0) * layout.num_gpus
+    lengths = workload.lengths()
+    # What a sequence holds on average while it runs; long ones run longer, so this is above half the mean.
+    mean_age = lengths.mean_square() / (2 * lengths.mean_tokens)
+    held_tokens = workload.prompt_tokens + mean_age + workload.observation_tokens / 2
+    per_sequence = float(kv_bytes_of(model, held_tokens, DTYPE_BYTES[layout.kv_dtype]))
+    copies = layout.tp_size / kv_shards(model, layout.tp_size)
+    fitting = math.floor(pool_bytes / (per_sequence * copies))
+    per_replica = math.ceil(workload.num_sequences / num_replicas)
+    most = max(min(fitting, assumptions.max_slots * layout.attention_copies), 1)
+    slots = min(most, per_replica)
+    why_not = []
+    if num_gpus < layout.num_gpus:
+        why_not.append(
+            f"a replica takes {layout.num_gpus} GPUs, the rollout side has {num_gpus}: lower rollout TP"
+        )
+    if fitting < 1:
+        why_not.append(
+            f"a GPU holds {format_bytes(usable_bytes)} of which weights take {format_bytes(weights)}: no room for "
+            f"the {format_bytes(per_sequence)} of one sequence; raise rollout TP"
+        )
+    curve = generation_curve(
+        lengths,
+        prompt_tokens=workload.prompt_tokens + workload.observation_tokens / 2,
+        num_sequences=workload.num_sequences,
+        num_replicas=num_replicas,
+        num_slots=slots,
+    )
+    steps = decode_step(
+        model, cluster, assumptions.decode, layout, num_rows=curve.rows, context_tokens=curve.context
+    )
+    seconds = steps.seconds * curve.num_steps
+    tail_s = float((seconds * curve.is_tail).sum())
+    full = decode_step(
+        model, cluster, assumptions.decode, layout, num_rows=float(slots), context_tokens=held_tokens
+    )
+    full_s = float(full.seconds)
+    rate = slots / full_s / layout.num_gpus
+    idle_gpus = num_gpus - num_replicas * layout.num_gpus
+    return RolloutSide(
+        num_gpus=num_gpus,
+        tp_size=layout.num_gpus,
+        num_replicas=num_replicas,
+        slots_per_replica=slots,
+        num_waves=math.ceil(workload.num_sequences / (num_replicas * slots)),
+        decode_step_s=full_s,
+        throughput_s=float(seconds.sum()) - tail_s,
+        tail_s=tail_s,
+        steady_s=_steady_s(
+            model,
+            workload,
+            cluster,
+            assumptions,
+            layout,
+            num_replicas,
+            most,
+            held_tokens,
+            max_staleness_steps,
+        ),
+        prefill_s=_prefill_s(model, workload, cluster, assumptions, layout, num_replicas),
+        tokens_per_s_per_gpu=rate,
+        mfu_frac=rate * 2 * model.matmul_params / accelerator.peak(layout.weight_dtype),
+        weights_bytes_per_gpu=weights,
+        kv_pool_bytes=pool_bytes,
+        env_wait_s=(workload.agent.num_turns - 1) * workload.agent.env_s if workload.agent.env_s else 0.0,
+        error_frac=assumptions.rollout_error_frac,
+        why_not=tuple(why_not),
+        notes=(f"{idle_gpus} of {num_gpus} rollout GPUs are left over",) if idle_gpus > 0 else (),
+    )
+
+
+def _steady_s(
+    model: ModelSpec,
+    workload: Workload,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    layout: ReplicaLayout,
+    num_replicas: int,
+    most_rows: int,
+    held_tokens: float,
+    max_staleness_steps: int,
+) -> float:
+    """Decoding one step's tokens while the prompts of the steps within the staleness bound fill the slots.
+
+    Of the trajectories in flight, those of the oldest step are nearly finished: half of them still run.
+    """
+    in_flight = workload.num_sequences / num_replicas * (max_staleness_steps + 0.5)
+    rows = min(float(most_rows), in_flight)
+    step = decode_step(model, cluster, assumptions.decode, layout, num_rows=rows, context_tokens=held_tokens)
+    return workload.response_tokens_total / (num_replicas * rows / float(step.seconds))
+
+
+def _prefill_s(
+    model: ModelSpec,
+    workload: Workload,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    layout: ReplicaLayout,
+    num_replicas: int,
+) -> float:
+    """Prompts once per group; observations of every trajectory, and all before them when the prefix is lost."""
+    flops = workload.num_prompts * float(prefill_flops(model, workload.prompt_tokens))
+    flops += workload.num_sequences * turn_prefill_flops(model, workload)
+    return float(prefill_s(model, cluster, assumptions.decode, layout, flops=flops)) / num_replicas

@@ -1,0 +1,62 @@
+"""Handing one device from the engine to the trainer and back: bytes and seconds of every move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rollbook.ledger.assumptions import SwitchAssumptions
+from rollbook.ledger.hardware import Cluster
+from rollbook.ledger.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One move of a hand-over, on one GPU."""
+
+    name: str
+    bytes: float
+    seconds: float
+    link: Literal["host", "none"]
+
+
+def hand_over(
+    model: ModelSpec,
+    cluster: Cluster,
+    assumptions: SwitchAssumptions,
+    *,
+    num_gpus: int,
+    rollout_weights_bytes_per_gpu: float,
+    state_bytes_per_param: float,
+    sleep_level: int = 2,
+    offloads_state: bool = True,
+) -> list[Move]:
+    """Moves of one step: engine to trainer and back again.
+
+    Level 1 keeps the engine's weights in host memory and copies them both ways; level 2 drops them, and the
+    publication brings them back. The KV pool is only dropped and mapped again. CUDA graphs survive when the
+    pool keeps its addresses, else they are captured again.
+
+    Args:
+        num_gpus: over which the training state is sharded.
+        state_bytes_per_param: weights, gradients, master weights and moments.
+    """
+    rate = min(assumptions.copy_bytes_per_s, cluster.accelerator.host_link_bytes_per_s)
+    state = state_bytes_per_param * model.params / num_gpus if offloads_state else 0.0
+    weights = rollout_weights_bytes_per_gpu if sleep_level == 1 else 0.0
+    moves = [
+        Move(name="engine sleeps", bytes=weights, seconds=assumptions.sleep_s + weights / rate, link="host"),
+        Move(name="training state to device", bytes=state, seconds=state / rate, link="host"),
+        Move(name="training state to host", bytes=state, seconds=state / rate, link="host"),
+        Move(name="engine wakes", bytes=weights, seconds=assumptions.wake_s + weights / rate, link="host"),
+    ]
+    if assumptions.graphs_s:
+        moves.append(Move(name="graphs captured", bytes=0.0, seconds=assumptions.graphs_s, link="none"))
+    return moves
+
+
+def pinned_bytes(moves: list[Move]) -> float:
+    """Host memory that must be pinned per GPU: the training state, and the weights of sleep level 1."""
+    return max((move.bytes for move in moves if move.name.startswith("training state")), default=0.0) + max(
+        (move.bytes for move in moves if move.name.startswith("engine")), default=0.0
+    )

@@ -1,0 +1,192 @@
+"""Seconds and bytes of forwards and training.
+
+    seconds of a token on one GPU = matrices + attention + memory-bound operators + exposed exchange
+
+Matrices run at a fraction of the peak of their dtype, attention at a fraction of the bfloat16 peak, and
+everything between them (norms, rotary, permutation of tokens to experts, activations) is bound by memory
+traffic that grows with layers x hidden size, which is why small and sparse models reach so little of the peak.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rollbook.ledger.account import TrainSide
+from rollbook.ledger.assumptions import Assumptions, StackAssumptions
+from rollbook.ledger.flops import attention_flops, forward_flops, sequence_mean_square
+from rollbook.ledger.hardware import Accelerator, Cluster
+from rollbook.ledger.layout import TrainLayout
+from rollbook.ledger.memory import train_memory
+from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.quantity import format_bytes
+from rollbook.ledger.workload import Workload
+
+
+def token_s(
+    model: ModelSpec,
+    accelerator: Accelerator,
+    stack: StackAssumptions,
+    layout: TrainLayout,
+    *,
+    sequence_tokens: float,
+    mean_square_tokens: float = 0.0,
+    backward: bool,
+) -> float:
+    """GPU-seconds of one token, forward or forward and backward, pipeline full.
+
+    Passes over the matrices: forward 1, backward 2 (1 for frozen ones), full recomputation 1 more. Attention
+    backward costs 2.5 forwards (flash attention recomputes its scores).
+    """
+    spread = (mean_square_tokens / sequence_tokens**2) if mean_square_tokens else 1.0
+    recomputes = backward and layout.recompute == "full"
+    passes = 1.0 + (0.0 if not backward else 1.0 if layout.lora else 2.0) + recomputes
+    matrices = 2.0 * model.matmul_params * passes
+    matrices_s = matrices / (accelerator.peak(layout.dtype) * stack.gemm_frac_of(accelerator, layout.dtype))
+    attention = float(attention_flops(model, sequence_tokens)) / sequence_tokens * spread
+    attention_passes = 3.5 if backward else 1.0
+    attention_s = (
+        attention * attention_passes / (accelerator.peak("bfloat16") * stack.attention_frac_of(accelerator))
+    )
+    return matrices_s + attention_s + _memory_bound_s(model, accelerator, stack, backward=backward)
+
+
+def _memory_bound_s(
+    model: ModelSpec, accelerator: Accelerator, stack: StackAssumptions, *, backward: bool
+) -> float:
+    mixers = model.num_attention_layers + model.num_linear_layers
+    dense_mlps = model.num_mlp_layers - model.num_moe_layers
+    dense_width = (mixers + dense_mlps) / 2 * model.hidden_size
+    in_experts = 2 * (model.expert_input_size or model.hidden_size)
+    in_experts += model.mlp_matrices * model.moe_intermediate_size
+    moe_units = model.num_moe_layers * model.experts_per_token * in_experts
+    rack = stack.rack_scale_factor if accelerator.scale_up_gpus > 8 else 1.0
+    seconds = max(
+        stack.dense_bytes * dense_width / accelerator.hbm_bytes_per_s, stack.least_s_per_width * dense_width
+    )
+    seconds += max(stack.moe_bytes * rack / accelerator.hbm_bytes_per_s, stack.moe_least_s) * moe_units
+    return seconds if backward else seconds * stack.forward_share
+
+
+def train_tokens_per_s_per_gpu(
+    model: ModelSpec,
+    cluster: Cluster,
+    stack: StackAssumptions,
+    layout: TrainLayout,
+    *,
+    sequence_tokens: float,
+    mean_square_tokens: float = 0.0,
+) -> float:
+    """Training throughput with exchange and bubble."""
+    busy_s = token_s(
+        model,
+        cluster.accelerator,
+        stack,
+        layout,
+        sequence_tokens=sequence_tokens,
+        mean_square_tokens=mean_square_tokens,
+        backward=True,
+    )
+    busy_s += exchange_s(model, cluster, stack, layout, backward=True)
+    return (1 - bubble_frac(layout)) / busy_s
+
+
+def exchange_s(
+    model: ModelSpec, cluster: Cluster, stack: StackAssumptions, layout: TrainLayout, *, backward: bool
+) -> float:
+    """Exposed GPU-seconds a token of tensor-parallel reduction: two exchanges a block forward, two backward."""
+    if layout.tp_size == 1:
+        return 0.0
+    accelerator = cluster.accelerator
+    crosses = layout.tp_size > accelerator.scale_up_gpus
+    link = cluster.nic_bytes_per_s if crosses else accelerator.scale_up_bytes_per_s
+    blocks = (model.num_attention_layers + model.num_linear_layers + model.num_mlp_layers) / 2
+    share = (layout.tp_size - 1) / layout.tp_size
+    moved = (2 if backward else 1) * blocks * 2 * 2 * model.hidden_size * 2 * share
+    return layout.tp_size * moved / link * stack.exposed_frac
+
+
+def bubble_frac(layout: TrainLayout) -> float:
+    """Idle share of an interleaved pipeline: (p - 1) / (v m + p - 1).
+
+    Source: Narayanan et al., arXiv:2104.04473.
+    """
+    if layout.pp_size == 1 or layout.micro_batches_per_step == 0:
+        return 0.0
+    stages = layout.pp_size - 1
+    return stages / (layout.virtual_stages * layout.micro_batches_per_step + stages)
+
+
+def default_train_side(
+    model: ModelSpec,
+    workload: Workload,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    *,
+    num_gpus: int,
+    layout: TrainLayout,
+) -> TrainSide:
+    """Forwards, training and optimizer of one step on `num_gpus` devices."""
+    stack = assumptions.stacks[assumptions.stack]
+    sequence = workload.sequence_tokens
+    square = sequence_mean_square(workload)
+
+    def seconds_of_token(backward: bool) -> float:
+        busy = token_s(
+            model,
+            cluster.accelerator,
+            stack,
+            layout,
+            sequence_tokens=sequence,
+            mean_square_tokens=square,
+            backward=backward,
+        )
+        busy += exchange_s(model, cluster, stack, layout, backward=backward)
+        return busy / (1 - bubble_frac(layout)) / stack.balance_frac
+
+    tokens_per_gpu = workload.trained_tokens / num_gpus
+    forwards = int(workload.uses_reference) + int(workload.uses_proximal)
+    forwards += int(workload.reward in ("model", "generative")) + int(workload.algorithm == "ppo")
+    num_models = 2 if workload.algorithm == "ppo" else 1
+    updates = workload.num_epochs * workload.num_mini_batches
+    train_s = num_models * (
+        workload.num_epochs * tokens_per_gpu * seconds_of_token(True)
+        + updates * optimizer_s(model, cluster, num_gpus)
+    )
+    memory = train_memory(model, workload, assumptions, num_gpus=num_gpus, layout=layout)
+    usable = cluster.accelerator.hbm_bytes * (1 - assumptions.memory_overhead_frac)
+    why_not = []
+    if num_gpus % layout.model_parallel_size:
+        why_not.append(
+            f"{num_gpus} train GPUs are no multiple of TP x PP x CP = {layout.model_parallel_size}: change the layout"
+        )
+    if memory.total > usable:
+        enough = math.ceil(num_gpus * memory.state / max(usable - memory.fixed, 1.0))
+        why_not.append(
+            f"training takes {format_bytes(memory.total)} a GPU of {format_bytes(usable)} usable "
+            f"({format_bytes(memory.state)} of it training state on {num_gpus} GPUs): it takes about {enough}"
+        )
+    model_flops = 3 * workload.num_sequences * forward_flops(model, sequence, square) * workload.num_epochs
+    peak = num_gpus * cluster.accelerator.peak("bfloat16")
+    return TrainSide(
+        num_gpus=num_gpus,
+        forward_s=forwards * tokens_per_gpu * seconds_of_token(False),
+        train_s=train_s,
+        train_state_bytes_per_gpu=memory.policy_state,
+        reference_bytes_per_gpu=memory.reference,
+        critic_state_bytes_per_gpu=memory.critic_state,
+        activation_bytes_per_gpu=memory.activations,
+        mfu_frac=num_models * model_flops / (train_s * peak),
+        error_frac=assumptions.train_error_frac,
+        why_not=tuple(why_not),
+    )
+
+
+_OPTIMIZER_BYTES_PER_PARAM = 34.0
+"""AdamW reads gradient, master and two moments (16 B) and writes master, moments and weights (14 B); the norm
+for clipping reads the gradient once more (4 B)."""
+
+
+def optimizer_s(model: ModelSpec, cluster: Cluster, num_gpus: int) -> float:
+    """Seconds of one sharded optimizer update: memory traffic at 70 % of the bandwidth."""
+    moved = _OPTIMIZER_BYTES_PER_PARAM * model.params / num_gpus
+    return moved / (0.7 * cluster.accelerator.hbm_bytes_per_s)
