@@ -1,17 +1,22 @@
 """Every number the ledger has to believe, with where it comes from.
 
 `paper` is the plain account that a person can follow with a pocket calculator; `default` is the better model,
-fitted to published measurements. A file changes single numbers of either:
+fitted to published measurements. Both live in `data/default.toml`. A file changes single numbers of either:
 
     base = "default"
     train_mfu_frac = { value = 0.36, source = "our run of May, 64 H100" }
+
+    [decode.hbm_frac]
+    "H100 SXM" = 0.8
 """
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,28 +24,30 @@ from rollbook.errors import ConfigError, nearest_name
 from rollbook.ledger.hardware import Accelerator
 from rollbook.ledger.model import ModelSpec
 
+PRESETS = ("default", "paper")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeAssumptions:
     """Generation. Fractions are of published peaks."""
 
-    hbm_frac: Mapping[str, float] = field(default_factory=lambda: {"default": 0.7})
+    hbm_frac: Mapping[str, float]
     """Bandwidth that reading weights reaches, by accelerator."""
-    kv_frac: Mapping[str, float] = field(default_factory=lambda: {"default": 0.7})
+    kv_frac: Mapping[str, float]
     """Bandwidth that reading KV reaches, by accelerator."""
-    float8_gain: Mapping[str, float] = field(default_factory=lambda: {"dense": 1.0, "experts": 1.0})
+    float8_gain: Mapping[str, float]
     """Factor on `hbm_frac` where weights are float8."""
-    gemm_frac: float = 0.6
-    prefill_frac: Mapping[str, float] = field(default_factory=lambda: {"dense": 0.6, "moe": 0.4})
+    gemm_frac: float
+    prefill_frac: Mapping[str, float]
     """Of the peak of the weights' dtype, by model kind."""
-    layer_s: Mapping[str, float] = field(default_factory=lambda: {"default": 25e-6})
+    layer_s: Mapping[str, float]
     """Launches and small operators of one attention and one feed-forward block, by engine."""
-    moe_layer_s: float = 10e-6
+    moe_layer_s: float
     """On top, for routing."""
-    step_s: float = 0.2e-3
+    step_s: float
     """Sampling and scheduling."""
-    all_reduce_latency_s: float = 10e-6
-    cross_node_latency_s: float = 40e-6
+    all_reduce_latency_s: float
+    cross_node_latency_s: float
 
     def hbm_frac_of(self, accelerator: Accelerator, weight_dtype: str, part: str) -> float:
         """Fraction for this device, dtype and part ("dense" or "experts") of the weights."""
@@ -64,29 +71,27 @@ class DecodeAssumptions:
 class StackAssumptions:
     """Forwards and training under one software stack ("fsdp" or "megatron")."""
 
-    gemm_frac: Mapping[str, float] = field(
-        default_factory=lambda: {"bfloat16": 0.6, "float8": 0.5, "float4": 0.35}
-    )
+    gemm_frac: Mapping[str, float]
     """Of the dtype's peak, for the matrices alone."""
-    attention_frac: Mapping[str, float] = field(default_factory=lambda: {"default": 0.5})
+    attention_frac: Mapping[str, float]
     """Of the bfloat16 peak, by accelerator."""
-    dense_bytes: float = 570.0
+    dense_bytes: float
     """Memory traffic of a token, forward and backward, per layer and hidden unit of dense layers."""
-    moe_bytes: float = 160.0
+    moe_bytes: float
     """The same for layers of experts, per expert of a token and unit of its input, output and middle."""
-    least_s_per_width: float = 0.0
+    least_s_per_width: float
     """Seconds per layer and hidden unit below which faster memory does not help."""
-    moe_least_s: float = 0.0
+    moe_least_s: float
     """The same for experts, per unit of `moe_bytes`."""
-    generation_factor: Mapping[str, float] = field(default_factory=dict)
+    generation_factor: Mapping[str, float]
     """On matrices, by accelerator: 1 where the stack's kernels are at home."""
-    rack_scale_factor: float = 0.5
+    rack_scale_factor: float
     """On the traffic of experts where one scale-up domain holds more than a node."""
-    forward_share: float = 0.3
+    forward_share: float
     """Of the traffic, when there is no backward."""
-    exposed_frac: float = 0.4
+    exposed_frac: float
     """Of tensor-parallel exchange, not hidden behind computation."""
-    balance_frac: float = 0.9
+    balance_frac: float
     """Work of the mean GPU over work of the fullest, with sequences packed by length."""
 
     def attention_frac_of(self, accelerator: Accelerator) -> float:
@@ -102,47 +107,39 @@ class StackAssumptions:
 class SyncAssumptions:
     """Weight publication. Rates are of one copy of the weights unless they say per GPU."""
 
-    base_s: float = 2.0
+    base_s: float
     """Pausing, opening, committing, resuming."""
-    stream_bytes_per_s: float = 5.5e9
+    stream_bytes_per_s: float
     """One sender broadcasting full tensors through the engines' loader."""
-    receiver_bytes_per_s: float = 8.5e9
+    receiver_bytes_per_s: float
     """Each receiving GPU taking its own shard, inside a node."""
-    receiver_cross_bytes_per_s: float = 4.2e9
+    receiver_cross_bytes_per_s: float
     """The same between nodes."""
-    gather_bytes_per_s: float = 60e9
-    load_bytes_per_s: float = 40e9
+    gather_bytes_per_s: float
+    load_bytes_per_s: float
     """Per GPU of a replica."""
-    disk_bytes_per_s: float = 3.6e9
+    disk_bytes_per_s: float
     """Gathering, writing and reading on a shared file system."""
-    per_tensor_s: float = 1e-3
-    offloaded_bytes_per_s: float = 2.5e9
+    per_tensor_s: float
+    offloaded_bytes_per_s: float
     """Per GPU, weights that lie in host memory first."""
-    delta_base_s: float = 0.5
-    delta_scan_bytes_per_s: float = 1.2e9
+    delta_base_s: float
+    delta_scan_bytes_per_s: float
     """Per GPU: compare with the base version and compress."""
-    delta_apply_bytes_per_s: float = 6e9
+    delta_apply_bytes_per_s: float
     """Per GPU of a replica, of its full shard."""
-    error_frac: Mapping[str, float] = field(
-        default_factory=lambda: {
-            "in_process": 0.5,
-            "broadcast": 0.6,
-            "sharded": 0.35,
-            "disk": 0.4,
-            "delta": 0.6,
-        }
-    )
+    error_frac: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchAssumptions:
     """Hand-over of a colocated device."""
 
-    copy_bytes_per_s: float = 5e9
+    copy_bytes_per_s: float
     """Per GPU and direction, as frameworks copy; pinned memory reaches the link's rate."""
-    sleep_s: float = 1.0
-    wake_s: float = 1.5
-    graphs_s: float = 0.0
+    sleep_s: float
+    wake_s: float
+    graphs_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,38 +148,38 @@ class Assumptions:
 
     name: str
     method: Literal["paper", "default"]
-    weight_bytes_per_param: float = 2.0
-    train_state_bytes_per_param: float = 16.0
+    weight_bytes_per_param: float
+    train_state_bytes_per_param: float
     """bfloat16 weights and gradients, float32 master weights and two moments."""
-    kv_bytes_per_number: float = 2.0
-    offload_bytes_per_param: float = 18.0
+    kv_bytes_per_number: float
+    offload_bytes_per_param: float
     """Moved each way when trainer and engine hand over the device."""
-    offload_bytes_per_s: float = 25e9
+    offload_bytes_per_s: float
     """Per GPU."""
-    sync_bytes_per_s: float = 50e9
-    train_mfu_frac: float = 0.40
-    forward_mfu_frac: float = 0.50
+    sync_bytes_per_s: float
+    train_mfu_frac: float
+    forward_mfu_frac: float
     """Forward passes and prefill."""
-    decode_hbm_frac: float = 0.60
+    decode_hbm_frac: float
     """Bytes a decode step must read over what it takes, as a fraction of the memory bandwidth."""
-    memory_overhead_frac: float = 0.10
+    memory_overhead_frac: float
     """Device memory lost to runtime, graphs, buffers and fragmentation."""
-    decode: DecodeAssumptions = field(default_factory=DecodeAssumptions)
-    sync: SyncAssumptions = field(default_factory=SyncAssumptions)
-    switch: SwitchAssumptions = field(default_factory=SwitchAssumptions)
-    engine_memory_frac: float = 0.55
+    decode: DecodeAssumptions
+    sync: SyncAssumptions
+    switch: SwitchAssumptions
+    engine_memory_frac: float
     """Share of a colocated device that the engine may take: the trainer's runtime keeps the rest."""
-    step_base_s: float = 15.0
+    step_base_s: float
     """Rewards, data, logging and scheduling of a step, beside the stages."""
-    stack: str = "fsdp"
+    stack: str
     """Software that trains: a key of `stacks`."""
-    stacks: Mapping[str, StackAssumptions] = field(default_factory=dict)
-    max_slots: int = 1024
+    stacks: Mapping[str, StackAssumptions]
+    max_slots: int
     """Most sequences that an engine runs at once, whatever the memory."""
-    micro_batch_tokens: int = 16384
-    rollout_error_frac: float = 0.3
-    train_error_frac: float = 0.25
-    sources: Mapping[str, str] = field(default_factory=dict)
+    micro_batch_tokens: int
+    rollout_error_frac: float
+    train_error_frac: float
+    sources: Mapping[str, str]
     """Where each number comes from."""
 
     def __post_init__(self) -> None:
@@ -197,29 +194,38 @@ class Assumptions:
                 )
 
     def as_json(self) -> dict[str, object]:
-        """Each number with its source."""
-        numbers = {
-            f.name: {
-                "value": getattr(self, f.name),
-                "source": self.sources.get(f.name, "DESIGN: paper account"),
-            }
-            for f in fields(self)
-            if f.name not in ("name", "method", "sources")
+        """Each number with its source, parts under dotted names."""
+        return {
+            "name": self.name,
+            "method": self.method,
+            "stack": self.stack,
+            **_flat(self, "", self.sources),
         }
-        return {"name": self.name, "method": self.method, **numbers}
 
 
-_PAPER_SOURCE = "convention of the paper account: round numbers a person can check by hand"
+def _flat(part: Any, prefix: str, sources: Mapping[str, str]) -> dict[str, object]:
+    items = (
+        part.items() if isinstance(part, Mapping) else ((f.name, getattr(part, f.name)) for f in fields(part))
+    )
+    flat: dict[str, object] = {}
+    for name, value in items:
+        path = f"{prefix}{name}"
+        if path in ("name", "method", "stack", "sources"):
+            continue
+        if is_dataclass(value) or isinstance(value, Mapping):
+            flat |= _flat(value, f"{path}.", sources)
+        else:
+            flat[path] = {"value": value, "source": _source_of(path, sources)}
+    return flat
 
-PAPER = Assumptions(
-    name="paper",
-    method="paper",
-    sources={
-        f.name: _PAPER_SOURCE for f in fields(Assumptions) if f.name not in ("name", "method", "sources")
-    },
-)
-DEFAULT = replace(PAPER, name="default", method="default")
-PRESETS = {"paper": PAPER, "default": DEFAULT}
+
+def _source_of(path: str, sources: Mapping[str, str]) -> str:
+    """Source of a number or, failing that, of the part it belongs to."""
+    while path:
+        if path in sources:
+            return sources[path]
+        path = path.rpartition(".")[0]
+    return ""
 
 
 def load_assumptions(name_or_path: str) -> Assumptions:
@@ -229,7 +235,7 @@ def load_assumptions(name_or_path: str) -> Assumptions:
         ConfigError: neither a preset nor a readable file; an unknown or impossible number.
     """
     if name_or_path in PRESETS:
-        return PRESETS[name_or_path]
+        return _preset(name_or_path)
     path = Path(name_or_path)
     if not path.exists():
         raise ConfigError(
@@ -245,23 +251,60 @@ def load_assumptions(name_or_path: str) -> Assumptions:
     base_name = table.pop("base", "default")
     if base_name not in PRESETS:
         raise ConfigError(f"{path}: base is {base_name!r}", f"choose one of: {', '.join(PRESETS)}")
-    base = PRESETS[base_name]
-    known = {f.name for f in fields(base)} - {"name", "method", "sources"}
-    values: dict[str, float] = {}
+    base = _preset(base_name)
     sources = dict(base.sources)
+    changed: Assumptions = _merged(base, table, "", str(path), sources)
+    return replace(changed, name=str(path), sources=sources)
+
+
+@functools.cache
+def _preset(name: str) -> Assumptions:
+    text = (resources.files("rollbook.ledger") / "data" / "default.toml").read_text()
+    table = tomllib.loads(text)
+    stacks = {key: StackAssumptions(**values) for key, values in table.pop("stacks").items()}
+    base = Assumptions(
+        name="default",
+        method="default",
+        decode=DecodeAssumptions(**table.pop("decode")),
+        sync=SyncAssumptions(**table.pop("sync")),
+        switch=SwitchAssumptions(**table.pop("switch")),
+        stacks=stacks,
+        **table,
+    )
+    return base if name == "default" else replace(base, name="paper", method="paper")
+
+
+_SET_BY_NAME = ("name", "method", "sources")
+
+
+def _merged(part: Any, table: Mapping[str, Any], prefix: str, origin: str, sources: dict[str, str]) -> Any:
+    """`part`, a dataclass or a mapping, with the values of `table` over its own."""
+    is_mapping = isinstance(part, Mapping)
+    known = part if is_mapping else {f.name: getattr(part, f.name) for f in fields(part)}
+    changed: dict[str, Any] = {}
     for key, entry in table.items():
-        if key not in known:
-            raise ConfigError(f"{path}: {key} is no assumption", nearest_name(key, known))
-        value = entry.get("value") if isinstance(entry, dict) else entry
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{path}: {key} is {value!r}", "give a number")
-        values[key] = float(value)
-        sources[key] = str(entry.get("source", path)) if isinstance(entry, dict) else str(path)
-    return _with_numbers(base, str(path), values, sources)
-
-
-def _with_numbers(
-    base: Assumptions, name: str, values: Mapping[str, float], sources: Mapping[str, str]
-) -> Assumptions:
-    numbers: dict[str, Any] = dict(values)
-    return replace(base, name=name, sources=sources, **numbers)
+        path = f"{prefix}{key}"
+        # A table of numbers by accelerator or engine takes new keys; everything else is closed.
+        is_open = is_mapping and all(isinstance(value, float | int) for value in known.values())
+        if (key not in known and not is_open) or path in _SET_BY_NAME:
+            raise ConfigError(
+                f"{origin}: {path} is no assumption", nearest_name(key, set(known) - set(_SET_BY_NAME))
+            )
+        old = known.get(key, 1.0)
+        value, source = entry, origin
+        if isinstance(entry, Mapping) and "value" in entry:
+            value, source = entry["value"], str(entry.get("source", origin))
+        if is_dataclass(old) or isinstance(old, Mapping):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{origin}: {path} is {value!r}", "it is a table: give its entries")
+            changed[key] = _merged(old, value, f"{path}.", origin, sources)
+            continue
+        if isinstance(old, str) != isinstance(value, str) or isinstance(value, bool | Mapping | list):
+            raise ConfigError(
+                f"{origin}: {path} is {value!r}", f"give a {'name' if isinstance(old, str) else 'number'}"
+            )
+        if isinstance(value, float | int) and value < 0:
+            raise ConfigError(f"{origin}: {path} is {value}", "give 0 or more")
+        changed[key] = value
+        sources[path] = source
+    return {**part, **changed} if is_mapping else replace(part, **changed)
