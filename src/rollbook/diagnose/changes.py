@@ -1,0 +1,225 @@
+"""Change points, robustly: steps at which the level or the slope of a series changes, with their sizes.
+
+Logged series have spikes, autocorrelated noise, missing values and slow drift, so nothing here is a mean or a
+standard deviation of raw values. Noise is read off second differences (a level shift touches two of them, a
+trend none); spikes are cut to the running median; and a split must buy more than the Bayesian information
+criterion asks for at the number of independent values that the autocorrelation leaves.
+
+One scan fits, for every split at once, a constant or a line before it and a step or a bend at it (two
+cumulative sums); the best split is kept and both sides are searched again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.diagnose.series import Series
+
+MIN_POINTS = 3
+"""Values that a level needs on either side of a change."""
+EXTRA_PENALTY = 3.0
+"""The criterion's penalty is multiplied by this: logs are long, and a change must be worth a reader's time."""
+SPIKE_NOISES = 4.0
+"""Values further than this many noises from the running median are cut to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of one series between `idx - 1` and `idx`."""
+
+    idx: int
+    """Position of the first value that belongs to what came after."""
+    kind: Literal["level", "slope"]
+    before: float
+    """Median of the segment before (its last values, for a slope)."""
+    after: float
+    """Median of the segment after (its last values, for a slope)."""
+    noise: float
+    """Standard deviation of the short-term noise, same unit."""
+    score: float
+    """Size of the change over the noise."""
+
+    @property
+    def size(self) -> float:
+        return self.after - self.before
+
+
+def noise_scale(values: Series) -> float:
+    """Robust standard deviation of the short-term noise of a series without gaps; 0 for a constant one.
+
+    >>> round(noise_scale(np.array([1.0, 1.0, 1.0, 5.0, 5.0, 5.0])), 3)  # a step is not noise
+    0.0
+    """
+    if len(values) < 4:
+        return 0.0
+    second = np.abs(np.diff(values, 2)) / np.sqrt(6.0)
+    by_median = 1.4826 * float(np.median(second))
+    # Rounded values (0.003, 0.003, 0.004) have a median difference of zero: then the trimmed mean speaks.
+    trimmed = np.sort(second)[: max(1, int(len(second) * 0.9))]
+    return max(by_median, float(trimmed.mean()))
+
+
+def running_median(values: Series, width: int) -> Series:
+    """Centered running median of odd `width`; the ends use what there is."""
+    if width <= 1 or len(values) < 3:
+        return values
+    half = width // 2
+    padded = np.concatenate([np.full(half, np.nan), values, np.full(half, np.nan)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, width)
+    middle: Series = (
+        np.nanmedian(windows[half : len(values) - half], axis=1) if len(values) > 2 * half else values
+    )
+    if len(values) <= 2 * half:
+        return np.array([np.nanmedian(windows[i]) for i in range(len(values))])
+    ends = [np.nanmedian(windows[i]) for i in (*range(half), *range(len(values) - half, len(values)))]
+    return np.concatenate([ends[:half], middle, ends[half:]])
+
+
+def without_spikes(values: Series) -> Series:
+    """The series with values far from their neighbours' median cut to the border of what is usual."""
+    if len(values) < 5:
+        return values
+    middle = running_median(values, 5)
+    reach = SPIKE_NOISES * max(noise_scale(values), 1.4826 * float(np.median(np.abs(values - middle))), 1e-12)
+    return np.clip(values, middle - reach, middle + reach)
+
+
+def independent_share(residuals: Series) -> float:
+    """Share of the values that count as independent, from the autocorrelation at lag 1; 0.05 to 1."""
+    if len(residuals) < 8:
+        return 1.0
+    centered = residuals - np.median(residuals)
+    variance = float((centered**2).mean())
+    if variance <= 0.0:
+        return 1.0
+    rho = float((centered[1:] * centered[:-1]).mean()) / variance
+    rho = min(max(rho, 0.0), 0.9)
+    return max((1 - rho) / (1 + rho), 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The best split of a segment: where, how, and what is left unexplained with and without it."""
+
+    idx: int
+    kind: Literal["level", "slope"]
+    has_trend: bool
+    error_with: float
+    error_without: float
+
+
+def best_split(
+    values: Series, min_points: int = MIN_POINTS, direction: Literal[-1, 0, 1] = 0
+) -> Split | None:
+    """The split of a gapless series that explains most, or None when no side would keep `min_points`.
+
+    Args:
+        direction: 1 looks only for what goes up at the split, -1 only for what goes down.
+    """
+    n = len(values)
+    if n < 2 * min_points:
+        return None
+    t = np.arange(n, dtype=np.float64)
+    splits = np.arange(n) * 1.0
+    inside = (splits >= min_points) & (splits <= n - min_points)
+    best: Split | None = None
+    best_cost = np.inf
+    for degree in (0, 1):
+        basis = np.ones((n, 1)) if degree == 0 else np.stack([np.ones(n), t - t.mean()], axis=1)
+        basis = basis / np.sqrt((basis**2).sum(axis=0))
+        left = values - basis @ (basis.T @ values)
+        error_without = float((left**2).sum())
+        for kind in ("level", "slope"):
+            along, norm = _regressor(left, basis, kind)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                gain = np.where(inside & (norm > 1e-9 * n) & (along * direction >= 0), along**2 / norm, 0.0)
+            idx = int(np.argmax(gain))
+            if gain[idx] <= 0.0:
+                continue
+            error = max(error_without - float(gain[idx]), 0.0)
+            cost = n * np.log(error / n + 1e-300) + (degree + 2) * np.log(n)
+            if cost < best_cost:
+                best_cost = cost
+                best = Split(idx, "level" if kind == "level" else "slope", degree == 1, error, error_without)
+    return best
+
+
+def _regressor(left: Series, basis: NDArray[np.float64], kind: str) -> tuple[Series, Series]:
+    """For every split at once: projection of the residual on the step or bend, and that regressor's norm²."""
+
+    def suffix(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        total: NDArray[np.float64] = np.cumsum(x[::-1], axis=0)[::-1]
+        return total
+
+    n = len(left)
+    count = np.arange(n, 0, -1, dtype=np.float64)  # values from the split on
+    if kind == "level":
+        along, on_basis, square = suffix(left), suffix(basis), count
+    else:  # bend: 0, 1, 2, ... from the split on, as a sum of steps that begin one later each
+        along = np.concatenate([suffix(suffix(left))[1:], [0.0]])
+        on_basis = np.concatenate([suffix(suffix(basis))[1:], np.zeros((1, basis.shape[1]))])
+        m = count - 1
+        square = m * (m + 1) * (2 * m + 1) / 6
+    return along, square - (on_basis**2).sum(axis=1)
+
+
+def find_changes(values: Series, *, max_changes: int = 8, min_points: int = MIN_POINTS) -> list[Change]:
+    """Changes of level or slope of a series, in order.
+
+    Args:
+        values: [n] float64; NaN where missing, positions count all the same.
+    Returns:
+        At most `max_changes`, the largest by score, sorted by position.
+    """
+    known = np.flatnonzero(np.isfinite(values))
+    if len(known) < 2 * min_points + 2:
+        return []
+    clean = without_spikes(values[known])
+    noise = max(noise_scale(clean), 1e-12 + 1e-6 * float(np.median(np.abs(clean))))
+    found: list[Change] = []
+    pending = [(0, len(clean))]
+    while pending and len(found) < 4 * max_changes:
+        start, end = pending.pop()
+        piece = clean[start:end]
+        split = best_split(piece, max(min_points, min(8, len(piece) // 10)))
+        if split is None or not is_worth_it(piece, split, noise):
+            continue
+        at = start + split.idx
+        found.append(_describe(clean, start, at, end, split.kind, noise, known))
+        pending += [(start, at), (at, end)]
+    found.sort(key=lambda change: -change.score)
+    return sorted(found[:max_changes], key=lambda change: change.idx)
+
+
+def is_worth_it(piece: Series, split: Split, noise: float) -> bool:
+    """Whether a split explains more than chance would in this many values with this autocorrelation."""
+    n = len(piece)
+    floor = n * noise**2 * 0.25
+    share = independent_share(_detail(piece))
+    gain = max(n * share - 4, 1) * np.log((split.error_without + floor) / (split.error_with + floor))
+    return bool(gain > EXTRA_PENALTY * 2 * np.log(max(n, 10)))
+
+
+def _detail(piece: Series) -> Series:
+    """What is left of a piece after its slow part: for the autocorrelation of the noise, not of the trend."""
+    width = max(5, len(piece) // 8) | 1
+    return piece - running_median(piece, width) if len(piece) < 4000 else np.diff(piece)
+
+
+def _describe(
+    clean: Series,
+    start: int,
+    at: int,
+    end: int,
+    kind: Literal["level", "slope"],
+    noise: float,
+    known: NDArray[np.intp],
+) -> Change:
+    reach = max(MIN_POINTS, min(20, (at - start), (end - at)))
+    before = float(np.median(clean[max(start, at - reach) : at]))
+    after = float(np.median(clean[at : at + reach] if kind == "level" else clean[max(at, end - reach) : end]))
+    return Change(int(known[at]), kind, before, after, noise, abs(after - before) / noise)

@@ -1,0 +1,131 @@
+"""What a rule says: a finding, or that it could not judge. Both are plain data, printable as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Area = Literal["data", "version", "async", "implementation"]
+"""The order of the decision tree: cheap and frequent causes first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One series at one step: what it was and what it became."""
+
+    metric: str
+    step: int
+    before: float | None = None
+    after: float | None = None
+    says: str
+    """In words, with the numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A cause that fits what was seen."""
+
+    rule: str
+    title: str
+    area: Area
+    confidence: float
+    """0 to 1: how well the signs single this cause out."""
+    step: int
+    """First step at which it shows."""
+    evidence: tuple[Evidence, ...]
+    cost_s: float | None = None
+    """Seconds lost so far, where the loss is time."""
+    cost_reward: float | None = None
+    """Mean reward lost, where the loss is reward."""
+    action: str
+    next_check: str
+    until_step: int | None = None
+    """Where it ended by itself."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotJudged:
+    """A rule that lacked its signals."""
+
+    rule: str
+    missing: tuple[str, ...]
+    collect: str
+    """What to switch on so that the next log can be judged."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Something of the algorithm or the data that limits the run while the system is well."""
+
+    name: str
+    title: str
+    step: int
+    evidence: tuple[Evidence, ...]
+    advice: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """One of the four signals, as proof when nothing is wrong."""
+
+    name: str
+    verdict: Literal["well", "moved", "not collected"]
+    says: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """The whole answer, causes first."""
+
+    source: str
+    format: str
+    first_step: int
+    last_step: int
+    num_steps: int
+    findings: tuple[Finding, ...]
+    """The cause first, then independent ones."""
+    consequences: tuple[Finding, ...]
+    """Findings that an earlier one explains."""
+    states: tuple[State, ...]
+    signals: tuple[Signal, ...]
+    not_judged: tuple[NotJudged, ...]
+    notes: tuple[str, ...]
+    renamed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_well(self) -> bool:
+        return not self.findings
+
+    @property
+    def verdict(self) -> str:
+        """One word for programs: a rule's name, "well", or "not_judged" when too little was logged."""
+        if self.findings:
+            return self.findings[0].rule
+        return "well" if any(s.verdict != "not collected" for s in self.signals) else "not_judged"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "source": self.source,
+            "format": self.format,
+            "steps": {"first": self.first_step, "last": self.last_step, "count": self.num_steps},
+            "findings": [f.to_json() for f in self.findings],
+            "consequences": [f.to_json() for f in self.consequences],
+            "states": [s.to_json() for s in self.states],
+            "signals": [s.to_json() for s in self.signals],
+            "not_judged": [n.to_json() for n in self.not_judged],
+            "notes": list(self.notes),
+            "renamed": self.renamed,
+        }

@@ -1,0 +1,98 @@
+"""The four signals that tell the faults of the night apart, each with what it says: the proof of "the system is well"."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Signal
+from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.view import View
+
+Verdict = Literal["well", "moved", "not collected"]
+
+
+def judge(view: View) -> tuple[Signal, ...]:
+    """Reward by source · version per replica · gap · staleness, lengths and sync seconds."""
+    return (_reward(view), _version(view), _gap(view), _staleness(view))
+
+
+def _reward(view: View) -> Signal:
+    name = "reward by source"
+    metric = view.first(*signs.REWARD)
+    sources = view.family("reward/", "/mean") or view.family("val-core/")
+    if metric is None:
+        return Signal(name=name, verdict="not collected", says="no reward in the log")
+    first, last = view.level(metric, 0, max(3, view.n // 10)), view.last(metric)
+    zero = [m for m in sources if view.last(m, 3) == 0 and view.level(m) > 0]
+    fell = signs.reward(view).fall
+    says = f"mean {num(first)} at first, {num(last)} now; {len(sources)} sources logged"
+    if fell is not None:
+        return Signal(name=name, verdict="moved", says=f"{says}; fell at step {fell.step}")
+    return Signal(
+        name=name,
+        verdict="moved" if zero else "well",
+        says=f"{says}, none fell to zero" if not zero else says,
+    )
+
+
+def _version(view: View) -> Signal:
+    name = "weight version"
+    versions, publications = signs.versions(view), signs.publications(view)
+    replicas = view.family("replica/", "/weight_version")
+    if not replicas and versions.newest is None and publications.seconds is None:
+        return Signal(name=name, verdict="not collected", says="neither versions nor publications in the log")
+    if versions.standing_replicas or versions.all_standing_since is not None:
+        return Signal(name=name, verdict="moved", says="versions stand still")
+    if publications.absent_since is not None:
+        at = view.step_at(publications.absent_since)
+        return Signal(name=name, verdict="moved", says=f"publications {publications.how} since step {at}")
+    parts = []
+    if replicas:
+        parts.append(f"{len(replicas)} replicas advance")
+    if publications.seconds is not None:
+        parts.append(f"a publication takes {num(view.level(publications.seconds))} s")
+    return Signal(
+        name=name, verdict="well", says=", ".join(parts) or "samples do not age by a version a step"
+    )
+
+
+def _gap(view: View) -> Signal:
+    name = "gap of trainer and engine"
+    gap = signs.gap(view)
+    if gap is None:
+        return Signal(name=name, verdict="not collected", says="no engine logprobs in the log")
+    metric = gap.metrics[0]
+    level, last = view.level(metric, 0, max(3, view.n // 10)), view.last(metric)
+    moved = gap.rise is not None and gap.rise.peak_ratio >= 1.6 and gap.rise.score >= 6
+    verdict: Verdict = "moved" if moved or gap.num_bad > gap.num_fine else "well"
+    return Signal(name=name, verdict=verdict, says=f"{metric} {num(level)} at first, {num(last)} now")
+
+
+def _staleness(view: View) -> Signal:
+    name = "staleness, lengths, sync seconds"
+    versions = signs.versions(view)
+    parts: list[str] = []
+    verdict: Verdict = "not collected"
+    for metric, word in (
+        (versions.mean, "staleness"),
+        (view.first("response_length/mean"), "length"),
+        (view.first("timing_s/update_weights"), "sync s"),
+    ):
+        if metric is None:
+            continue
+        verdict = "well" if verdict == "not collected" else verdict
+        parts.append(f"{word} {num(view.level(metric, 0, max(3, view.n // 10)))} → {num(view.last(metric))}")
+    rise = versions.rise
+    if (
+        rise is not None
+        and rise.late >= rise.before + 1
+        and rise.peak_ratio >= 1.5
+        and np.isfinite(rise.late)
+    ):
+        verdict = "moved"
+    if versions.mean is None and parts:
+        parts.append("staleness not logged")
+    return Signal(name=name, verdict=verdict, says=", ".join(parts) or "nothing of it in the log")

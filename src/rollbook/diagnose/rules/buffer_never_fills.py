@@ -1,0 +1,107 @@
+"""The trainer waits for samples that do not come: they are evicted as fast as they finish, fail, or hang.
+
+Waiting grows although responses are no longer, the filter drops no more, and sandboxes are as quick as before:
+what is generated does not reach the trainer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.filter_starvation import DROPPED
+from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
+from rollbook.diagnose.view import View
+
+RULE = "buffer_never_fills"
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    excess = signs.excess(view)
+    if excess is None:
+        return NotJudged(
+            rule=RULE, missing=("timing_s/gen",), collect="log the seconds the trainer waits for samples"
+        )
+    rise = view.rise(excess)
+    idx = rise.idx if rise is not None and rise.peak_ratio >= 1.9 and rise.score >= 5 else None
+    if idx is None:
+        idx = _ends_waiting(view)
+    if idx is None:
+        return None
+    wait, step_s = view.level("timing_s/gen", idx), signs.step_seconds(view, idx)
+    if not np.isfinite(wait) or wait < 0.35 * step_s or _has_another_reason(view, idx):
+        return None
+    evidence: list[Evidence] = []
+    before = view.level("timing_s/gen", max(0, idx - 40), idx)
+    says = f"the trainer waits {num(wait)} s of {num(step_s)} s a step, {num(before)} s before"
+    evidence.append(
+        Evidence(metric="timing_s/gen", step=view.step_at(idx), before=before, after=wait, says=says)
+    )
+    c = view.contrast("response_length/mean", idx)
+    if c is not None:
+        evidence.append(of_contrast(view, c, idx, "responses are no longer"))
+    confidence = 0.6
+    evicted = view.contrast("training/off_policy/evicted_samples", idx)
+    if evicted is not None and evicted.after >= 2 * evicted.before + 3 and evicted.score >= 4:
+        evidence.append(of_contrast(view, evicted, idx, "evicted as too stale"))
+        confidence += 0.2
+    if view.has(f"{signs.STALENESS}/mean") or view.family("buffer/"):
+        confidence += 0.12
+    for metric in ("buffer/num_finished",):
+        fall = view.fall(metric)
+        if fall is not None and view.near(fall.idx, idx, least=8):
+            evidence.append(of_break(fall))
+            confidence += 0.1
+    lost = (wait - before) * (view.n - idx) * view.stride if np.isfinite(before) else None
+    return Finding(
+        rule=RULE,
+        title="the trainer waits for samples that do not come",
+        area="async",
+        confidence=share(confidence),
+        step=view.step_at(idx),
+        evidence=tuple(evidence),
+        cost_s=lost,
+        action="compare admitted with running + finished + failed + evicted; raise the staleness bound or admit less ahead "
+        "when they are evicted, put a deadline on every trajectory when they hang",
+        next_check="the oldest trajectory still running: its age, its turn and its replica",
+    )
+
+
+def _ends_waiting(view: View) -> int | None:
+    """The last steps of the log wait many times longer than ever before."""
+    gen = view.values["timing_s/gen"]
+    known = np.flatnonzero(np.isfinite(gen))
+    if len(known) < 12:
+        return None
+    usual = float(np.median(gen[known[:-3]]))
+    largest = float(np.quantile(gen[known[:-3]], 0.98))
+    last = known[-3:]
+    high = last[gen[last] >= max(6 * usual, 3 * largest)]
+    return int(high[0]) if len(high) and high[-1] == known[-1] else None
+
+
+def _has_another_reason(view: View, idx: int) -> bool:
+    """Longer responses, a filter, slow environments or a slow host explain the seconds."""
+    for metric, factor in (
+        *((m, 1.7) for m in DROPPED),
+        ("env/turn_s/mean", 1.5),
+        ("env/queue_depth", 3.0),
+        ("response_length/max", 1.5),
+        ("response_length/p99", 1.5),
+        ("response_length/mean", 1.6),
+        ("timing_per_token_ms/update_actor", 1.4),
+    ):
+        if view.moved(metric, idx, 1, factor=factor):
+            return True
+    clip = view.contrast("response_length/clip_ratio", idx)
+    if clip is not None and clip.after >= clip.before + 0.02 and clip.ratio >= 2 and clip.score >= 4:
+        return True
+    found = view.rise(signs.residual(view))
+    step = signs.step_seconds(view)
+    return (
+        found is not None
+        and found.peak_ratio >= 2
+        and found.late >= 0.15 * step
+        and view.near(found.idx, idx)
+    )

@@ -1,0 +1,115 @@
+"""Sandboxes died: trajectories that need them fail, at once, as failures or (worse) as rewards of zero.
+
+The policy did not change at that step: the gap, the entropy and the other sources stay what they were, while
+the environment's own signals (failures, time-outs, seconds a turn, turns, active sandboxes) break together.
+"""
+
+from __future__ import annotations
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.wording import of_contrast, share
+from rollbook.diagnose.view import Contrast, View
+
+RULE = "dead_sandbox_pool"
+
+_CAPACITY = ("env/num_active", "env/capacity")
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    known = [m for m in (*signs.ENV_LOAD, *signs.ENV_FAILURES, signs.TURNS, *_CAPACITY) if view.has(m)]
+    is_agentic = any(m.startswith("env/") for m in known) or view.level(signs.TURNS) > 2.2
+    if not is_agentic and not any(view.has(m) for m in signs.ENV_FAILURES):
+        return NotJudged(
+            rule=RULE,
+            missing=("failures/frac", "env/turn_s/mean", "env/num_active", "num_turns/mean"),
+            collect="only for jobs with environments: log failures by class, seconds a turn, and active sandboxes",
+        )
+    best: Finding | None = None
+    for idx in _moments(view):
+        found = _at(view, idx)
+        if found is not None and (best is None or found.confidence > best.confidence):
+            best = found
+    return best
+
+
+def _moments(view: View) -> list[int]:
+    """Steps at which something of the environment or the reward broke."""
+    moments = []
+    reward = signs.reward(view)
+    if reward.fall is not None:
+        moments.append(reward.fall.idx)
+    for metric in (*signs.ENV_FAILURES, "env/turn_s/mean"):
+        found = view.rise(metric, log=metric.startswith("env/turn_s"))
+        if found is not None and found.score >= 5:
+            moments.append(found.idx)
+    for metric in (*_CAPACITY, signs.TURNS, "env/turn_s/mean"):
+        found = view.fall(metric)
+        if found is not None and found.score >= 5:
+            moments.append(found.idx)
+    return sorted(set(moments))
+
+
+def _is_sudden(c: Contrast) -> bool:
+    return abs(c.jump) >= 0.5 * abs(c.diff)
+
+
+def _at(view: View, idx: int) -> Finding | None:
+    gap = view.contrast(signs.GAP, idx, width=8) if signs.gap(view) else None
+    if gap is not None and gap.ratio >= 2.0 and gap.score >= 6:
+        return None  # the engine itself changed
+    weight = 0.0
+    evidence: list[Evidence] = []
+    is_env = False
+    sudden: list[bool] = []
+
+    def add(c: Contrast, points: float, env: bool, says: str = "") -> None:
+        nonlocal weight, is_env
+        weight += points
+        is_env |= env
+        sudden.append(_is_sudden(c))
+        evidence.append(of_contrast(view, c, idx, says))
+
+    failed = signs.failures_rise(view, idx)
+    for metric in failed[:3]:
+        c = view.contrast(metric, idx)
+        assert c is not None
+        add(c, 2.0 if metric == failed[0] else 0.5, True)
+    for metric in ("env/turn_s/mean", "env/turn_s/p99"):
+        c = view.contrast(metric, idx, width=8)
+        if c is not None and abs(c.score) >= 5 and not 0.6 <= c.ratio <= 1.6:
+            add(c, 1.5, True, "refused at once" if c.ratio < 1 else "waiting for time-outs")
+            break
+    for metric in _CAPACITY:
+        c = view.contrast(metric, idx, width=8)
+        if c is not None and c.score <= -5 and c.ratio <= 0.75:
+            add(c, 2.0, True)
+            break
+    c = view.contrast(signs.TURNS, idx, width=8)
+    if c is not None and c.score <= -5 and c.ratio <= 0.85:
+        add(c, 1.5, True, "episodes end early")
+    reward = signs.reward(view)
+    lost = view.contrast(reward.metric, idx, width=8)
+    fell = lost is not None and lost.score <= -5 and lost.before > 0 and -lost.diff >= 0.12 * lost.before
+    if lost is not None and fell:
+        add(lost, 1.5, False)
+    if not is_env:
+        return None
+    for metric in ("timing_s/gen", "response_length/mean"):
+        c = view.contrast(metric, idx, width=8)
+        if c is not None and abs(c.score) >= 5 and not 0.8 <= c.ratio <= 1.25:
+            add(c, 0.5, False)
+    if weight < 3.0 or sum(sudden) < 0.5 * len(sudden):
+        return None
+    return Finding(
+        rule=RULE,
+        title="sandboxes are dead: what needs them fails" + (" and counts as reward zero" if fell else ""),
+        area="data",
+        confidence=share(0.55 + 0.08 * weight),
+        step=view.step_at(idx),
+        evidence=tuple(evidence),
+        cost_reward=max(0.0, -lost.diff) if lost is not None else None,
+        action="restart the sandbox pool and take failed trajectories out of the batch instead of scoring them 0; "
+        f"drop the updates since step {view.step_at(idx)} if they were scored",
+        next_check="run one sandbox by hand; then look at failures by class and source for what the rest is",
+    )

@@ -1,0 +1,152 @@
+"""The run was taken up again without a part of its state: older weights, no optimizer moments, a schedule or a data
+position that begins anew. Several series of the trainer jump at the very step of the restart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.view import View
+
+RULE = "discontinuity_after_resume"
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A step at which the run began again, and how that is known."""
+
+    idx: int
+    mark: str
+    says: str
+    is_certain: bool
+
+
+_STATE = (
+    # metric, name in words, least relative jump, what it means
+    ("actor/lr", "learning rate", 0.3, "the schedule began anew"),
+    ("actor/grad_norm", "gradient norm", 0.5, "the optimizer lost its moments"),
+    ("actor/kl_loss", "KL to the reference", 0.35, "the weights are older"),
+    ("actor/entropy", "entropy", 0.12, "the weights are older"),
+    ("critic/rewards/mean", "reward", 0.10, "the weights are older"),
+    ("critic/score/mean", "reward", 0.10, "the weights are older"),
+    ("response_length/mean", "response length", 0.15, "the weights are older"),
+    ("actor/ppo_kl", "step KL", 0.8, "the optimizer lost its moments"),
+)
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    best: Finding | None = None
+    for restart in _restarts(view):
+        found = _at(view, restart)
+        if found is not None and (best is None or found.confidence > best.confidence):
+            best = found
+    return best
+
+
+def _restarts(view: View) -> list[Restart]:
+    restarts = [
+        Restart(
+            view.idx_of(seam.step),
+            "log",
+            f"the log takes up again at step {seam.step} ({seam.num_replaced} steps run twice)",
+            True,
+        )
+        for seam in view.run.seams
+    ]
+    for event in view.events("resumed", "run_resumed"):
+        if event.step is not None and 0 < (idx := view.idx_of(event.step + 1)) < view.n - 2:
+            restarts.append(Restart(idx, "log", event.text[:120] or f"resumed after step {event.step}", True))
+    epoch = view.values.get("training/epoch")
+    if epoch is not None:
+        known = np.flatnonzero(np.isfinite(epoch))
+        for i in np.flatnonzero(np.diff(epoch[known]) < -0.5):
+            idx = int(known[i + 1])
+            restarts.append(
+                Restart(
+                    idx, "training/epoch", f"goes back from {num(epoch[known[i]])} to {num(epoch[idx])}", True
+                )
+            )
+    lr = view.values.get("actor/lr")
+    if lr is not None:
+        known = np.flatnonzero(np.isfinite(lr))
+        steps = lr[known]
+        for i in np.flatnonzero(steps[1:] < 0.6 * steps[:-1]):
+            idx = int(known[i + 1])
+            if 4 < idx < view.n - 4 and np.nanmax(lr[idx : idx + 40]) >= 1.3 * lr[idx]:
+                restarts.append(Restart(idx, "actor/lr", "falls at once and warms up again", False))
+    pause = _pauses(view)
+    restarts += [Restart(i, "clock", f"{num(s)} s without a step", False) for i, s in pause]
+    unique: dict[int, Restart] = {}
+    for restart in restarts:
+        if 2 <= restart.idx <= view.n - 2:
+            near = next((i for i in unique if abs(i - restart.idx) <= 2), restart.idx)
+            if near not in unique or restart.is_certain > unique[near].is_certain:
+                unique[near] = restart
+    return list(unique.values())
+
+
+def _pauses(view: View) -> list[tuple[int, float]]:
+    """Positions before which much more time passed than the step took."""
+    at_s = view.run.at_s
+    if view.stride != 1 or np.isfinite(at_s).sum() < 10:
+        return []
+    passed = np.diff(at_s)
+    usual = np.nanmedian(passed)
+    return [(int(i) + 1, float(passed[i])) for i in np.flatnonzero(passed > max(8 * usual, 300.0))]
+
+
+def _at(view: View, restart: Restart) -> Finding | None:
+    evidence = [Evidence(metric=restart.mark, step=view.step_at(restart.idx), says=restart.says)]
+    meanings: dict[str, None] = {}
+    for metric, name, least, meaning in _STATE:
+        if metric == "critic/rewards/mean" and view.has("critic/score/mean"):
+            continue
+        jump = _jump(view, metric, restart.idx)
+        if jump is None:
+            continue
+        before, after, jump_size, score = jump
+        scale = max(abs(before), 1e-12)
+        if score >= 4 and abs(jump_size) >= least * scale:
+            says = f"{name} {num(before)} before the restart, {num(after)} after"
+            evidence.append(
+                Evidence(metric=metric, step=view.step_at(restart.idx), before=before, after=after, says=says)
+            )
+            meanings[meaning] = None
+    num_jumps = len(evidence) - 1
+    if num_jumps < (1 if restart.is_certain else 2):
+        return None
+    only_lr = num_jumps == 1 and evidence[1].metric == "actor/lr"
+    gap = view.contrast(signs.GAP, restart.idx, width=8) if signs.gap(view) else None
+    if gap is not None and gap.ratio >= 3 and gap.score >= 8:
+        return None  # the engine is not the trainer's: another rule's
+    confidence = 0.55 + 0.13 * num_jumps + (0.1 if restart.is_certain else -0.05) - 0.15 * only_lr
+    reward = view.contrast(signs.reward(view).metric, restart.idx)
+    return Finding(
+        rule=RULE,
+        title="the run did not take up where it had stopped: " + ", ".join(list(meanings)[:2]),
+        area="version",
+        confidence=share(confidence),
+        step=view.step_at(restart.idx),
+        evidence=tuple(evidence),
+        cost_reward=max(0.0, -reward.diff) if reward is not None else None,
+        action="take the run up again from the last whole checkpoint with weights, optimizer, schedule, data position and "
+        "random state, and compare the first step with the one that was logged",
+        next_check="what the checkpoint holds against what the trainer loads: optimizer state, scheduler step, data cursor",
+    )
+
+
+def _jump(view: View, metric: str, idx: int) -> tuple[float, float, float, float] | None:
+    """(before, after, jump, jump in noises) of a metric at a restart; the first values after count."""
+    c = view.contrast(metric, idx, width=10)
+    if c is None:
+        return None
+    first = view.level(metric, idx, idx + 4)
+    jump = first - c.before
+    slope = c.diff - c.jump  # what both sides' slopes explain
+    jump -= slope * 0.5
+    error = max(c.noise, 1e-12 + 1e-3 * abs(c.before)) * 1.25 * np.sqrt(1 / c.num_before + 1 / 4)
+    return c.before, first, float(jump), float(abs(jump) / error)

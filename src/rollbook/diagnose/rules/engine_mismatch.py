@@ -1,0 +1,90 @@
+"""Engine and trainer compute different probabilities at the same weights: other kernels or dtypes, quantised weights,
+another temperature, routing that differs.
+
+What singles it out: the disagreement is there from the first step, or appears at once and then stays; it does
+not grow with the steps since a publication, and does not follow staleness.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.missed_weight_sync import optimizer_explains, staleness_explains
+from rollbook.diagnose.rules.wording import num, of_contrast, share
+from rollbook.diagnose.view import View
+
+RULE = "engine_mismatch"
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    gap = signs.gap(view)
+    if gap is None:
+        return NotJudged(
+            rule=RULE,
+            missing=("training/logprob_gap/mean or training/rollout_probs_diff_mean or rollout_corr/kl",),
+            collect="return logprobs from the engine and log their difference to the trainer's "
+            "(verl: actor_rollout_ref.rollout.calculate_log_probs=True)",
+        )
+    rise = gap.rise
+    publications = signs.publications(view)
+    if rise is not None and rise.peak_ratio >= 1.6 and rise.score >= 6:
+        explained = staleness_explains(view, rise) or optimizer_explains(view, rise)
+        no_sync = publications.absent_since is not None and view.near(
+            publications.absent_since, rise.idx, least=8
+        )
+        if not rise.is_ramp and not explained and not no_sync:
+            return _finding(view, rise.idx, 0.9 if rise.peak_ratio >= 2 else 0.75, "at once, and stays")
+        if rise.is_ramp and not explained and not no_sync and gap.num_fine == 0 and gap.num_bad:
+            return _finding(view, 0, 0.7, "from the first step, and grows")
+    if gap.num_bad >= 2 and gap.num_bad > 2 * gap.num_fine:
+        return _finding(view, 0, 0.85 if gap.num_bad >= 3 else 0.75, "from the first step")
+    if gap.num_bad == 1 and gap.num_fine == 0 and len(gap.metrics) == 1:
+        return _finding(view, 0, 0.65, "from the first step")
+    return None
+
+
+def _finding(view: View, idx: int, confidence: float, when: str) -> Finding:
+    gap = signs.gap(view)
+    assert gap is not None
+    evidence: list[Evidence] = []
+    step = view.step_at(idx)
+    for metric in gap.metrics[:4]:
+        c = view.contrast(metric, idx, width=20) if idx else None
+        if c is not None:
+            evidence.append(of_contrast(view, c, idx))
+        else:
+            level = view.level(metric, 0, max(5, view.n // 10))
+            usual = signs.usual_level(metric)
+            evidence.append(
+                Evidence(
+                    metric=metric,
+                    step=step,
+                    before=usual,
+                    after=level,
+                    says=f"{num(level)} from the first steps on; usual is {num(usual)} or better",
+                )
+            )
+    lag = view.level(f"{signs.STALENESS}/mean")
+    if np.isfinite(lag):
+        evidence.append(
+            Evidence(
+                metric=f"{signs.STALENESS}/mean",
+                step=step,
+                after=lag,
+                says=f"staleness {num(lag)} does not explain it",
+            )
+        )
+    return Finding(
+        rule=RULE,
+        title=f"engine and trainer disagree at the same weights, {when}",
+        area="implementation",
+        confidence=share(confidence),
+        step=step,
+        evidence=tuple(evidence),
+        action="bring both sides to the same numerics (dtype, attention kernel, temperature and top-p, routing replay for "
+        "MoE; no quantised engine weights), or keep the difference and train with truncated importance weights",
+        next_check="score one short greedy prompt on both sides with the engine's own weights and find the first layer "
+        "that differs",
+    )

@@ -1,0 +1,78 @@
+"""Most groups are flat (all members right, or all wrong), the filter drops them, and generation runs again and again
+to fill a batch. The seconds go where the dropped samples go."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.wording import num, of_break, share
+from rollbook.diagnose.view import View
+
+RULE = "filter_starvation"
+
+DROPPED = ("training/filter_groups/evicted_samples", "filter/flat/num_groups")
+KEPT = ("filter/kept_frac", "batch/effective_frac")
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    dropped, kept = view.first(*DROPPED), view.first(*KEPT)
+    if dropped is None and kept is None:
+        return NotJudged(
+            rule=RULE,
+            missing=(DROPPED[0], KEPT[0]),
+            collect="only with a filter of flat groups (DAPO): log how many samples it drops",
+        )
+    evidence: list[Evidence] = []
+    idx: int | None = None
+    if (
+        (rise := view.rise(dropped)) is not None
+        and rise.peak_ratio >= 2.0
+        and rise.score >= 5
+        and rise.late >= 8
+    ):
+        evidence.append(of_break(rise, "samples dropped a step"))
+        idx = rise.idx
+    fall = view.fall(kept)
+    if fall is not None and fall.late <= 0.4 and fall.ratio <= 0.6 and fall.score >= 5:
+        evidence.append(of_break(fall, "share of groups that is left"))
+        idx = fall.idx if idx is None else min(idx, fall.idx)
+    if idx is None:
+        return None
+    excess = signs.excess(view)
+    slower = view.rise(excess)
+    costs = slower is not None and slower.peak_ratio >= 1.35 and slower.idx >= idx - max(8, view.n // 10)
+    smaller = view.fall(view.first("batch/num_groups", "batch/num_sequences"))
+    shrinks = smaller is not None and smaller.ratio <= 0.6 and smaller.score >= 5
+    if not (costs or shrinks):
+        return None
+    cost_s = None
+    if slower is not None and costs:
+        now = view.level("timing_s/gen", slower.idx)
+        cost_s = float(now * (1 - 1 / slower.peak_ratio) * (view.n - slower.idx) * view.stride)
+        says = f"generation takes {num(slower.peak_ratio)} times what the lengths explain"
+        evidence.append(Evidence(metric="timing_s/gen", step=slower.step, after=now, says=says))
+    if smaller is not None and shrinks:
+        evidence.append(of_break(smaller))
+    reward = view.last(signs.reward(view).metric or "", 10)
+    side = ""
+    if np.isfinite(reward):
+        side = (
+            " (most answers are right)"
+            if reward > 0.6
+            else " (most answers are wrong)"
+            if reward < 0.3
+            else ""
+        )
+    return Finding(
+        rule=RULE,
+        title=f"the filter of flat groups drops most of what is generated{side}",
+        area="data",
+        confidence=share(0.9 if costs else 0.75),
+        step=view.step_at(idx),
+        evidence=tuple(evidence),
+        cost_s=cost_s,
+        action="sample prompts by difficulty (leave out those solved always or never), mix in others, or cap the refills",
+        next_check="share of right answers per prompt over the last steps: how many prompts are neither 0 nor 1?",
+    )

@@ -1,0 +1,73 @@
+"""Memory grows with the responses until a long batch no longer fits, hours into the run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules import memory
+from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.view import View, spearman
+
+RULE = "late_oom_with_length"
+FULL = 0.92
+"""Share of the device beyond which the next longer batch does not fit."""
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    said = [e for e in view.events("out_of_memory", "host_out_of_memory") if e.fields.get("stage") != "sync"]
+    used = memory.allocated(view)
+    length = view.first(
+        "response_length/mean", "perf/total_num_tokens", "global_seqlen/max", "response_length/max"
+    )
+    if used is None and not said:
+        return NotJudged(
+            rule=RULE,
+            missing=(memory.ALLOCATED,),
+            collect="log peak device memory a step, and keep the console log (the error is written there)",
+        )
+    evidence: list[Evidence] = []
+    step = view.step_at(view.n - 1)
+    if said:
+        step = said[0].step if said[0].step is not None else step
+        evidence.append(Evidence(metric="log", step=step, says=said[0].text))
+    grown, _ = view.trend(length)
+    fuller, steadiness = view.trend(used)
+    coupled = 0.0
+    if used is not None and length is not None:
+        coupled = spearman(view.values[used], np.fmax.accumulate(view.values[length]))
+    capacity = memory.device_gib(view)
+    is_full = capacity is not None and used is not None and view.last(used, 3) >= FULL * capacity
+    grows = grown >= 1.3 and fuller >= 1.12 and steadiness >= 0.7 and coupled >= 0.7
+    if used is not None and grows and length is not None:
+        first, last = view.level(used, 0, max(3, view.n // 10)), view.last(used, 3)
+        short, long = view.level(length, 0, max(3, view.n // 10)), view.last(length, 3)
+        of = f" of {num(capacity)}" if capacity else ""
+        evidence.append(
+            Evidence(
+                metric=used, step=step, before=first, after=last, says=f"{num(first)} to {num(last)}{of} GiB"
+            )
+        )
+        says = f"{num(short)} to {num(long)}: memory follows it"
+        evidence.append(Evidence(metric=length, step=step, before=short, after=long, says=says))
+    if said and grows:
+        confidence = 0.97
+    elif said:
+        confidence = 0.7
+    elif grows and is_full:
+        confidence = 0.85
+    elif grows and view.run.seams and any(seam.num_replaced for seam in view.run.seams) and fuller >= 1.3:
+        confidence = 0.6
+    else:
+        return None
+    return Finding(
+        rule=RULE,
+        title="memory grows with the responses until a long batch does not fit",
+        area="implementation",
+        confidence=share(confidence),
+        step=step,
+        evidence=tuple(evidence),
+        action="pack micro batches by a token budget, split long sequences over ranks (context parallelism), or cap the "
+        "response length; plan for the longest batch, not the mean",
+        next_check="peak memory against the tokens of the largest micro batch, step by step",
+    )

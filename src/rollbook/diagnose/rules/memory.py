@@ -1,0 +1,51 @@
+"""What the memory rules share: the allocator's two numbers in GiB, and the sizes of devices."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollbook.diagnose.signs import once
+from rollbook.diagnose.view import View
+
+DEVICE_GIB = (16.0, 22.0, 24.0, 32.0, 40.0, 48.0, 64.0, 80.0, 96.0, 141.0, 180.0, 192.0, 288.0)
+"""Memory of devices in use, as PyTorch's gigabytes come close to."""
+ALLOCATED = "perf/max_memory_allocated_gb"
+RESERVED = "perf/max_memory_reserved_gb"
+
+
+@once("allocated")
+def allocated(view: View) -> str | None:
+    """The series of allocated device memory, GiB: verl's, or the largest of our points of a hand-over."""
+    if view.has(ALLOCATED):
+        return ALLOCATED
+    return _largest(view, "/allocated_bytes", "allocated GiB")
+
+
+@once("reserved")
+def reserved(view: View) -> str | None:
+    if view.has(RESERVED):
+        return RESERVED
+    return _largest(view, "/reserved_bytes", "reserved GiB")
+
+
+def _largest(view: View, suffix: str, name: str) -> str | None:
+    points = view.family("memory/", suffix)
+    if not points:
+        return None
+    stack = np.stack([view.values[m] for m in points])
+    known = np.isfinite(stack).any(axis=0)
+    out = np.full(view.n, np.nan)
+    out[known] = np.nanmax(stack[:, known], axis=0) / 2**30
+    return view.derive(name, out)
+
+
+def device_gib(view: View) -> float | None:
+    """The smallest device that holds what was reserved; None when nothing is known."""
+    free = view.family("memory/", "/free_bytes")
+    taken = reserved(view) or allocated(view)
+    if taken is None:
+        return None
+    top = float(np.nanmax(view.values[taken]))
+    if free:
+        return top + float(min(np.nanmin(view.values[m]) for m in free)) / 2**30
+    return next((size for size in DEVICE_GIB if size >= top * 0.998), None)

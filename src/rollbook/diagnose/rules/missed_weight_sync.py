@@ -1,0 +1,182 @@
+"""The engines went on sampling with old weights: a publication was skipped, lost a part, or never reached them.
+
+What singles it out: the disagreement of trainer and engine *grows* with the steps since the last good
+publication, while the policy's own step stays what it was. If the engines say their version, every sample
+ages by one version a step; if their labels lie (they usually do), staleness says nothing. A publication that
+carries nothing, or takes a fraction of its time, is the same fault seen from the other side.
+"""
+
+from __future__ import annotations
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.wording import num, of_contrast, share
+from rollbook.diagnose.view import Break, View
+
+RULE = "missed_weight_sync"
+LEAST_GROWTH = 1.6
+"""Growth of the disagreement (as an amplitude) below which drift of healthy runs cannot be told apart."""
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    gap, versions, publications = signs.gap(view), signs.versions(view), signs.publications(view)
+    if (
+        gap is None
+        and versions.newest is None
+        and not versions.standing_replicas
+        and publications.size is None
+    ):
+        return NotJudged(
+            rule=RULE,
+            missing=("training/rollout_probs_diff_mean or rollout_corr/kl", "replica/*/weight_version"),
+            collect="return logprobs from the engine and log their difference "
+            "(verl: actor_rollout_ref.rollout.calculate_log_probs=True)",
+        )
+    told = _told_by_versions(view)
+    if told is not None:
+        return told
+    rise = gap.rise if gap else None
+    absent = publications.absent_since
+    if absent is not None:
+        late = rise is not None and rise.idx <= absent + max(10, view.n // 8) and rise.idx >= absent - 8
+        grew = gap is not None and (late or _grows_after(view, absent))
+        if grew or (gap is None and publications.how in ("carry less", "change nothing", "fail")):
+            return _finding(
+                view, absent, rise if late else None, 0.95 if grew else 0.7, publications.absent_until
+            )
+    if gap is None:
+        return None
+    if rise is not None and _is_unexplained_ramp(view, gap, rise):
+        return _finding(view, rise.idx, rise, 0.8 if gap.num_fine else 0.6, rise.end_idx)
+    if _never_synced(view, gap):
+        return _finding(view, 0, rise, 0.65, None)
+    return None
+
+
+def _told_by_versions(view: View) -> Finding | None:
+    """Replicas or samples that say themselves that they stand still."""
+    versions = signs.versions(view)
+    num_replicas = len(view.family("replica/", "/weight_version"))
+    if versions.standing_replicas and len(versions.standing_replicas) == num_replicas:
+        return _finding(view, versions.standing_since or 0, None, 0.97, None)
+    if versions.all_standing_since is not None:
+        return _finding(view, versions.all_standing_since, None, 0.95, None)
+    return None
+
+
+def _grows_after(view: View, idx: int) -> bool:
+    c = view.contrast(signs.GAP, idx, width=20, skip=3)
+    return c is not None and c.ratio >= 1.2 and c.score >= 4
+
+
+def _is_unexplained_ramp(view: View, gap: signs.Gap, rise: Break) -> bool:
+    """The gap ramps away from a normal level, and neither staleness nor the optimizer explains it."""
+    if rise.peak_ratio < LEAST_GROWTH or rise.score < 6 or not rise.is_ramp:
+        return False
+    if gap.num_fine == 0 and gap.num_bad > 0:
+        return False  # it was wrong from the start: numerics
+    return not (
+        staleness_explains(view, rise)
+        or optimizer_explains(view, rise)
+        or signs.policy(view).nan_step is not None
+    )
+
+
+def staleness_explains(view: View, rise: Break) -> bool:
+    """Whether the samples' own staleness rose with the gap."""
+    versions = signs.versions(view)
+    c = view.contrast(versions.mean, rise.idx, width=20, skip=3)
+    if c is not None and c.diff >= 0.5 and c.ratio >= 1.35 and c.score >= 4:
+        return True
+    found = versions.rise
+    return (
+        found is not None
+        and view.near(found.idx, rise.idx, share=0.1, least=10)
+        and found.late >= found.before + 0.5
+        and found.late >= 1.35 * found.before
+    )
+
+
+def optimizer_explains(view: View, rise: Break) -> bool:
+    """Whether the policy's own steps grew first, and by enough: then every version differs more from the last."""
+    policy = signs.policy(view)
+    if policy.blow_up_idx is None:
+        return False
+    first = policy.blow_up_idx <= rise.idx + max(4, view.n // 25)
+    return first and policy.update_ratio >= 0.45 * rise.peak_ratio
+
+
+def _never_synced(view: View, gap: signs.Gap) -> bool:
+    """The gap only ever grows, from a normal level on, while the reward stands."""
+    if gap.overall_ratio < 2.5 or gap.steadiness < 0.9 or gap.num_fine == 0:
+        return False
+    if gap.rise is not None and (optimizer_explains(view, gap.rise) or staleness_explains(view, gap.rise)):
+        return False
+    if signs.policy(view).nan_step is not None or signs.policy(view).blow_up_idx is not None:
+        return False
+    early = view.level(signs.GAP, view.n // 6, view.n // 3) / view.level(signs.GAP, 0, max(3, view.n // 20))
+    return bool(early >= 1.25)
+
+
+def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: int | None) -> Finding:
+    versions, publications, reward = signs.versions(view), signs.publications(view), signs.reward(view)
+    evidence: list[Evidence] = []
+    step = view.step_at(idx)
+    if versions.standing_replicas:
+        names = ", ".join(versions.standing_replicas)
+        evidence.append(
+            Evidence(
+                metric="replica/*/weight_version", step=step, says=f"replicas {names} keep their version"
+            )
+        )
+    if versions.all_standing_since is not None and versions.newest:
+        evidence.append(
+            Evidence(
+                metric=versions.newest,
+                step=view.step_at(versions.all_standing_since),
+                before=view.level(versions.newest, 0, versions.all_standing_since),
+                after=view.last(versions.newest, 3),
+                says="even the newest sample ages by one version a step",
+            )
+        )
+    for metric in (signs.gap(view) or _NO_GAP).metrics[:2]:
+        c = view.contrast(metric, idx, width=30)
+        if c is not None:
+            evidence.append(of_contrast(view, c, idx, "grows with the steps since the last good publication"))
+    if rise is not None:
+        evidence.append(
+            Evidence(
+                metric="gap",
+                step=rise.step,
+                before=1.0,
+                after=rise.peak_ratio,
+                says=f"trainer and engine disagree {num(rise.peak_ratio)} times as much, growing "
+                f"{num(rise.growth)} times over the first {min(40, view.n - rise.idx)} steps",
+            )
+        )
+    for carried in (publications.size, publications.seconds):
+        c = view.contrast(carried, idx)
+        if c is not None and publications.absent_since is not None and c.ratio < 0.75:
+            evidence.append(of_contrast(view, c, idx, f"publications {publications.how}"))
+    cost = None
+    if reward.metric is not None:
+        c = view.contrast(reward.metric, idx, width=20)
+        if c is not None:
+            cost = max(0.0, -c.diff)
+    return Finding(
+        rule=RULE,
+        title="engines sample with old weights: a weight sync was missed",
+        area="version",
+        confidence=share(confidence),
+        step=step,
+        evidence=tuple(evidence),
+        cost_reward=cost,
+        action="stop, publish the full weights to every replica, and take the run up again from the checkpoint "
+        f"before step {step}; what was sampled since then is off-policy",
+        next_check="compare a digest of the live parameters of one replica with the trainer's, then the logprobs "
+        "of one short prompt on both sides",
+        until_step=view.step_at(end) if end is not None else None,
+    )
+
+
+_NO_GAP = signs.Gap((), None, 1.0, 0.0, 0, 0, 0, 0)

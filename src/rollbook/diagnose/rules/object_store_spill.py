@@ -1,0 +1,93 @@
+"""The object store is full and batches go over the disk: every hand-over of data becomes slow, no stage of compute does."""
+
+from __future__ import annotations
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.wording import num, of_break, share
+from rollbook.diagnose.view import Break, View
+
+RULE = "object_store_spill"
+
+MOVERS = ("timing_s/adv", "timing_s/reward", "timing_s/filter", "timing_s/pack")
+"""Stages that hardly compute: their seconds are those of moving data."""
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    said = view.events("object_store_spill")
+    spilled = view.first("host/object_store_spilled_bytes")
+    other = signs.residual(view)
+    if other is None and spilled is None and not said:
+        return NotJudged(
+            rule=RULE,
+            missing=("timing_s/step", "host/object_store_spilled_bytes"),
+            collect="log the seconds of the whole step beside its stages, and what the object store spills",
+        )
+    evidence: list[Evidence] = []
+    direct = 0.0
+    idx: int | None = None
+    if said:
+        steps = [e.step for e in said if e.step is not None]
+        first = min(steps, default=view.step_at(view.n - 1))
+        idx = view.idx_of(first)
+        evidence.append(Evidence(metric="log", step=first, says=f"{len(said)} times: {said[0].text}"))
+        direct = 0.3 if len(said) >= 3 else 0.15
+    rise = view.rise(spilled, log=False)
+    if rise is not None and rise.late > 1e6 and rise.score >= 4:
+        evidence.append(of_break(rise, "bytes a step"))
+        idx, direct = rise.idx if idx is None else min(idx, rise.idx), 0.35
+    slow = _slow_movers(view, other)
+    step_s = signs.step_seconds(view)
+    cost = 0.0
+    for found in slow:
+        evidence.append(of_break(found, "seconds of moving data"))
+        cost += signs.lost_seconds(view, found.metric, found)
+    if slow:
+        idx = min(f.idx for f in slow) if idx is None else idx
+    host = view.rise("perf/cpu_memory_used_gb")
+    fuller = host is not None and host.ratio >= 1.12 and host.score >= 5
+    if host is not None and fuller:
+        evidence.append(of_break(host, "host memory"))
+    if idx is None or not slow:
+        return None if direct < 0.3 or not said else _finding(view, idx or 0, evidence, 0.55, None)
+    heavy = sum(f.late - f.before for f in slow) >= 0.08 * step_s
+    together = host is not None and view.near(host.idx, slow[0].idx, share=0.1, least=8)
+    if not direct and not (heavy and ((fuller and together) or len(slow) >= 2)):
+        return None
+    confidence = 0.5 + direct + 0.1 * len(slow) + 0.15 * (fuller and together)
+    return _finding(view, idx, evidence, confidence, cost)
+
+
+def _slow_movers(view: View, other: str | None) -> list[Break]:
+    """Stages without compute, and the seconds of no stage, that became slow while compute did not."""
+    found = []
+    for metric in (other, *MOVERS):
+        rise = view.rise(metric)
+        if rise is None or rise.peak_ratio < 1.8 or rise.score < 4:
+            continue
+        tokens = view.contrast("perf/total_num_tokens", rise.idx, width=20)
+        length = view.contrast("response_length/mean", rise.idx, width=20)
+        grown = max((c.ratio for c in (tokens, length) if c is not None), default=1.0)
+        if rise.peak_ratio >= 1.5 * grown and rise.late >= 0.01 * signs.step_seconds(view):
+            found.append(rise)
+    return found
+
+
+def _finding(
+    view: View, idx: int, evidence: list[Evidence], confidence: float, cost: float | None
+) -> Finding:
+    share_of_step = ""
+    if cost:
+        share_of_step = f" ({num(cost / max(1, (view.n - idx) * view.stride))} s a step)"
+    return Finding(
+        rule=RULE,
+        title=f"the object store spills to disk: moving data is slow{share_of_step}",
+        area="implementation",
+        confidence=share(confidence),
+        step=view.step_at(idx),
+        evidence=tuple(evidence),
+        cost_s=cost,
+        action="give the object store more memory, drop references to old batches, and pass large tensors by shared memory "
+        "instead of through the driver",
+        next_check="`ray memory --stats-only`: who holds the objects, and how many steps old are they?",
+    )

@@ -1,0 +1,151 @@
+"""The rewards of one data source are all zero, at once, while the others go on: its scorer or its data broke."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.wording import num, of_contrast, share
+from rollbook.diagnose.view import View
+
+RULE = "one_source_all_zero"
+
+_TRAIN = re.compile(r"reward/(?P<source>.+)/mean|critic/(?:rewards|score)/(?P<verl>.+)/mean")
+_HELD_OUT = re.compile(r"val-core/(?P<source>.+)/[^/]+/[^/]+|val/(?P<own>.+)/(?:exact_match|reward|acc)")
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    train = _by_source(view, _TRAIN)
+    held_out = _by_source(view, _HELD_OUT)
+    if len(train) + len(held_out) == 0:
+        sudden = _without_sources(view)
+        return sudden or NotJudged(
+            rule=RULE,
+            missing=("reward/<source>/mean", "reward/<source>/zero_frac"),
+            collect="log the mean reward by data source (verl: data_source of the reward manager; validation by source)",
+        )
+    best: tuple[float, int, str, str] | None = None
+    for group, least in ((train, 5), (held_out, 2)):
+        living = [s for s, m in group.items() if view.last(m, 3) > 1e-6]
+        for source, metric in group.items():
+            since = _zero_since(view, metric, least)
+            if since is None or not (living or group is held_out):
+                continue
+            if group is held_out and not _reward_fell(view, since) and not living:
+                continue
+            confidence = 0.95 if group is train else 0.85
+            if len(living) < (len(group) - 1) / 2:
+                confidence -= 0.2  # several at once: more likely what they share
+            if best is None or confidence > best[0]:
+                best = (confidence, since, source, metric)
+    if best is None:
+        return None
+    confidence, idx, source, metric = best
+    before = view.level(metric, 0, idx)
+    evidence = [
+        Evidence(
+            metric=metric,
+            step=view.step_at(idx),
+            before=before,
+            after=0.0,
+            says=f"{num(before)} before, exactly 0 since step {view.step_at(idx)}",
+        )
+    ]
+    others = [m for s, m in (*train.items(), *held_out.items()) if s != source][:3]
+    for other in others:
+        c = view.contrast(other, idx)
+        if c is not None:
+            evidence.append(of_contrast(view, c, idx, "goes on"))
+    c = view.contrast(signs.reward(view).metric, idx)
+    if c is not None and c.score < -3:
+        evidence.append(of_contrast(view, c, idx))
+    return Finding(
+        rule=RULE,
+        title=f"all rewards of source {source!r} are zero",
+        area="data",
+        confidence=share(confidence),
+        step=view.step_at(idx),
+        evidence=tuple(evidence),
+        cost_reward=max(0.0, -c.diff) if c is not None else None,
+        action=f"take {source!r} out of the mix until its scorer gives full marks to its own reference answers again",
+        next_check="score the reference answers of ten of its rows, in the worker that scores during training",
+    )
+
+
+def _by_source(view: View, pattern: re.Pattern[str]) -> dict[str, str]:
+    """Source -> its metric with the most values."""
+    found: dict[str, str] = {}
+    for metric in view.run.values:
+        match = pattern.fullmatch(metric)
+        if match is None or view.count(metric) < 2:
+            continue
+        source = next(g for g in match.groups() if g)
+        if source not in found or view.count(metric) > view.count(found[source]):
+            found[source] = metric
+    return found
+
+
+def _zero_since(view: View, metric: str, least: int) -> int | None:
+    """Position from which a reward that used to be positive is exactly zero to the end."""
+    values = view.values[metric]
+    known = np.flatnonzero(np.isfinite(values))
+    positive = known[np.abs(values[known]) > 1e-9]
+    if not len(positive) or len(known) < least + 2:
+        return None
+    zeros = known[known > positive[-1]]
+    if len(zeros) < least:
+        return None
+    past = known[known <= positive[-1]]
+    usual = np.abs(values[past[-20:]])
+    if np.median(usual) < 0.02 or np.mean(usual <= 1e-9) > 0.1:
+        return None  # zeros were common
+    if values[positive[-1]] < 0.25 * np.median(usual):
+        return None  # it faded out
+    begin = int(zeros[0])
+    if (
+        len(past) >= 2 and begin - int(positive[-1]) > 3
+    ):  # logged now and then: the reward of every step tells when
+        fall = signs.reward(view).fall
+        if fall is not None and positive[-1] <= fall.idx <= begin:
+            return fall.idx
+    return begin
+
+
+def _reward_fell(view: View, idx: int) -> bool:
+    fall = signs.reward(view).fall
+    return fall is not None and fall.idx <= idx
+
+
+def _without_sources(view: View) -> Finding | None:
+    """A part of the rewards is gone at once while nothing of the policy moved: a scorer, whose source is unknown."""
+    reward = signs.reward(view)
+    if reward.fall is None or reward.drop_frac < 0.2:
+        return None
+    idx = reward.fall.idx
+    for metric in (
+        "actor/entropy",
+        "response_length/mean",
+        signs.TURNS,
+        signs.GAP if signs.gap(view) else None,
+    ):
+        c = view.contrast(metric, idx, width=8)
+        if c is not None and abs(c.score) >= 6 and not 0.8 <= c.ratio <= 1.25:
+            return None
+    if signs.failures_rise(view, idx) or signs.policy(view).blow_up_idx is not None:
+        return None
+    c = view.contrast(reward.metric, idx)
+    assert c is not None
+    return Finding(
+        rule=RULE,
+        title="a part of the rewards is zero at once while the policy did not change",
+        area="data",
+        confidence=0.5,
+        step=view.step_at(idx),
+        evidence=(of_contrast(view, c, idx),),
+        cost_reward=max(0.0, -c.diff),
+        action="log rewards by data source and look for the one whose scorer returns zero",
+        next_check="score reference answers of every source in the worker that scores during training",
+    )

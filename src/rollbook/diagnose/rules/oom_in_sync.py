@@ -1,0 +1,63 @@
+"""Out of memory while weights change hands: both copies and the buckets do not fit beside what was not given back."""
+
+from __future__ import annotations
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules import memory
+from rollbook.diagnose.rules.wording import num, of_break, share
+from rollbook.diagnose.view import View
+
+RULE = "oom_in_sync"
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    said = [e for e in view.events("out_of_memory") if e.fields.get("stage") == "sync"]
+    used, seconds = memory.allocated(view), view.first("timing_s/update_weights")
+    if used is None and not said:
+        return NotJudged(
+            rule=RULE,
+            missing=(memory.ALLOCATED, "memory/switch/allocated_bytes"),
+            collect="log device memory at the hand-over, and keep the console log (the error is written there)",
+        )
+    evidence: list[Evidence] = []
+    step = view.step_at(view.n - 1)
+    if said:
+        step = said[0].step if said[0].step is not None else step
+        evidence.append(Evidence(metric="log", step=step, says=f"during the sync: {said[0].text}"))
+    slower, fuller = view.rise(seconds), view.rise(used, log=False)
+    capacity = memory.device_gib(view)
+    is_full = capacity is not None and used is not None and view.last(used, 3) >= 0.92 * capacity
+    is_slow = slower is not None and slower.peak_ratio >= 1.4 and slower.score >= 5
+    grew = fuller is not None and fuller.ratio >= 1.06 and fuller.score >= 4
+    together = slower is not None and fuller is not None and view.near(slower.idx, fuller.idx, least=6)
+    grows_with_length = (
+        view.moved("response_length/mean", fuller.idx, 1, factor=1.25) if fuller is not None else False
+    )
+    if slower is not None and is_slow:
+        evidence.append(of_break(slower, "seconds of the hand-over"))
+        step = min(step, slower.step) if not said else step
+    if fuller is not None and grew and capacity is not None:
+        evidence.append(of_break(fuller, f"GiB allocated on a device of {num(capacity)}"))
+    if said:
+        confidence = 0.97 if is_slow or is_full else 0.92
+    elif is_slow and grew and together and is_full and not grows_with_length:
+        confidence = 0.85
+    elif is_slow and is_full and view.run.seams:
+        confidence = 0.7
+    else:
+        return None
+    return Finding(
+        rule=RULE,
+        title="out of memory while weights change hands",
+        area="implementation",
+        confidence=share(confidence),
+        step=step,
+        evidence=tuple(evidence),
+        cost_s=signs.lost_seconds(view, seconds, slower)
+        if seconds and slower is not None and is_slow
+        else None,
+        action="gather and send one bucket at a time (smaller bucket_bytes), drop the KV pool and offload the optimizer before "
+        "the engine's weights come back, and set expandable segments",
+        next_check="memory by owner at the three points of the hand-over: who had not given back what the plan expected?",
+    )

@@ -1,0 +1,99 @@
+"""Sandboxes are not given back: every step leaves a few behind, so that load grows although the work does not.
+
+A ramp, not a break: leases or active sandboxes, queue, seconds a turn and host memory grow together while
+turns and lengths stay. Failures come last, when the quota is used up.
+"""
+
+from __future__ import annotations
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.view import View
+
+RULE = "sandbox_leak"
+
+_LEVELS = (
+    # metric, least growth over the run, points
+    ("env/num_leased", 1.25, 2.0),
+    ("env/num_active", 1.25, 2.0),
+    ("env/queue_depth", 2.0, 1.5),
+    ("env/turn_s/mean", 1.5, 1.5),
+    ("perf/cpu_memory_used_gb", 1.12, 1.0),
+)
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    is_agentic = view.level(signs.TURNS) > 2.2
+    if not is_agentic and not view.family("env/"):
+        return (
+            None
+            if view.has(signs.TURNS)
+            else NotJudged(
+                rule=RULE,
+                missing=("env/num_leased", "env/queue_depth", "env/turn_s/mean"),
+                collect="only for jobs with environments: log leases not returned, queue depth and seconds a turn",
+            )
+        )
+    points = 0.0
+    evidence: list[Evidence] = []
+    env = False
+    begin = view.n
+    for metric, least, worth in _LEVELS:
+        ratio, steadiness = view.trend(metric)
+        if ratio < least or steadiness < 0.75 or not _is_gradual(view, metric):
+            continue
+        points += worth
+        env |= metric.startswith("env/")
+        rise = view.rise(metric)
+        idx = rise.idx if rise is not None else 0
+        begin = min(begin, idx)
+        early, late = view.level(metric, 0, max(3, view.n // 8)), view.last(metric, max(3, view.n // 8))
+        evidence.append(
+            Evidence(
+                metric=metric,
+                step=view.step_at(idx),
+                before=early,
+                after=late,
+                says=f"grows step by step from {num(early)} to {num(late)}",
+            )
+        )
+    excess = signs.excess(view)
+    if is_agentic and excess is not None:
+        ratio, steadiness = view.trend(excess)
+        if ratio >= 1.2 and steadiness >= 0.7 and _is_gradual(view, excess) and not _trainer_slows(view):
+            points += 1.2
+            rise = view.rise(excess)
+            begin = min(begin, rise.idx if rise is not None else begin)
+            says = f"generation takes {num(ratio)} times what the lengths explain"
+            evidence.append(
+                Evidence(metric="timing_s/gen", step=view.step_at(min(begin, view.n - 1)), says=says)
+            )
+    if points < (2.5 if env else 2.2) or len(evidence) < 2:
+        return None
+    late_failures = [m for m in signs.ENV_FAILURES if view.trend(m)[0] >= 2 and view.last(m) > 0]
+    return Finding(
+        rule=RULE,
+        title="sandboxes are not given back: load grows although the work does not",
+        area="data",
+        confidence=share(0.5 + 0.1 * points + 0.05 * bool(late_failures)),
+        step=view.step_at(min(begin, view.n - 1)),
+        evidence=tuple(evidence),
+        action="give every lease an owner and a time to live, and reap what no running trajectory owns; restart the pool now",
+        next_check="count living sandboxes against running trajectories, by run id",
+    )
+
+
+def _is_gradual(view: View, metric: str) -> bool:
+    """No single step accounts for most of the growth."""
+    rise = view.rise(metric)
+    return rise is None or rise.is_ramp or rise.rise_steps > 5
+
+
+def _trainer_slows(view: View) -> bool:
+    """Whether stages that need no sandbox slow down as well."""
+    ratio, _ = view.trend("timing_per_token_ms/update_actor")
+    other = signs.residual(view)
+    found = view.rise(other)
+    step = signs.step_seconds(view)
+    return ratio >= 1.3 or (found is not None and found.peak_ratio >= 2 and found.late >= 0.12 * step)

@@ -1,0 +1,72 @@
+"""The trainer trains on samples that are several versions old, honestly labelled: generation does not keep up, or the
+bound lets too much through. The disagreement of trainer and engine follows the staleness, up and down with it."""
+
+from __future__ import annotations
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.wording import of_break, of_contrast, share
+from rollbook.diagnose.view import View, spearman
+
+RULE = "stale_samples"
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    versions = signs.versions(view)
+    if versions.mean is None:
+        return NotJudged(
+            rule=RULE,
+            missing=(f"{signs.STALENESS}/mean",),
+            collect="log how many versions old the trained samples are (needed in asynchronous modes only)",
+        )
+    rise = versions.rise
+    if rise is None or rise.late < rise.before + 1.0 or rise.peak_ratio < 1.5 or rise.score < 5:
+        return None
+    if versions.all_standing_since is not None or versions.some_standing_since is not None:
+        return None  # they stand still: another rule's
+    harm = _harm(view, rise.idx)
+    if not harm:
+        return None
+    together = spearman(view.values[versions.mean], view.values[signs.GAP]) if signs.gap(view) else 0.0
+    return Finding(
+        rule=RULE,
+        title="samples are stale when they are trained",
+        area="async",
+        confidence=share(0.75 + 0.05 * len(harm) + 0.1 * (together > 0.5)),
+        step=rise.step,
+        evidence=(of_break(rise, "versions behind the trainer"), *harm),
+        cost_reward=_reward_lost(view, rise.idx),
+        action="bound the staleness (max_staleness_steps 1 or 2), admit fewer prompts ahead, or give generation more "
+        "GPUs; until then use the decoupled loss with truncated importance weights",
+        next_check="at staleness 0 the gap must return to its floor: plot the gap against the staleness of the samples",
+        until_step=view.step_at(rise.end_idx) if rise.end_idx is not None else None,
+    )
+
+
+def _harm(view: View, idx: int) -> list[Evidence]:
+    """What got worse with the staleness."""
+    worse: list[Evidence] = []
+    if signs.gap(view) is not None:
+        c = view.contrast(signs.GAP, idx, width=20)
+        if c is not None and c.ratio >= 1.12 and c.score >= 4:
+            worse.append(of_contrast(view, c, idx, "the gap follows"))
+    for metric, direction, factor in (
+        ("rollout_corr/rollout_is_eff_sample_size", -1, 1.05),
+        ("rollout_corr/chi2_token", 1, 1.5),
+        ("rollout_corr/rollout_is_std", 1, 1.3),
+        ("actor/pg_clipfrac", 1, 1.4),
+        ("training/off_policy/evicted_samples", 1, 2.0),
+    ):
+        c = view.contrast(metric, idx, width=20)
+        if (
+            c is not None
+            and direction * c.score >= 4
+            and (c.ratio if direction > 0 else 1 / c.ratio) >= factor
+        ):
+            worse.append(of_contrast(view, c, idx))
+    return worse
+
+
+def _reward_lost(view: View, idx: int) -> float | None:
+    c = view.contrast(signs.reward(view).metric, idx, width=20)
+    return None if c is None else max(0.0, -c.diff)

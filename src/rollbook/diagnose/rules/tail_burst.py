@@ -1,0 +1,127 @@
+"""A few responses run on to the limit, in bursts, and each step that has one waits for it with idle GPUs.
+
+The longest response and the seconds of generation jump together; the mean length hardly moves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.series import Series
+from rollbook.diagnose.view import View
+
+RULE = "tail_burst"
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    longest = view.first("generated/response_length/max", "response_length/max", "response_length/p99")
+    if signs.excess(view) is None or longest is None:
+        return NotJudged(
+            rule=RULE,
+            missing=("timing_s/gen", "response_length/max", "response_length/p99"),
+            collect="log the seconds of generation and the longest responses of each step",
+        )
+    best: Finding | None = None
+    for tail in _tails(view, longest):
+        found = _judge_tail(view, *tail)
+        if found is not None and (best is None or found.confidence > best.confidence):
+            best = found
+    return best
+
+
+def _tails(view: View, longest: str) -> list[tuple[str, Series, float]]:
+    """(metric, length of the tail relative to the mean, least growth) for every series that shows the tail."""
+    out = []
+    mean = view.values.get("response_length/mean")
+    for metric in dict.fromkeys(
+        (longest, "response_length/p99", "generated/response_length/p99", "rollout/tail_s")
+    ):
+        values = view.values.get(metric)
+        if values is not None and np.isfinite(values).sum() >= 12:
+            relative = values / mean if mean is not None and metric != "rollout/tail_s" else values
+            out.append((metric, relative, 1.5))
+    clip = view.values.get("response_length/clip_ratio")
+    if clip is not None and np.isfinite(clip).sum() >= 12:
+        out.append(("response_length/clip_ratio", clip + 0.004, 2.0))
+    return out
+
+
+def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding | None:
+    gen = view.values[signs.EXCESS]
+    known = np.isfinite(tail) & np.isfinite(gen)
+    if known.sum() < 20:
+        return None
+    idx = np.flatnonzero(known)
+    quiet_tail, quiet_gen = _quiet(tail[idx]), _quiet(gen[idx])
+    long = tail[idx] >= least * quiet_tail
+    slow = gen[idx] >= 1.25 * quiet_gen
+    both = long & slow
+    if both.sum() < 4:
+        return None
+    begin = _begin(both)
+    rate_before = float(both[:begin].mean()) if begin else 0.0
+    rate_after = float(both[begin:].mean())
+    if rate_after < 0.12 or rate_after < 3 * rate_before + 0.05 or begin < 4:
+        return None
+    if float(slow[begin:][long[begin:]].mean()) < 0.6:
+        return None  # long tails do not cost seconds here
+    start = int(idx[begin])
+    grown = view.contrast("response_length/mean", start, width=20)
+    if grown is not None and grown.ratio >= 1.5 and metric != "response_length/clip_ratio":
+        return None
+    if grown is not None and grown.ratio >= 1.3 and metric == "response_length/clip_ratio":
+        return None
+    hit = idx[begin:][both[begin:]]
+    raw = view.values[metric]
+    before, after = view.level(metric, 0, start), float(np.median(raw[hit]))
+    seconds = view.values["timing_s/gen"]
+    usual = view.level("timing_s/gen", 0, start)
+    lost = float(np.clip(seconds[hit] - usual, 0, None).sum()) * view.stride
+    slow_gen = float(np.median(seconds[hit]))
+    evidence = (
+        Evidence(
+            metric=metric,
+            step=view.step_at(start),
+            before=before,
+            after=after,
+            says=f"{num(before)} before, {num(after)} in {len(hit)} of {len(idx) - begin} steps since",
+        ),
+        Evidence(
+            metric="timing_s/gen",
+            step=view.step_at(start),
+            before=usual,
+            after=slow_gen,
+            says=f"{num(usual)} s before, {num(slow_gen)} s in those steps",
+        ),
+    )
+    return Finding(
+        rule=RULE,
+        title="a few very long responses hold up the steps that have them",
+        area="implementation",
+        confidence=share(0.65 + 0.25 * min(1.0, rate_after) + 0.1 * (rate_before == 0)),
+        step=view.step_at(start),
+        evidence=evidence,
+        cost_s=lost,
+        action="cap the response length or penalise overlong answers, continue unfinished responses in the next step, or "
+        "train on what has finished (asynchronous schedule)",
+        next_check="read the longest responses of one such step: repetition, or honest reasoning cut short?",
+    )
+
+
+def _quiet(values: Series) -> float:
+    """Level without bursts: median of the first quarter, or of the lower half where that is lower."""
+    first = float(np.median(values[: max(5, len(values) // 4)]))
+    return min(first, float(np.median(np.sort(values)[: max(5, len(values) // 2)])) * 1.15)
+
+
+def _begin(both: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
+    """Where the bursts begin: the split that separates few from many best."""
+    n = len(both)
+    count = np.cumsum(both)
+    at = np.arange(1, n)
+    before, after = count[:-1] / at, (count[-1] - count[:-1]) / (n - at)
+    gain = (after - before) * np.sqrt(at * (n - at))
+    return int(at[int(np.argmax(gain))])

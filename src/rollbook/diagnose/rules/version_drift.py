@@ -1,0 +1,77 @@
+"""Some replicas no longer take new versions while the others do: their share of the samples grows ever older.
+
+The oldest samples age by one version a step, the newest do not: the spread is the sign, not the mean.
+"""
+
+from __future__ import annotations
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.wording import of_break, of_contrast, share
+from rollbook.diagnose.view import View
+
+RULE = "version_drift"
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    versions = signs.versions(view)
+    replicas = view.family("replica/", "/weight_version")
+    spread = view.first("sync/version_spread")
+    if versions.oldest is None and not replicas and spread is None:
+        return NotJudged(
+            rule=RULE,
+            missing=("replica/*/weight_version", f"{signs.STALENESS}/max"),
+            collect="log the weight version of every replica, or of every sample (verl V1 does in its async modes)",
+        )
+    evidence: list[Evidence] = []
+    idx: int | None = None
+    confidence = 0.0
+    if versions.standing_replicas and len(versions.standing_replicas) < len(replicas):
+        idx, confidence = versions.standing_since or 0, 0.97
+        names = ", ".join(versions.standing_replicas)
+        evidence.append(
+            Evidence(
+                metric="replica/*/weight_version",
+                step=view.step_at(idx),
+                says=f"replicas {names} of {len(replicas)} keep their version while the trainer's goes on",
+            )
+        )
+    elif versions.some_standing_since is not None and versions.all_standing_since is None and versions.oldest:
+        idx, confidence = versions.some_standing_since, 0.9
+    elif (
+        (rise := view.rise(spread, log=False)) is not None
+        and rise.late >= rise.before + 2
+        and rise.score >= 5
+    ):
+        idx, confidence = rise.idx, 0.85
+        evidence.append(of_break(rise))
+    if idx is None:
+        return None
+    if versions.some_standing_since is not None and versions.oldest:
+        evidence.append(
+            Evidence(
+                metric=versions.oldest,
+                step=view.step_at(versions.some_standing_since),
+                before=view.level(versions.oldest, 0, idx),
+                after=view.last(versions.oldest, 3),
+                says="the oldest sample ages by one version a step",
+            )
+        )
+        c = view.contrast(versions.newest, idx, width=20)
+        if c is not None:
+            evidence.append(of_contrast(view, c, idx, "the newest does not"))
+    for metric in gap.metrics[:1] if (gap := signs.gap(view)) else ():
+        c = view.contrast(metric, idx, width=30)
+        if c is not None:
+            evidence.append(of_contrast(view, c, idx))
+    return Finding(
+        rule=RULE,
+        title="a part of the replicas stands at an old weight version",
+        area="version",
+        confidence=share(confidence),
+        step=view.step_at(idx),
+        evidence=tuple(evidence),
+        action="take the standing replicas out of service, give them the full weights, and let them serve again only "
+        "after their digests agree",
+        next_check="look in the log of those replicas for the first failed or skipped publication",
+    )

@@ -1,0 +1,60 @@
+"""How rules write numbers and evidence, so that every finding reads alike."""
+
+from __future__ import annotations
+
+import math
+
+from rollbook.diagnose.finding import Evidence
+from rollbook.diagnose.view import Break, Contrast, View
+
+
+def num(value: float | None) -> str:
+    """Three significant digits, no trailing noise.
+
+    >>> [num(v) for v in (0.00312, 41.26, 1800.0, 0.0, 12345.6)]
+    ['0.00312', '41.3', '1800', '0', '12,346']
+    """
+    if value is None or math.isnan(value):
+        return "?"
+    if math.isinf(value):
+        return "inf"
+    if abs(value) >= 10_000:
+        return f"{value:,.0f}"
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def of_break(found: Break, says: str = "") -> Evidence:
+    """Evidence of a lasting change of one series."""
+    how = "ramps" if found.is_ramp else "steps"
+    text = f"{how} from {num(found.before)} to {num(found.late)} at step {found.step}"
+    return Evidence(
+        metric=found.metric,
+        step=found.step,
+        before=found.before,
+        after=found.late,
+        says=f"{text}{_and(says)}",
+    )
+
+
+def of_contrast(view: View, contrast: Contrast, idx: int, says: str = "") -> Evidence:
+    """Evidence of what one series did at a step found elsewhere."""
+    step = view.step_at(idx)
+    text = f"{num(contrast.before)} before step {step}, {num(contrast.after)} after"
+    return Evidence(
+        metric=contrast.metric,
+        step=step,
+        before=contrast.before,
+        after=contrast.after,
+        says=f"{text}{_and(says)}",
+    )
+
+
+def _and(says: str) -> str:
+    return f": {says}" if says else ""
+
+
+def share(confidence: float) -> float:
+    """A confidence within its bounds."""
+    return round(min(max(confidence, 0.05), 0.99), 2)

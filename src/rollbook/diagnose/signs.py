@@ -1,0 +1,518 @@
+"""Signs that several rules need: the gap, staleness, publications, the policy's own movement, rewards, environments,
+waiting. Each is worked out once a run. A sign states what a group of metrics did; it never names a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import numpy as np
+
+from rollbook.diagnose.series import Series
+from rollbook.diagnose.view import Break, View
+
+T = TypeVar("T")
+
+REWARD = ("critic/score/mean", "critic/rewards/mean")
+STALENESS = "training/off_policy/trajectory_staleness"
+GAP = "gap"
+"""Derived: disagreement of trainer and engine, all its metrics in one, as a multiple of its own median."""
+
+_GAP_METRICS: tuple[tuple[str, float], ...] = (
+    # metric, power that makes it an amplitude (a KL grows with the square of a probability difference)
+    ("training/logprob_gap/mean", 1.0),
+    ("training/rollout_probs_diff_mean", 1.0),
+    ("rollout_corr/k3_kl", 0.5),
+    ("rollout_corr/kl", 0.5),
+    ("rollout_corr/log_ppl_diff", 0.5),
+    ("training/rollout_actor_probs_pearson_corr", 0.5),
+)
+
+
+def once(name: str) -> Callable[[Callable[[View], T]], Callable[[View], T]]:
+    """Remember a sign in the view under `name`."""
+
+    def wrap(work_out: Callable[[View], T]) -> Callable[[View], T]:
+        def sign(view: View) -> T:
+            if name not in view.signs:
+                view.signs[name] = work_out(view)
+            return cast(T, view.signs[name])
+
+        sign.__doc__ = work_out.__doc__
+        return sign
+
+    return wrap
+
+
+# ---- the gap between trainer and engine ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """What the disagreement of trainer and engine did."""
+
+    metrics: tuple[str, ...]
+    rise: Break | None
+    """Of the derived amplitude; its levels are multiples of the run's median."""
+    overall_ratio: float
+    """Amplitude of the last fifth over that of the first steps."""
+    steadiness: float
+    """Rank correlation of amplitude and step: near 1 when it only ever grows."""
+    num_bad: int
+    """Metrics whose level would be wrong for any healthy pair of engines, in the first tenth of the run."""
+    num_fine: int
+    """Metrics whose level is that of a healthy pair, in the first tenth."""
+    num_bad_late: int
+    num_fine_late: int
+
+
+_LEVELS: dict[str, tuple[float, float]] = {
+    # metric -> (usual for bfloat16 engines, too much for any). Published verl runs: dense bf16 probability
+    # difference 0.003-0.016 and KL 0.0005-0.009; fp8 that later diverged began at KL 0.010 and r 0.986; an engine
+    # with wrong expert weights stood at KL 0.047. slime reports 0.010-0.017 nats for healthy pairs.
+    "training/rollout_probs_diff_mean": (0.016, 0.028),
+    "training/logprob_gap/mean": (0.030, 0.080),
+    "rollout_corr/kl": (0.010, 0.030),
+    "rollout_corr/k3_kl": (0.010, 0.030),
+    "rollout_corr/log_ppl_diff": (0.010, 0.030),
+    "training/rollout_actor_probs_pearson_corr": (0.985, 0.960),
+    "rollout_corr/rollout_is_eff_sample_size": (0.90, 0.60),
+}
+
+
+def usual_level(metric: str) -> float:
+    """What a gap metric reads for a healthy pair of engines."""
+    return _LEVELS.get(metric, (float("nan"), 0.0))[0]
+
+
+@once("gap")
+def gap(view: View) -> Gap | None:
+    """The disagreement of trainer and engine, None when nothing of it was logged."""
+    parts: list[Series] = []
+    used: list[str] = []
+    for metric, power in _GAP_METRICS:
+        values = view.values.get(metric)
+        if values is None:
+            continue
+        amplitude = 1.0 - values if "pearson" in metric else np.abs(values)
+        known = np.isfinite(amplitude)
+        if known.sum() < 5:
+            continue
+        typical = float(np.median(amplitude[known]))
+        if typical <= 0.0:
+            typical = float(amplitude[known].mean())
+        if typical <= 0.0:
+            continue
+        scaled = np.full(view.n, np.nan)
+        scaled[known] = power * np.log(np.maximum(amplitude[known] / typical, 1e-3))
+        parts.append(scaled)
+        used.append(metric)
+    if not parts:
+        return None
+    most = max(int(np.isfinite(p).sum()) for p in parts)
+    keep = [i for i, p in enumerate(parts) if np.isfinite(p).sum() >= 0.8 * most]
+    stack = np.stack([parts[i] for i in keep])
+    some = np.isfinite(stack).any(axis=0)
+    amplitude = np.full(view.n, np.nan)
+    amplitude[some] = np.exp(np.nanmedian(stack[:, some], axis=0))
+    view.derive(GAP, amplitude)
+    head, tail = max(3, view.n // 20), max(3, view.n // 5)
+    first, last = view.level(GAP, 0, head), view.level(GAP, view.n - tail)
+    tenth = max(5, view.n // 10)
+    bad, fine = _judge_levels(view, 0, tenth)
+    bad_late, fine_late = _judge_levels(view, view.n - tail, view.n)
+    return Gap(
+        metrics=tuple(used[i] for i in keep),
+        rise=view.rise(GAP),
+        overall_ratio=last / first if first > 0 else 1.0,
+        steadiness=_steadiness(amplitude),
+        num_bad=bad,
+        num_fine=fine,
+        num_bad_late=bad_late,
+        num_fine_late=fine_late,
+    )
+
+
+def _judge_levels(view: View, start: int, end: int) -> tuple[int, int]:
+    """How many gap metrics are too large for any healthy pair of engines, and how many are usual."""
+    behind = view.level(f"{STALENESS}/mean", start, end)
+    slack = 1.0 + 0.6 * behind if np.isfinite(behind) else 1.0
+    bad = fine = 0
+    for metric, (usual, too_much) in _LEVELS.items():
+        level = view.level(metric, start, end)
+        if not np.isfinite(level):
+            continue
+        if usual > too_much:  # correlations: 1 is perfect
+            level, usual, too_much = 1 - level, 1 - usual, 1 - too_much
+        allowed = (
+            slack if metric in ("training/rollout_probs_diff_mean", "training/logprob_gap/mean") else slack**2
+        )
+        bad += abs(level) >= too_much * allowed
+        fine += abs(level) <= usual * allowed
+    return bad, fine
+
+
+def _steadiness(values: Series) -> float:
+    from rollbook.diagnose.changes import running_median
+    from rollbook.diagnose.view import spearman
+
+    known = values[np.isfinite(values)]
+    smooth = running_median(known, 7)
+    return spearman(smooth, np.arange(len(smooth), dtype=np.float64))
+
+
+# ---- versions and staleness ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """What the labels of weight versions say."""
+
+    mean: str | None
+    oldest: str | None
+    newest: str | None
+    """Metrics of staleness: mean, largest, smallest."""
+    rise: Break | None
+    """Of the mean staleness."""
+    oldest_rise: Break | None
+    all_standing_since: int | None
+    """Position from which every sample grows older by about a version a step."""
+    some_standing_since: int | None
+    """The same for the oldest samples only."""
+    standing_replicas: tuple[str, ...]
+    """Replicas that keep their version while the trainer's goes on."""
+    standing_since: int | None
+
+
+@once("versions")
+def versions(view: View) -> Versions:
+    mean = view.first(f"{STALENESS}/mean", f"{STALENESS}_worst/mean")
+    oldest = view.first(f"{STALENESS}_worst/max", f"{STALENESS}/max")
+    newest = view.first(f"{STALENESS}/min", f"{STALENESS}_worst/min")
+    replicas, since = _standing_replicas(view)
+    return Versions(
+        mean=mean,
+        oldest=oldest,
+        newest=newest,
+        rise=view.rise(mean, log=False),
+        oldest_rise=view.rise(oldest, log=False),
+        all_standing_since=_unit_ramp(view, newest),
+        some_standing_since=_unit_ramp(view, f"{STALENESS}/max" if view.has(f"{STALENESS}/max") else oldest),
+        standing_replicas=replicas,
+        standing_since=since,
+    )
+
+
+STANDSTILL_STEPS = 6
+"""Steps in a row over which samples must age by one version a step."""
+
+
+def _unit_ramp(view: View, metric: str | None) -> int | None:
+    """Where a staleness begins to grow by one version with every step, to beyond what it ever was before."""
+    if metric is None:
+        return None
+    values = view.values[metric]
+    known = np.flatnonzero(np.isfinite(values))
+    if len(known) < STANDSTILL_STEPS + 4:
+        return None
+    gained = np.diff(values[known])
+    passed = np.diff(view.steps[known])
+    is_unit = (np.abs(gained - passed) < 0.35 * np.maximum(passed, 1)).astype(np.int64)
+    reach = STANDSTILL_STEPS + 2
+    enough = np.convolve(is_unit, np.ones(reach, np.int64), "valid") >= STANDSTILL_STEPS
+    for i in np.flatnonzero(enough):
+        start, end = int(i), min(int(i) + reach, len(known) - 1)
+        before = float(np.max(values[known[max(0, start - 20) : start + 1]]))
+        rise = values[known[end]] - values[known[start]]
+        if (
+            rise >= 0.75 * (view.steps[known[end]] - view.steps[known[start]])
+            and values[known[end]] >= before + 4
+        ):
+            return int(known[start]) + 1
+    return None
+
+
+def _standing_replicas(view: View) -> tuple[tuple[str, ...], int | None]:
+    trainer = view.values.get("training/weight_version")
+    standing: list[str] = []
+    since: int | None = None
+    every = view.family("replica/", "/weight_version")
+    for metric in every:
+        values = view.values[metric]
+        known = np.flatnonzero(np.isfinite(values))
+        if len(known) < 4:
+            continue
+        last = values[known[-1]]
+        same = known[values[known] == last]
+        begin = int(same[0])
+        if trainer is not None:
+            behind = np.nanmax(trainer) - last
+        else:
+            behind = max(np.nanmax(view.values[m]) for m in every) - last
+        if behind >= 3 and len(same) >= 3:
+            standing.append(metric.split("/")[1])
+            since = begin if since is None else min(since, begin)
+    return tuple(standing), since
+
+
+@dataclass(frozen=True, slots=True)
+class Publications:
+    """What is known of weight publications."""
+
+    seconds: str | None
+    size: str | None
+    absent_since: int | None
+    """Position from which they carry nothing or take a fraction of their time."""
+    absent_until: int | None
+    failed: str | None
+    how: str
+
+
+@once("publications")
+def publications(view: View) -> Publications:
+    seconds = view.first("timing_s/update_weights")
+    size = view.first(
+        "sync/num_bytes",
+        "checkpoint_engine/payload_mbytes",
+        "checkpoint_engine/changed_elems",
+        "sync/num_publications",
+    )
+    failed = view.first("sync/num_failed")
+    for metric, least, how in ((size, 0.7, "carry less"), (seconds, 0.45, "take less time")):
+        fall = view.fall(metric)
+        if fall is not None and fall.drop >= least and fall.score >= 5 and fall.rise_steps <= 3:
+            return Publications(seconds, size, fall.idx, fall.end_idx, failed, how)
+    rise = view.rise(failed, log=False)
+    if rise is not None and rise.late >= 1:
+        return Publications(seconds, size, rise.idx, rise.end_idx, failed, "fail")
+    ratio = view.first("checkpoint_engine/changed_ratio")
+    fall = view.fall(ratio)
+    if fall is not None and fall.drop >= 0.9 and fall.score >= 5:
+        return Publications(seconds, size, fall.idx, fall.end_idx, failed, "change nothing")
+    return Publications(seconds, size, None, None, failed, "")
+
+
+# ---- the policy's own movement ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Whether the optimizer itself makes the policy move too fast, fall silent, or break."""
+
+    blow_up_idx: int | None
+    """First sign of a blow-up among the signals below."""
+    blow_up: tuple[Break, ...]
+    """Gradient norm, step KL, clip fraction and entropy that left their range."""
+    update_ratio: float
+    """Growth of a step's movement (root of the step KL, clip fraction), late over baseline."""
+    nan_step: int | None
+    """First step from which losses or gradients are not finite."""
+    nan_metrics: tuple[str, ...]
+
+
+@once("policy")
+def policy(view: View) -> Policy:
+    found: list[Break] = []
+    ratios: list[float] = []
+    for metric, least, power in (
+        ("actor/grad_norm", 2.2, 1.0),
+        ("actor/ppo_kl", 3.0, 0.5),
+        ("actor/pg_clipfrac", 2.2, 1.0),
+    ):
+        name = metric
+        if metric == "actor/ppo_kl" and view.has(metric):
+            name = view.derive("abs(actor/ppo_kl)", np.abs(view.values[metric]))
+        rise = view.rise(name)
+        if rise is not None and rise.peak_ratio >= least and rise.score >= 4 and not _is_warmup(view, rise):
+            found.append(rise)
+            if metric != "actor/grad_norm":
+                ratios.append(rise.peak_ratio**power)
+    up, down = view.rise("actor/entropy"), view.fall("actor/entropy", log=True)
+    if up is not None and up.peak_ratio >= 1.5 and up.score >= 5:
+        found.append(up)
+    elif down is not None and down.ratio <= 0.5 and down.score >= 5 and len(found) >= 2:
+        found.append(down)
+    nan_step, nan_metrics = _not_finite(view)
+    is_blow_up = len(found) >= 2
+    return Policy(
+        blow_up_idx=min(b.idx for b in found) if is_blow_up else None,
+        blow_up=tuple(found) if is_blow_up else (),
+        update_ratio=min(ratios) if ratios else 1.0,
+        nan_step=nan_step,
+        nan_metrics=nan_metrics,
+    )
+
+
+def _is_warmup(view: View, rise: Break) -> bool:
+    """Whether a rise only follows the learning rate out of its warm-up."""
+    before, late = view.level("actor/lr", 0, rise.idx), view.level("actor/lr", rise.idx)
+    return bool(np.isfinite(before) and np.isfinite(late) and late >= 1.25 * before)
+
+
+_MUST_BE_FINITE = (
+    "actor/loss",
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "actor/ppo_kl",
+    "actor/entropy",
+    "actor/kl_loss",
+    "critic/vf_loss",
+)
+
+
+def _not_finite(view: View) -> tuple[int | None, tuple[str, ...]]:
+    """First step after which at least one loss is never finite again, or two are not in three steps."""
+    last_step = int(view.run.steps[-1])
+    broken: dict[str, int] = {}
+    for metric in _MUST_BE_FINITE:
+        steps = view.run.non_finite.get(metric)
+        if not steps:
+            continue
+        values = view.run.values[metric]
+        known = view.run.steps[np.isfinite(values)]
+        last_known = int(known[-1]) if len(known) else -1
+        tail = [s for s in steps if s > last_known]
+        if tail and tail[-1] >= last_step - 2 and (len(tail) >= 2 or tail[-1] == last_step):
+            broken[metric] = tail[0]
+    if not broken:
+        return None, ()
+    return min(broken.values()), tuple(sorted(broken))
+
+
+# ---- rewards ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    metric: str | None
+    fall: Break | None
+    """A fall of at least a fifth of the reward above its lowest possible value, at once."""
+    drop_frac: float
+    """Share of the reward that was lost at that step."""
+
+
+@once("reward")
+def reward(view: View) -> Reward:
+    """The mean reward, and whether it fell off a cliff."""
+    metric = view.first(*REWARD)
+    if metric is None:
+        return Reward(None, None, 0.0)
+    low = view.level("critic/rewards/min")
+    bottom = min(0.0, low) if np.isfinite(low) else min(0.0, float(np.nanmin(view.values[metric])))
+    fall = view.fall(metric)
+    best: tuple[float, Break] | None = None
+    if fall is not None:
+        c = view.contrast(metric, fall.idx, width=10)
+        if c is not None and c.before > bottom:
+            lost = -c.diff / (c.before - bottom)
+            sudden = c.jump <= 0.5 * c.diff or fall.rise_steps <= 3
+            if lost >= 0.18 and c.score <= -5 and sudden:
+                best = (lost, fall)
+    return Reward(metric, best[1] if best else None, best[0] if best else 0.0)
+
+
+# ---- environments ----------------------------------------------------------------------------------------------
+
+ENV_LOAD = ("env/turn_s/mean", "env/turn_s/p99", "env/turn_s/max", "env/queue_depth")
+ENV_FAILURES = (
+    "failures/frac",
+    "failures/num",
+    "failures/sandbox_lost/num",
+    "failures/timeout/num",
+    "failures/environment/num",
+    "training/rollout_failure/evicted_samples",
+    "response/aborted_ratio",
+    "env/num_timeouts",
+    "env/num_errors",
+    "rollout/sandbox_error_ratio",
+    "rollout/timeout_sample_ratio",
+)
+TURNS = "num_turns/mean"
+
+
+def failures_rise(view: View, idx: int) -> list[str]:
+    """Failure counts and shares that rise at a position."""
+    risen = []
+    extra = [m for m in view.family("failures/", "/num") if m not in ENV_FAILURES]
+    for metric in (*ENV_FAILURES, *extra):
+        c = view.contrast(metric, idx)
+        if c is None:
+            continue
+        least = 0.03 if metric.endswith(("frac", "ratio")) else 3.0
+        if c.after >= 2.0 * c.before + least and c.score >= 4:
+            risen.append(metric)
+    return risen
+
+
+# ---- seconds ---------------------------------------------------------------------------------------------------
+
+TRAINER_STAGES = ("update_actor", "old_log_prob", "ref", "values", "update_critic", "update_weights", "adv")
+EXCESS = "gen beyond length"
+"""Derived: generation seconds over what the lengths explain, as a multiple of its own median."""
+
+
+@once("excess")
+def excess(view: View) -> str | None:
+    """Name of the derived series of generation seconds beyond what mean lengths (and token counts) explain."""
+    gen = view.values.get("timing_s/gen")
+    if gen is None or np.isfinite(gen).sum() < 8:
+        return None
+    out = np.log(np.maximum(gen, 1e-6))
+    length = view.values.get("response_length/mean")
+    if length is not None:
+        size = np.log(np.maximum(length, 1.0))
+        known = np.isfinite(size)
+        if known.any():
+            size = np.where(known, size, np.median(size[known]))
+            out = out - 1.1 * (size - np.median(size))
+    known = np.isfinite(out)
+    return view.derive(EXCESS, np.exp(out - np.median(out[known])))
+
+
+RESIDUAL = "seconds of no stage"
+_STAGES = (
+    "gen",
+    "reward",
+    "filter",
+    "pack",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "update_weights",
+    "save_checkpoint",
+    "switch_wait",
+    "switch_to_rollout",
+    "switch_to_trainer",
+)
+
+
+@once("residual")
+def residual(view: View) -> str | None:
+    """Name of the series of step seconds that no stage accounts for (logged, or derived)."""
+    if view.has("timing_s/other"):
+        return "timing_s/other"
+    step = view.values.get("timing_s/step")
+    stages = [f"timing_s/{s}" for s in _STAGES if f"timing_s/{s}" in view.values]
+    if step is None or "timing_s/gen" not in stages or len(stages) < 3:
+        return None
+    total = np.sum([np.nan_to_num(view.values[s]) for s in stages], axis=0)
+    return view.derive(RESIDUAL, np.maximum(step - total, 0.0))
+
+
+def step_seconds(view: View, start: int = 0, end: int | None = None) -> float:
+    """Median seconds of a step, from its stages where the step itself was not logged."""
+    logged = view.level("timing_s/step", start, end)
+    if np.isfinite(logged):
+        return logged
+    return float(sum(v for s in _STAGES if np.isfinite(v := view.level(f"timing_s/{s}", start, end))))
+
+
+def lost_seconds(view: View, metric: str, found: Break) -> float:
+    """Seconds lost since a break of a metric of seconds: the excess over the baseline, summed over the steps after."""
+    values = view.values[metric][found.idx : found.end_idx]
+    over = np.clip(values[np.isfinite(values)] - found.before, 0, None)
+    return float(over.sum()) * view.stride

@@ -1,0 +1,178 @@
+"""States of the algorithm or the data that limit a run while the system is well. They are advice, never alarms."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, State
+from rollbook.diagnose.rules.wording import num, of_break
+from rollbook.diagnose.view import View
+
+BRINGS_ABOUT: dict[str, frozenset[str]] = {
+    "learning_rate_too_high": frozenset(
+        {
+            "tail_burst",
+            "buffer_never_fills",
+            "engine_mismatch",
+            "mismatch_to_nan",
+            "stale_samples",
+            "filter_starvation",
+        }
+    ),
+    "entropy_collapse": frozenset({"tail_burst"}),
+}
+"""State -> findings that may be nothing but its consequence."""
+
+
+def judge(view: View) -> list[State]:
+    """The states that hold, the gravest first."""
+    found = [
+        state
+        for state in (
+            _learning_rate_too_high(view),
+            _entropy_collapse(view),
+            _data_exhausted(view),
+            _reward_saturates(view),
+        )
+        if state is not None
+    ]
+    if not found and (flat := _plateau(view)) is not None:
+        found.append(flat)
+    return found
+
+
+def _learning_rate_too_high(view: View) -> State | None:
+    policy = signs.policy(view)
+    if policy.blow_up_idx is None:
+        return None
+    gap = signs.gap(view)
+    if gap is not None and gap.rise is not None:
+        rise = gap.rise
+        leads = rise.idx < policy.blow_up_idx - max(3, view.n // 40)
+        outgrows = rise.peak_ratio >= 1.6 and policy.update_ratio < 0.45 * rise.peak_ratio
+        if leads and outgrows:
+            return None
+    moved = {b.metric for b in policy.blow_up}
+    reward = view.fall(signs.reward(view).metric)
+    fell = (
+        reward is not None
+        and reward.drop >= 0.2
+        and reward.score >= 4
+        and reward.idx >= policy.blow_up_idx - 3
+    )
+    if len(moved) < 3 and not fell and policy.nan_step is None:
+        return None
+    evidence = [of_break(b) for b in policy.blow_up]
+    if reward is not None and fell:
+        evidence.append(of_break(reward))
+    lr = view.last("actor/lr")
+    return State(
+        name="learning_rate_too_high",
+        title="the policy moves too fast: learning rate too high, or the trust region too wide",
+        step=view.step_at(policy.blow_up_idx),
+        evidence=tuple(evidence),
+        advice=f"go back before step {view.step_at(policy.blow_up_idx)} and lower the learning rate (now {num(lr)}) by 3 to "
+        "10 times, or tighten the clip and the gradient norm",
+    )
+
+
+def _entropy_collapse(view: View) -> State | None:
+    if not view.has("actor/entropy") or view.count("actor/entropy") < 12:
+        return None
+    first, last = view.level("actor/entropy", 0, max(3, view.n // 20)), view.last("actor/entropy")
+    if not (first > 0 and last <= 0.12 * first and last < 0.08):
+        return None
+    values = view.values["actor/entropy"]
+    at = int(np.flatnonzero(np.nan_to_num(values, nan=np.inf) <= 0.25 * first)[0])
+    says = f"{num(first)} at first, {num(last)} nats now"
+    return State(
+        name="entropy_collapse",
+        title="the entropy has collapsed: answers hardly differ any more",
+        step=view.step_at(at),
+        evidence=(
+            Evidence(metric="actor/entropy", step=view.step_at(at), before=first, after=last, says=says),
+        ),
+        advice="raise the upper clip (clip-higher), add a KL or entropy term, or go back and lower the learning rate",
+    )
+
+
+def _data_exhausted(view: View) -> State | None:
+    epochs = view.last("training/epoch", 1)
+    if not np.isfinite(epochs) or epochs < 4:
+        return None
+    metric = view.first(*signs.REWARD)
+    pattern = re.compile(r"val-core/.+|val/.+/(?:exact_match|reward)")
+    held_out = next((m for m in view.run.values if pattern.fullmatch(m) and view.count(m) >= 5), None)
+    if metric is None:
+        return None
+    evidence = [
+        Evidence(
+            metric="training/epoch", step=view.step_at(view.n - 1), after=epochs, says=f"epoch {num(epochs)}"
+        )
+    ]
+    if held_out is not None:
+        values = view.values[held_out]
+        known = values[np.isfinite(values)]
+        best, now = float(np.max(known)), float(np.median(known[-3:]))
+        if now > best - 0.02 * max(best, 0.1) and view.trend(held_out)[0] > 1.05:
+            return None  # it still learns
+        says = f"held-out score {num(now)}, best {num(best)}"
+        evidence.append(
+            Evidence(metric=held_out, step=view.step_at(view.n - 1), before=best, after=now, says=says)
+        )
+    else:
+        half = view.level(metric, view.n // 2, view.n // 2 + view.n // 6)
+        if view.last(metric, max(3, view.n // 6)) > half + 0.02:
+            return None
+    return State(
+        name="data_exhausted",
+        title=f"the data have been seen {num(epochs)} times",
+        step=view.step_at(view.n - 1),
+        evidence=tuple(evidence),
+        advice="add prompts, or stop at the best held-out score",
+    )
+
+
+def _reward_saturates(view: View) -> State | None:
+    metric = view.first(*signs.REWARD)
+    if metric is None or view.n < 12:
+        return None
+    last = view.last(metric, max(5, view.n // 10))
+    top = view.level("critic/rewards/max")
+    top = top if np.isfinite(top) and top > 0 else 1.0
+    if last < 0.9 * top:
+        return None
+    at = int(np.flatnonzero(np.nan_to_num(view.values[metric], nan=-np.inf) >= 0.9 * top)[0])
+    return State(
+        name="reward_saturates",
+        title="the reward is near its top: little is left to learn from these prompts",
+        step=view.step_at(at),
+        evidence=(
+            Evidence(
+                metric=metric, step=view.step_at(at), after=last, says=f"{num(last)} of at most {num(top)}"
+            ),
+        ),
+        advice="take harder prompts, or stop",
+    )
+
+
+def _plateau(view: View) -> State | None:
+    metric = view.first(*signs.REWARD)
+    if metric is None or view.n < 40:
+        return None
+    half = view.n // 2
+    early, late = view.level(metric, half, half + view.n // 8), view.last(metric, view.n // 8)
+    c = view.contrast(metric, half, width=view.n // 4)
+    if c is None or abs(late - early) > max(0.02 * max(abs(early), 0.1), 0.7 * c.noise):
+        return None
+    says = f"{num(early)} half-way, {num(late)} now"
+    return State(
+        name="plateau",
+        title="the reward stands still",
+        step=view.step_at(half),
+        evidence=(Evidence(metric=metric, step=view.step_at(half), before=early, after=late, says=says),),
+        advice="a question of data and algorithm: difficulty of the prompts, group size, learning rate, exploration",
+    )

@@ -1,0 +1,147 @@
+"""The decision tree: which rules there are, in which order, and which findings are only consequences of others.
+
+Order: data → version → asynchrony → implementation, from frequent and cheap to check to rare and dear. Rules
+judge independently; a finding that an earlier cause explains, and that does not begin before it, is moved to
+the consequences. What is left first is the cause. States of the algorithm (a learning rate that is too high, a
+reward that is saturated, data that are exhausted) are not faults of the system: they are said beside it, and
+they explain what follows from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollbook.diagnose import four_signals, states
+from rollbook.diagnose.finding import Area, Diagnosis, Finding, NotJudged, State
+from rollbook.diagnose.rules import (
+    buffer_never_fills,
+    collective_hang,
+    dead_sandbox_pool,
+    discontinuity_after_resume,
+    engine_mismatch,
+    filter_starvation,
+    fragmentation,
+    late_oom_with_length,
+    mismatch_to_nan,
+    missed_weight_sync,
+    object_store_spill,
+    one_source_all_zero,
+    oom_in_sync,
+    sandbox_leak,
+    silent_error_after_wake,
+    stale_samples,
+    tail_burst,
+    version_drift,
+)
+from rollbook.diagnose.series import RunSeries
+from rollbook.diagnose.view import View
+
+Rule = Callable[[View], "Finding | NotJudged | None"]
+
+RULES: dict[str, Rule] = {
+    # data
+    "dead_sandbox_pool": dead_sandbox_pool.judge,
+    "sandbox_leak": sandbox_leak.judge,
+    "one_source_all_zero": one_source_all_zero.judge,
+    "filter_starvation": filter_starvation.judge,
+    # version
+    "missed_weight_sync": missed_weight_sync.judge,
+    "version_drift": version_drift.judge,
+    "discontinuity_after_resume": discontinuity_after_resume.judge,
+    # asynchrony
+    "stale_samples": stale_samples.judge,
+    "buffer_never_fills": buffer_never_fills.judge,
+    # implementation
+    "silent_error_after_wake": silent_error_after_wake.judge,
+    "mismatch_to_nan": mismatch_to_nan.judge,
+    "engine_mismatch": engine_mismatch.judge,
+    "collective_hang": collective_hang.judge,
+    "oom_in_sync": oom_in_sync.judge,
+    "late_oom_with_length": late_oom_with_length.judge,
+    "fragmentation": fragmentation.judge,
+    "object_store_spill": object_store_spill.judge,
+    "tail_burst": tail_burst.judge,
+}
+
+AREAS: tuple[Area, ...] = ("data", "version", "async", "implementation")
+
+EXPLAINS: dict[str, frozenset[str]] = {
+    name: frozenset(consequences.split())
+    for name, consequences in {
+        "silent_error_after_wake": "engine_mismatch missed_weight_sync mismatch_to_nan stale_samples version_drift"
+        " one_source_all_zero dead_sandbox_pool filter_starvation tail_burst late_oom_with_length buffer_never_fills",
+        "missed_weight_sync": "stale_samples version_drift engine_mismatch mismatch_to_nan buffer_never_fills"
+        " filter_starvation one_source_all_zero",
+        "version_drift": "stale_samples engine_mismatch mismatch_to_nan missed_weight_sync buffer_never_fills",
+        "discontinuity_after_resume": "stale_samples engine_mismatch missed_weight_sync one_source_all_zero"
+        " dead_sandbox_pool filter_starvation",
+        "dead_sandbox_pool": "one_source_all_zero sandbox_leak filter_starvation buffer_never_fills tail_burst"
+        " stale_samples object_store_spill",
+        "sandbox_leak": "dead_sandbox_pool buffer_never_fills tail_burst stale_samples object_store_spill",
+        "one_source_all_zero": "filter_starvation buffer_never_fills",
+        "filter_starvation": "buffer_never_fills tail_burst stale_samples",
+        "stale_samples": "engine_mismatch missed_weight_sync mismatch_to_nan buffer_never_fills",
+        "buffer_never_fills": "stale_samples",
+        "mismatch_to_nan": "engine_mismatch missed_weight_sync",
+        "engine_mismatch": "filter_starvation",
+        "late_oom_with_length": "oom_in_sync fragmentation tail_burst collective_hang",
+        "oom_in_sync": "collective_hang late_oom_with_length fragmentation discontinuity_after_resume",
+        "tail_burst": "buffer_never_fills late_oom_with_length stale_samples",
+        "object_store_spill": "buffer_never_fills",
+        "collective_hang": "buffer_never_fills",
+    }.items()
+}
+"""Cause -> findings that follow from it."""
+
+LEAST_CONFIDENCE = 0.5
+
+
+def diagnose(run: RunSeries) -> Diagnosis:
+    """Judge a run by every rule and put causes before consequences."""
+    view = View.of(run)
+    judged = [rule(view) for rule in RULES.values()]
+    found = [j for j in judged if isinstance(j, Finding) and j.confidence >= LEAST_CONFIDENCE]
+    known_states = states.judge(view)
+    found = [f for f in found if not _is_of_the_algorithm(view, f, known_states)]
+    found.sort(key=lambda f: (-round(f.confidence, 1), AREAS.index(f.area), f.step))
+    causes: list[Finding] = []
+    consequences: list[Finding] = []
+    for finding in found:
+        explained = any(_explains(view, other, finding) for other in found if other is not finding)
+        (consequences if explained else causes).append(finding)
+    if not causes and consequences:  # two explain each other: the surer one is the cause
+        causes.append(consequences.pop(0))
+    return Diagnosis(
+        source=run.source,
+        format=run.format,
+        first_step=int(run.steps[0]),
+        last_step=int(run.steps[-1]),
+        num_steps=run.num_steps,
+        findings=tuple(causes),
+        consequences=tuple(consequences),
+        states=tuple(known_states),
+        signals=four_signals.judge(view),
+        not_judged=tuple(j for j in judged if isinstance(j, NotJudged)),
+        notes=tuple(run.notes),
+        renamed=run.renamed,
+    )
+
+
+def _explains(view: View, cause: Finding, finding: Finding) -> bool:
+    """Whether `finding` is one of the cause's consequences and does not begin well before it."""
+    if finding.rule not in EXPLAINS.get(cause.rule, ()):
+        return False
+    slack = max(6, int(0.08 * (view.steps[-1] - view.steps[0] + 1)))
+    if cause.step > finding.step + slack:
+        return False
+    mutual = cause.rule in EXPLAINS.get(finding.rule, ())
+    return not mutual or cause.confidence >= finding.confidence
+
+
+def _is_of_the_algorithm(view: View, finding: Finding, known: list[State]) -> bool:
+    """Whether a state of the algorithm began first and brings about what the finding stands on."""
+    for state in known:
+        follows = states.BRINGS_ABOUT.get(state.name, frozenset())
+        if finding.rule in follows and state.step <= finding.step + max(4, view.n // 20):
+            return True
+    return False

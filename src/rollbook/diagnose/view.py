@@ -1,0 +1,388 @@
+"""A run as the rules look at it: breaks of a series against its own past, and what others did at the same step.
+
+Rules rest on relations: a series against its own level before, two series at one step, the growth of one
+against the growth of another. Everything is computed on first use and kept, so that rules stay pure
+functions of a view and ask freely.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.diagnose import changes
+from rollbook.diagnose.series import Event, RunSeries, Series
+
+MAX_POINTS = 20_000
+"""A longer run is looked at in blocks of steps, each by its median."""
+BASELINE = 40
+"""Values before a break that tell its baseline."""
+
+Direction = Literal[-1, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A lasting departure of one series from its own past."""
+
+    metric: str
+    idx: int
+    step: int
+    before: float
+    """Median of the baseline, in the metric's unit."""
+    after: float
+    """Median of the first values after."""
+    late: float
+    """Median of the last third of what came after, up to `end_idx`."""
+    score: float
+    """Size over the noise of the series."""
+    growth: float
+    """Departure late in the first 40 steps over departure early in them: about 1 for a step, 2 and more for a ramp."""
+    rise_steps: int
+    """Steps until 70 % of the local departure was reached."""
+    end_idx: int | None
+    """Where it went back to the baseline, if it did."""
+
+    @property
+    def ratio(self) -> float:
+        """Late level over baseline; inf from a baseline of 0."""
+        return _ratio(self.late, self.before)
+
+    @property
+    def peak_ratio(self) -> float:
+        return max(self.ratio, _ratio(self.after, self.before))
+
+    @property
+    def drop(self) -> float:
+        """Share of the baseline that was lost (for a fall), 0 to 1."""
+        return 1.0 - self.late / self.before if self.before > 0 else 0.0
+
+    @property
+    def is_ramp(self) -> bool:
+        return self.growth >= 1.7 and self.rise_steps >= 4
+
+
+@dataclass(frozen=True, slots=True)
+class Contrast:
+    """One series just before and just after a step."""
+
+    metric: str
+    before: float
+    after: float
+    jump: float
+    """What changed at the step itself, beyond the slopes on both sides."""
+    noise: float
+    num_before: int
+    num_after: int
+
+    @property
+    def diff(self) -> float:
+        return self.after - self.before
+
+    @property
+    def ratio(self) -> float:
+        return _ratio(self.after, self.before)
+
+    @property
+    def score(self) -> float:
+        """Difference of the medians in their own standard errors, signed."""
+        error = 1.25 * self.noise * np.sqrt(1 / self.num_before + 1 / self.num_after)
+        return float(self.diff / max(error, 1e-12 + 1e-6 * abs(self.before)))
+
+
+def _ratio(after: float, before: float) -> float:
+    if before == 0.0:
+        return np.inf if after > 0 else 1.0
+    return after / before
+
+
+@dataclass(slots=True)
+class View:
+    """A run and what has been computed of it."""
+
+    run: RunSeries
+    steps: Series
+    values: dict[str, Series]
+    stride: int = 1
+    """Steps a value stands for."""
+    _breaks: dict[tuple[str, int, bool], Break | None] = field(default_factory=dict)
+    signs: dict[str, object] = field(default_factory=dict)
+    """What `signs.py` has worked out, by name."""
+
+    @classmethod
+    def of(cls, run: RunSeries) -> View:
+        block = -(-run.num_steps // MAX_POINTS)
+        steps = run.steps[::block].astype(np.float64)
+        values = run.values if block == 1 else {k: _blocks(v, block) for k, v in run.values.items()}
+        return cls(run, steps, dict(values), block)
+
+    @property
+    def n(self) -> int:
+        return len(self.steps)
+
+    # -- reading
+
+    def has(self, *metrics: str) -> bool:
+        return all(self.count(metric) >= 3 for metric in metrics)
+
+    def count(self, metric: str) -> int:
+        values = self.values.get(metric)
+        return 0 if values is None else int(np.isfinite(values).sum())
+
+    def first(self, *metrics: str) -> str | None:
+        """The first of the metrics that has at least three values."""
+        return next((metric for metric in metrics if self.count(metric) >= 3), None)
+
+    def family(self, prefix: str, suffix: str = "") -> list[str]:
+        return [m for m in self.run.matching(prefix, suffix) if self.count(m) >= 3] + [
+            m
+            for m in sorted(self.values)
+            if m not in self.run.values and m.startswith(prefix) and m.endswith(suffix)
+        ]
+
+    def level(self, metric: str, start: int = 0, end: int | None = None) -> float:
+        """Median between two positions, NaN when nothing is there."""
+        values = self.values.get(metric)
+        if values is None:
+            return np.nan
+        piece = values[max(0, start) : self.n if end is None else max(0, end)]
+        piece = piece[np.isfinite(piece)]
+        return float(np.median(piece)) if len(piece) else np.nan
+
+    def last(self, metric: str, count: int = 10) -> float:
+        """Median of the last values."""
+        values = self.values.get(metric)
+        if values is None:
+            return np.nan
+        piece = values[np.isfinite(values)][-count:]
+        return float(np.median(piece)) if len(piece) else np.nan
+
+    def step_at(self, idx: int) -> int:
+        return int(self.steps[min(max(idx, 0), self.n - 1)])
+
+    def idx_of(self, step: float) -> int:
+        """Position of the first step that is not before `step`."""
+        return int(np.searchsorted(self.steps, step))
+
+    def events(self, *kinds: str) -> list[Event]:
+        return [event for event in self.run.events if event.kind in kinds]
+
+    def derive(self, name: str, values: Series) -> str:
+        """Add a series computed from others under a name of its own (its owner says what it means)."""
+        self.values[name] = values
+        return name
+
+    def trend(self, metric: str | None) -> tuple[float, float]:
+        """(late over early level, rank correlation with the step): (1, 0) when there is too little to tell."""
+        if metric is None or self.count(metric) < 12:
+            return 1.0, 0.0
+        values = self.values[metric]
+        known = np.flatnonzero(np.isfinite(values))
+        part = max(3, len(known) // 8)
+        early, late = float(np.median(values[known[:part]])), float(np.median(values[known[-part:]]))
+        smooth = changes.running_median(values[known], 7)
+        return _ratio(late, early), spearman(smooth, known.astype(np.float64))
+
+    # -- breaks
+
+    def rise(self, metric: str | None, *, log: bool = True) -> Break | None:
+        """The largest lasting rise over the metric's own past."""
+        return self._break(metric, 1, log)
+
+    def fall(self, metric: str | None, *, log: bool = False) -> Break | None:
+        return self._break(metric, -1, log)
+
+    def _break(self, metric: str | None, direction: Direction, log: bool) -> Break | None:
+        if metric is None or metric not in self.values:
+            return None
+        key = (metric, direction, log)
+        if key not in self._breaks:
+            self._breaks[key] = _find_break(self, metric, direction, log)
+        return self._breaks[key]
+
+    def contrast(self, metric: str | None, idx: int, *, width: int = 12, skip: int = 0) -> Contrast | None:
+        """Medians of up to `width` values before position `idx` and after it (leaving out `skip` values after)."""
+        if metric is None or metric not in self.values:
+            return None
+        values = self.values[metric]
+        left = np.flatnonzero(np.isfinite(values[:idx]))[-width:].astype(np.float64)
+        right = np.flatnonzero(np.isfinite(values[idx + skip :]))[:width].astype(np.float64) + idx + skip
+        if len(left) < 3 or len(right) < 2:
+            return None
+        a, b = values[left.astype(np.intp)], values[right.astype(np.intp)]
+        centers = np.median(right) - np.median(left)
+        slope = 0.5 * (_slope(left, a) + _slope(right, b))
+        diff = float(np.median(b) - np.median(a))
+        noise = max(_spread(left, a), _spread(right, b) if len(b) >= 4 else 0.0)
+        return Contrast(
+            metric, float(np.median(a)), float(np.median(b)), diff - slope * centers, noise, len(a), len(b)
+        )
+
+    def moved(
+        self, metric: str | None, idx: int, direction: Direction, *, factor: float, score: float = 4.0
+    ) -> bool:
+        """Whether the metric is higher (lower) after `idx` by `factor` and well above its noise."""
+        c = self.contrast(metric, idx)
+        if c is None:
+            return False
+        if direction > 0:
+            return c.score >= score and c.ratio >= factor
+        return c.score <= -score and (c.ratio <= 1 / factor)
+
+    def near(self, a: int, b: int, *, share: float = 0.06, least: int = 4) -> bool:
+        """Whether two positions are the same moment, as well as noisy series can tell."""
+        return abs(a - b) <= max(least, int(share * self.n))
+
+
+def _blocks(values: Series, size: int) -> Series:
+    padded = np.concatenate([values, np.full(-len(values) % size, np.nan)]).reshape(-1, size)
+    known = np.isfinite(padded).any(axis=1)
+    out = np.full(len(padded), np.nan)
+    if known.any():
+        out[known] = np.nanmedian(padded[known], axis=1)
+    return out
+
+
+def _slope(at: Series, values: Series) -> float:
+    """Robust slope: between the medians of the first and the last third."""
+    third = max(1, len(values) // 3)
+    if len(values) < 4:
+        return 0.0
+    run = float(np.median(at[-third:]) - np.median(at[:third]))
+    return float(np.median(values[-third:]) - np.median(values[:third])) / run if run else 0.0
+
+
+def _spread(at: Series, values: Series) -> float:
+    """Robust standard deviation around the robust line."""
+    left = values - _slope(at, values) * (at - np.median(at))
+    return 1.4826 * float(np.median(np.abs(left - np.median(left))))
+
+
+def _find_break(view: View, metric: str, direction: Direction, log: bool) -> Break | None:
+    values = view.values[metric]
+    known = np.flatnonzero(np.isfinite(values))
+    if len(known) < 8:
+        return None
+    scaled = values[known]
+    if log:
+        floor = 1e-3 * float(np.median(np.abs(scaled))) + 1e-12
+        scaled = np.log(np.maximum(scaled, floor))
+    clean = changes.without_spikes(scaled)
+    whole = _break_within(view, metric, known, clean, 0, len(clean), direction, log)
+    if whole is not None:
+        return whole
+    # What came and went again within a part of a long run does not show over the whole of it.
+    best: Break | None = None
+    size = len(clean) // 2
+    while size >= 30:
+        for start in range(0, len(clean) - size + 1, max(1, size // 2)):
+            found = _break_within(view, metric, known, clean, start, start + size, direction, log)
+            if found is not None and (best is None or found.score > best.score):
+                best = found
+        if best is not None:
+            return best
+        size //= 2
+        if len(clean) // size > 64:
+            break
+    return None
+
+
+def _break_within(
+    view: View,
+    metric: str,
+    known: NDArray[np.intp],
+    clean: Series,
+    start: int,
+    stop: int,
+    direction: Direction,
+    log: bool,
+) -> Break | None:
+    """The break of the piece `start:stop`; its baseline and its end may lie outside the piece."""
+    raw = view.values[metric][known]
+    piece = clean[start:stop]
+    noise = max(changes.noise_scale(piece), 1e-9 + 1e-6 * float(np.median(np.abs(piece))))
+    split = changes.best_split(piece, changes.MIN_POINTS, direction)
+    if split is None or not changes.is_worth_it(piece, split, noise):
+        return None
+    at = _walk_back(clean, start + split.idx, direction, noise)
+    base = float(np.median(clean[max(0, at - BASELINE) : at]))
+    end = _end_of(clean, at, base, direction)
+    after = clean[at:end]
+    if len(after) < 2:
+        return None
+    third = max(1, len(after) // 3)
+    early, late = float(np.median(after[:12])), float(np.median(after[-third:]))
+    size = max(direction * (early - base), direction * (late - base))
+    if size <= 0:
+        return None
+    linear = np.exp if log else (lambda x: x)
+    local = np.asarray(linear(after[:40]), np.float64)
+    growth, rise = _shape(local, float(linear(base)))
+    return Break(
+        metric=metric,
+        idx=int(known[at]),
+        step=view.step_at(int(known[at])),
+        before=float(np.median(raw[max(0, at - BASELINE) : at])),
+        after=float(np.median(raw[at : at + 12][: len(after)])),
+        late=float(np.median(raw[at:end][-third:])),
+        score=size / noise,
+        growth=growth,
+        rise_steps=rise,
+        end_idx=int(known[end]) if end < len(clean) else None,
+    )
+
+
+def _walk_back(clean: Series, idx: int, direction: Direction, noise: float) -> int:
+    """The first value of the departure: a split of a ramp comes late, one of a step may be off by a value."""
+    smooth = changes.running_median(clean, 3)
+    past = clean[max(0, idx - 25) : max(3, idx - 4)]
+    base = float(np.median(past))
+    rest = clean[idx:]
+    size = max(direction * (float(np.median(rest[-max(1, len(rest) // 3) :])) - base), 0.0)
+    reach = max(2.5 * noise, 2.5 * 1.4826 * float(np.median(np.abs(past - base))), 0.06 * size)
+    at = idx
+    while at > changes.MIN_POINTS and direction * (smooth[at - 1] - base) > reach:
+        at -= 1
+    while at < len(clean) - 3 and at < idx + 4 and direction * (clean[at] - base) < min(reach, 0.3 * size):
+        at += 1
+    return at
+
+
+def _end_of(clean: Series, at: int, base: float, direction: Direction) -> int:
+    """Where the departure ends: having been there, the series stays within 30 % of its size for five values."""
+    smooth = direction * (changes.running_median(clean[at:], 5) - base)
+    size = float(np.quantile(smooth, 0.85))
+    there = np.flatnonzero(smooth >= 0.5 * size)
+    if size <= 0 or not len(there):
+        return len(clean)
+    first = int(there[0])
+    back = smooth[first:] < 0.3 * size
+    if len(back) < 5:
+        return len(clean)
+    runs = np.flatnonzero(np.convolve(back.astype(np.int64), np.ones(5, np.int64), "valid") == 5)
+    return at + first + int(runs[0]) if len(runs) else len(clean)
+
+
+def _shape(local: Series, base: float) -> tuple[float, int]:
+    """(growth, rise_steps) of the first values after a break, in linear units."""
+    third = max(1, len(local) // 3)
+    away = np.abs(local - base)
+    first, last = float(np.median(away[:third])), float(np.median(away[-third:]))
+    growth = last / first if first > 0 else np.inf
+    smooth = changes.running_median(away, 3)
+    reached = np.flatnonzero(smooth >= 0.7 * max(last, first))
+    return growth, int(reached[0]) if len(reached) else len(local)
+
+
+def spearman(a: Series, b: Series) -> float:
+    """Rank correlation of two series where both have values; 0 with fewer than 8 of them."""
+    both = np.isfinite(a) & np.isfinite(b)
+    if both.sum() < 8:
+        return 0.0
+    ranks = [np.argsort(np.argsort(x[both])).astype(np.float64) for x in (a, b)]
+    if any(np.ptp(x[both]) == 0 for x in (a, b)):
+        return 0.0
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
