@@ -41,12 +41,12 @@ def is_async(mode: Mode) -> bool:
 
 def constant(value: float) -> Draw:
     """Every sample is `value`."""
-    return lambda rng, n: np.full(n, float(value))
+    return lambda rng, n: np.full(n, float(value), np.float64)
 
 
 def lengths(distribution: LengthDistribution) -> Draw:
     """Response lengths of the ledger's distribution."""
-    return lambda rng, n: distribution.quantile(rng.random(n))
+    return lambda rng, n: np.asarray(distribution.quantile(rng.random(n)), np.float64)
 
 
 def lognormal(mean: float, p99: float) -> Draw:

@@ -1,0 +1,37 @@
+"""Which of the candidates to recommend, and the sentence that defends it."""
+
+from __future__ import annotations
+
+from rollbook.planner.request import PlanRequest
+from rollbook.planner.search import Candidate
+from rollbook.planner.words import percent, seconds
+
+
+def choose(request: PlanRequest, candidates: list[Candidate]) -> tuple[Candidate | None, str]:
+    """The recommendation with its reason: on-policy unless asynchrony saves enough to pay for itself."""
+    fitting = [c for c in candidates if c.fits]
+    if not fitting:
+        return None, "no topology fits: " + (candidates[0].why_not[0] if candidates else "there are no GPUs")
+    on_policy = next((c for c in fitting if c.is_on_policy), None)
+    asynchronous = next((c for c in fitting if not c.is_on_policy), None)
+    if asynchronous is None or request.max_staleness_steps == 0:
+        assert on_policy is not None or asynchronous is not None
+        if on_policy is None:
+            return asynchronous, "only an asynchronous topology fits in memory"
+        reason = (
+            "the staleness bound is 0" if request.max_staleness_steps == 0 else "no asynchronous one fits"
+        )
+        return on_policy, f"{reason}, so the step stays on-policy at {seconds(on_policy.step_s)}"
+    if on_policy is None:
+        return asynchronous, "no on-policy topology fits in memory, this asynchronous one does"
+    gain = 1 - asynchronous.step_s / on_policy.step_s
+    if gain < request.min_async_gain_frac:
+        return on_policy, (
+            f"asynchrony would save {percent(max(gain, 0.0))} of the step, less than the "
+            f"{percent(request.min_async_gain_frac)} that stale tokens and a second moving part should earn"
+        )
+    return asynchronous, (
+        f"it takes {seconds(asynchronous.step_s)} a step where the best on-policy topology takes "
+        f"{seconds(on_policy.step_s)}: {percent(gain)} less for tokens at most "
+        f"{request.max_staleness_steps} version{'s' if request.max_staleness_steps > 1 else ''} old"
+    )

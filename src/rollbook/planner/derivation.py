@@ -1,0 +1,390 @@
+"""The six steps from a workload to a topology, as one would defend them in a design review.
+
+1 what a step must do  ─►  2 who fits where  ─►  3 how generation runs  ─►  4 which topology, by time
+                                ▲                                                  │
+                                └──── does not fit: sent back, visibly ◄── 5 whole nodes, memory, layouts
+                                                                                   │
+                                                                     6 publication and staleness
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rollbook.ledger.asynchrony import AsyncAccount, async_account
+from rollbook.planner.publication import Publication
+from rollbook.planner.request import PlanRequest
+from rollbook.planner.search import (
+    Candidate,
+    Search,
+    node_unit,
+    rollout_layout_json,
+    rollout_s,
+    train_layout_json,
+)
+from rollbook.planner.words import MODE_TITLES, capitalized, count, format_bytes, percent, seconds, split
+
+_MOST_SENT_BACK = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoned:
+    """One step of the derivation."""
+
+    step: int
+    title: str
+    inputs: dict[str, object]
+    outputs: dict[str, object]
+    because: str
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "step": self.step,
+            "title": self.title,
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "because": self.because,
+        }
+
+
+def derive(
+    request: PlanRequest,
+    search: Search,
+    candidates: list[Candidate],
+    chosen: Candidate | None,
+    choice_because: str,
+    publication: Publication | None,
+    changes: tuple[str, ...],
+) -> list[Reasoned]:
+    """The six steps; the last two say what would have to change when nothing fits."""
+    base = next(c for c in candidates if c.mode == "sync")
+    return [
+        _work(request, base),
+        _memory(request, base),
+        _generation(request, base),
+        _topology(request, search, candidates, base),
+        _layouts(request, search, candidates, chosen, choice_because, changes),
+        _publication(request, chosen, publication, changes),
+    ]
+
+
+def _work(request: PlanRequest, base: Candidate) -> Reasoned:
+    work, model, flops = request.workload, request.model, base.account.flops
+    at_peak_s = flops.total / request.cluster.peak_flops_per_s
+    training = flops.train + flops.critic
+    return Reasoned(
+        step=1,
+        title="What one step has to do",
+        inputs={
+            "num_prompts": work.num_prompts,
+            "group_size": work.group_size,
+            "prompt_tokens": work.prompt_tokens,
+            "response_tokens": work.response_tokens,
+            "max_response_tokens": work.max_response_tokens,
+            "algorithm": work.algorithm,
+            "params": model.params,
+            "active_params": model.active_params,
+        },
+        outputs={
+            "num_sequences": work.num_sequences,
+            "response_tokens_total": work.response_tokens_total,
+            "trained_tokens": work.trained_tokens,
+            "flops": flops.total,
+            "generate_frac": (flops.generate + flops.prefill) / flops.total,
+            "train_frac": training / flops.total,
+            "at_peak_s": at_peak_s,
+        },
+        because=(
+            f"A step samples {count(work.num_sequences)} responses ({count(work.response_tokens_total)} tokens) and "
+            f"passes {count(work.trained_tokens)} tokens through the trainer: {count(flops.total)} FLOPs, of which "
+            f"training is {percent(training / flops.total)} and generation "
+            f"{percent((flops.generate + flops.prefill) / flops.total)}. At the peak of {request.cluster.num_gpus} "
+            f"{request.cluster.accelerator.name} that is {seconds(at_peak_s)}; whatever the step takes beyond that "
+            "has to be explained."
+        ),
+    )
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"one {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
+    cluster, assumptions, model = request.cluster, request.assumptions, request.model
+    memory = base.account.memory
+    usable = cluster.accelerator.hbm_bytes * (1 - assumptions.memory_overhead_frac)
+    num_models = 2 if request.workload.algorithm == "ppo" else 1
+    state = num_models * assumptions.train_state_bytes_per_param * model.params
+    least = math.ceil(state / usable)
+    per_node = cluster.gpus_per_node
+    nodes = math.ceil(least / per_node)
+    weights = memory["weights_bytes"]
+    critic = ", policy and critic," if num_models == 2 else ""
+    return Reasoned(
+        step=2,
+        title="What has to fit where",
+        inputs={
+            "hbm_bytes": cluster.accelerator.hbm_bytes,
+            "memory_overhead_frac": assumptions.memory_overhead_frac,
+            "train_state_bytes_per_param": assumptions.train_state_bytes_per_param,
+        },
+        outputs={
+            "usable_bytes_per_gpu": usable,
+            "weights_bytes": weights,
+            "train_state_bytes": state,
+            "min_train_gpus": least,
+            "replica_gpus": base.rollout_layout.num_gpus,
+            "kv_bytes_per_token": memory["kv_bytes_per_token"],
+        },
+        because=(
+            f"The training state of {model.name}{critic} is {format_bytes(state)} at "
+            f"{assumptions.train_state_bytes_per_param:g} bytes a parameter; with {format_bytes(usable)} usable on a "
+            f"GPU it needs at least {least} GPU{'s' if least > 1 else ''}"
+            + (f", so {nodes} whole nodes" if nodes > 1 and cluster.num_nodes > 1 else "")
+            + f", before activations. One copy of the weights for generation is {format_bytes(weights)}, which a "
+            f"replica of {base.rollout_layout.num_gpus} GPU{'s' if base.rollout_layout.num_gpus > 1 else ''} holds "
+            f"with {format_bytes(base.account.rollout.kv_pool_bytes)} left for KV."
+        ),
+    )
+
+
+def _generation(request: PlanRequest, base: Candidate) -> Reasoned:
+    rollout, work = base.account.rollout, request.workload
+    busy = base.account.seconds.generate_throughput + base.account.seconds.generate_tail
+    waves = _plural(rollout.num_waves, "wave")
+    replicas = _plural(rollout.num_replicas, "replica")
+    return Reasoned(
+        step=3,
+        title="How generation runs",
+        inputs={
+            "replica": rollout_layout_json(base.rollout_layout),
+            "num_rollout_gpus": rollout.num_gpus,
+            "response_tokens": work.response_tokens,
+            "max_response_tokens": work.max_response_tokens,
+        },
+        outputs={
+            "num_replicas": rollout.num_replicas,
+            "slots_per_replica": rollout.slots_per_replica,
+            "num_waves": rollout.num_waves,
+            "decode_step_s": rollout.decode_step_s,
+            "tokens_per_s_per_gpu": rollout.tokens_per_s_per_gpu,
+            "mfu_frac": rollout.mfu_frac,
+            "generate_s": busy,
+            "tail_frac": base.account.tail_frac,
+        },
+        because=(
+            f"On all GPUs, {replicas} with {rollout.slots_per_replica} slots each take the "
+            f"{count(work.num_sequences)} responses in {waves}. A decode step of {seconds(rollout.decode_step_s)} is "
+            f"spent reading memory, not computing: {percent(rollout.mfu_frac)} of peak with full slots. Of the "
+            f"{seconds(busy)} of decoding, {percent(base.account.tail_frac)} is the tail, in which a few responses of "
+            f"up to {count(work.max_response_tokens)} tokens hold all replicas; only asynchrony can fill it."
+        ),
+    )
+
+
+def _topology(request: PlanRequest, search: Search, candidates: list[Candidate], base: Candidate) -> Reasoned:
+    gpus = request.cluster.num_gpus
+    optimal = search.time_optimal_rollout_gpus()
+    best_by_mode = {
+        mode: min((c for c in candidates if c.mode == mode), key=lambda c: c.step_s, default=None)
+        for mode in MODE_TITLES
+    }
+    outputs: dict[str, object] = {
+        f"{mode}_step_s": c.step_s for mode, c in best_by_mode.items() if c is not None
+    }
+    because = (
+        f"Colocated and synchronous, the stages add up to {seconds(base.step_s)}, at {percent(base.account.mfu_frac)} "
+        "of peak."
+    )
+    if optimal is not None:
+        at = search.candidate("separate_async", optimal, gpus - optimal)
+        rollout_side_s = rollout_s(at.account.rollout, "separate_async")
+        train_side_s = at.account.train.total_s
+        outputs |= {
+            "time_optimal_split": [optimal, gpus - optimal],
+            "rollout_side_s": rollout_side_s,
+            "train_side_s": train_side_s,
+        }
+        because += (
+            f" Separated and asynchronous, each side computed with its own GPUs, the two sides meet at "
+            f"{optimal}:{gpus - optimal}: {seconds(rollout_side_s)} of generation beside {seconds(train_side_s)} of "
+            f"training, so a step of {seconds(max(rollout_side_s, train_side_s))}, memory and whole nodes not yet "
+            "asked."
+        )
+    colocated = best_by_mode.get("colocate_async")
+    if colocated is not None:
+        because += (
+            f" Keeping partial responses on shared GPUs takes {seconds(colocated.step_s)}: no tail, but generation "
+            "and training still take turns."
+        )
+    return Reasoned(
+        step=4,
+        title="Which topology, by time alone",
+        inputs={"num_gpus": gpus, "modes": list(MODE_TITLES)},
+        outputs=outputs,
+        because=because,
+    )
+
+
+def _layouts(
+    request: PlanRequest,
+    search: Search,
+    candidates: list[Candidate],
+    chosen: Candidate | None,
+    choice_because: str,
+    changes: tuple[str, ...],
+) -> Reasoned:
+    refused = _sent_back(candidates, chosen, search.time_optimal_rollout_gpus())
+    wall = _memory_wall(candidates)
+    outputs: dict[str, object] = {
+        "sent_back": [
+            {
+                "mode": c.mode,
+                "num_rollout_gpus": c.split[0],
+                "num_train_gpus": c.split[1],
+                "step_s": c.step_s,
+                "why_not": list(c.why_not),
+            }
+            for c in refused
+        ],
+        "node_gpus": node_unit(request),
+    }
+    sentences = [
+        f"{capitalized(MODE_TITLES[c.mode])} {split(*c.split, c.mode)} ({seconds(c.step_s)}) goes back: {c.why_not[0]}."
+        for c in refused
+    ]
+    if wall is not None:
+        outputs["memory_wall"] = {"num_train_gpus": wall.split[1], "why_not": wall.account.train.why_not[0]}
+        if wall not in refused:
+            sentences.append(
+                f"Every split with {wall.split[1]} training GPUs or fewer goes back for memory: "
+                f"{wall.account.train.why_not[0]}."
+            )
+    if chosen is None:
+        outputs["smallest_changes"] = list(changes)
+        sentences.append("Nothing fits. " + ("The smallest change: " + changes[0] if changes else "") + ".")
+    else:
+        rollout, train = chosen.split
+        outputs |= {
+            "mode": chosen.mode,
+            "num_rollout_gpus": rollout,
+            "num_train_gpus": train,
+            "rollout_layout": rollout_layout_json(chosen.rollout_layout),
+            "train_layout": train_layout_json(chosen.train.layout, train),
+            "offload": "optimizer" if chosen.train.is_offloaded else "none",
+            "step_s": chosen.step_s,
+        }
+        sentences.append(
+            f"What stands is {MODE_TITLES[chosen.mode]} on {split(*chosen.split, chosen.mode)} GPUs: {choice_because}."
+        )
+        sentences.append(_layout_sentence(request, chosen))
+    return Reasoned(
+        step=5,
+        title="Whole nodes, memory and layouts",
+        inputs={"gpus_per_node": request.cluster.gpus_per_node, "num_nodes": request.cluster.num_nodes},
+        outputs=outputs,
+        because=" ".join(sentences),
+    )
+
+
+def _layout_sentence(request: PlanRequest, chosen: Candidate) -> str:
+    layout, replica = chosen.train.layout, chosen.rollout_layout
+    degrees = [
+        f"{name} {size}"
+        for name, size in (("TP", layout.tp_size), ("PP", layout.pp_size), ("CP", layout.cp_size))
+        if size > 1
+    ]
+    how = (
+        "shards its state over all of its GPUs"
+        if not degrees
+        else f"splits by {', '.join(degrees)}, because one micro batch of the longest sequence would not fit otherwise,"
+    )
+    engine = f"An engine replica takes {replica.num_gpus} GPU{'s' if replica.num_gpus > 1 else ''}"
+    if replica.num_gpus > 1:
+        engine += f" (TP {replica.tp_size}" + (f", EP {replica.ep_size}" if replica.ep_size > 1 else "") + ")"
+    rollout = chosen.account.rollout
+    rest = (
+        f", which leaves {format_bytes(rollout.kv_pool_bytes)} for KV: {rollout.slots_per_replica} slots. "
+        f"The trainer {how} with {layout.recompute} recomputation"
+    )
+    if chosen.train.is_offloaded:
+        rest += ", and keeps master weights and moments in host memory because they do not fit on the device"
+    return engine + rest + "."
+
+
+def _sent_back(candidates: list[Candidate], chosen: Candidate | None, optimal: int | None) -> list[Candidate]:
+    """Refused candidates that were faster than what stands, the fastest few; the time optimum is always told."""
+    limit = chosen.step_s if chosen else float("inf")
+    possible = [c for c in candidates if not c.fits and c.split[0] >= c.rollout_layout.num_gpus]
+    faster = sorted((c for c in possible if c.step_s < limit), key=lambda c: c.step_s)[:_MOST_SENT_BACK]
+    at_optimum = [c for c in possible if c.mode == "separate_async" and c.split[0] == optimal]
+    return faster + [c for c in at_optimum if c not in faster]
+
+
+def _memory_wall(candidates: list[Candidate]) -> Candidate | None:
+    """The split with the most training GPUs whose trainer still does not fit."""
+    short = [c for c in candidates if c.mode == "separate_async" and c.account.train.why_not]
+    return max(short, key=lambda c: c.split[1], default=None)
+
+
+def _publication(
+    request: PlanRequest, chosen: Candidate | None, publication: Publication | None, changes: tuple[str, ...]
+) -> Reasoned:
+    if chosen is None or publication is None:
+        return Reasoned(
+            step=6,
+            title="Publication and staleness",
+            inputs={},
+            outputs={},
+            because="Nothing fits, so there is nothing to publish to. "
+            + ("Any one of these would do: " + "; ".join(changes) + "." if changes else ""),
+        )
+    inputs: dict[str, object] = {"max_staleness_steps": request.max_staleness_steps}
+    outputs: dict[str, object] = {
+        "method": publication.method,
+        "sync_s": publication.seconds,
+        "bytes": publication.account.total_bytes,
+        "sync_every": publication.sync_every,
+    }
+    because = f"{capitalized(publication.because)}."
+    if chosen.is_on_policy:
+        outputs["max_staleness_steps"] = 0
+        because += (
+            " Every token is trained by the version that sampled it, so no bound and no correction is needed."
+        )
+    else:
+        ages = expected_staleness(request, chosen, publication)
+        outputs |= {
+            "max_staleness_steps": request.max_staleness_steps,
+            "mean_staleness_steps": ages.mean_staleness_steps,
+            "max_in_flight": ages.max_in_flight,
+            "over_bound_frac": ages.over_bound_frac,
+        }
+        plural = "s" if request.max_staleness_steps > 1 else ""
+        because += (
+            f" With a bound of {request.max_staleness_steps} version{plural} at most {count(ages.max_in_flight)} "
+            f"trajectories are under way; a token is {ages.mean_staleness_steps:.1f} versions old on average when it "
+            "trains, and the importance weights correct for it."
+        )
+        if ages.max_generation_steps > request.max_staleness_steps + 1:
+            because += (
+                f" The longest responses span {ages.max_generation_steps:.1f} steps: in admission order the trainer "
+                "waits for them, which is what the bound costs."
+            )
+    return Reasoned(
+        step=6, title="Publication and staleness", inputs=inputs, outputs=outputs, because=because
+    )
+
+
+def expected_staleness(request: PlanRequest, chosen: Candidate, publication: Publication) -> AsyncAccount:
+    """Ages in the steady state of an asynchronous topology."""
+    rollout = chosen.account.rollout
+    return async_account(
+        request.workload.lengths(),
+        num_sequences=request.workload.num_sequences,
+        token_s=rollout.decode_step_s,
+        update_s=chosen.step_s,
+        publish_s=publication.seconds,
+        max_staleness_steps=request.max_staleness_steps,
+    )

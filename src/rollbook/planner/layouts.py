@@ -1,0 +1,89 @@
+"""Which parallel layouts a model admits on a number of GPUs, before anyone asks what they cost."""
+
+from __future__ import annotations
+
+from rollbook.ledger.assumptions import Assumptions
+from rollbook.ledger.decode import replica_weight_bytes
+from rollbook.ledger.hardware import Cluster
+from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
+from rollbook.ledger.model import ModelSpec
+from rollbook.planner.request import PlanRequest
+
+_MOST_REPLICA_GPUS = 64
+_MOST_WEIGHTS_FRAC = 0.85
+"""A replica whose weights fill more than this of its usable memory is not worth asking about."""
+
+
+def replica_layouts(request: PlanRequest) -> list[ReplicaLayout]:
+    """Engine layouts to try, smallest first; at least one, whether it fits or not.
+
+    Dense models take tensor parallelism within the scale-up domain and beyond it only where weights demand it;
+    mixtures of experts may spread experts wider than attention.
+    """
+    model, cluster = request.model, request.cluster
+    dtypes = ["bfloat16"] if request.rollout_dtype == "auto" else [request.rollout_dtype]
+    if request.rollout_dtype == "auto" and "float8" in cluster.accelerator.peak_flops_per_s:
+        dtypes.append("float8")
+    found: list[ReplicaLayout] = []
+    for dtype in dtypes:
+        shapes = [
+            ReplicaLayout(tp_size=tp, ep_size=ep, weight_dtype=dtype)
+            for tp, ep in _degrees(model, cluster, request.rollout_tp)
+        ]
+        holds = [s for s in shapes if _holds_weights(model, cluster, request.assumptions, s)]
+        found += holds or shapes[-1:]
+    return found
+
+
+def _degrees(model: ModelSpec, cluster: Cluster, fixed_gpus: int) -> list[tuple[int, int]]:
+    domain = min(cluster.accelerator.scale_up_gpus, max(cluster.gpus_per_node, 1), cluster.num_gpus)
+    most = min(cluster.num_gpus, _MOST_REPLICA_GPUS)
+    sizes = [fixed_gpus] if fixed_gpus else [2**i for i in range(7) if 2**i <= most]
+    degrees: list[tuple[int, int]] = []
+    for num_gpus in sizes:
+        tps = [tp for tp in _powers(num_gpus) if model.num_heads % tp == 0]
+        if not model.num_experts:
+            degrees += [(num_gpus, 1)] if num_gpus in tps else []
+            continue
+        if model.num_experts % num_gpus:
+            continue
+        # Experts over the whole replica; attention repeated or split within the scale-up domain.
+        degrees += [(tp, num_gpus) for tp in tps if tp <= domain or tp == num_gpus]
+    return degrees or [(max(fixed_gpus, 1), 1)]
+
+
+def _powers(num_gpus: int) -> list[int]:
+    return [2**i for i in range(num_gpus.bit_length()) if num_gpus % 2**i == 0] or [1]
+
+
+def _holds_weights(
+    model: ModelSpec, cluster: Cluster, assumptions: Assumptions, layout: ReplicaLayout
+) -> bool:
+    usable = cluster.accelerator.hbm_bytes * (1 - assumptions.memory_overhead_frac)
+    return replica_weight_bytes(model, layout) <= _MOST_WEIGHTS_FRAC * usable
+
+
+def train_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:
+    """Trainer layouts that divide `num_gpus`, the model's heads, layers and experts; plain sharding first."""
+    model, cluster = request.model, request.cluster
+    domain = min(cluster.gpus_per_node, cluster.accelerator.scale_up_gpus)
+    eps = [ep for ep in (1, 8, 16, 32, 64) if model.num_experts and model.num_experts % ep == 0] or [1]
+    layouts = []
+    for tp in (1, 2, 4, 8):
+        if tp > domain or model.num_heads % tp or num_gpus % tp:
+            continue
+        for pp in (1, 2, 4, 8, 16):
+            if model.num_layers < pp or num_gpus % (tp * pp):
+                continue
+            for cp in (1, 2, 4, 8):
+                if num_gpus % (tp * pp * cp) or tp * cp > domain:
+                    continue
+                ep = max(e for e in eps if num_gpus % (pp * e) == 0) if model.num_experts else 1
+                layouts += [
+                    TrainLayout(tp_size=tp, pp_size=pp, cp_size=cp, ep_size=ep, recompute=recompute)
+                    for recompute in _RECOMPUTE
+                ]
+    return layouts
+
+
+_RECOMPUTE: tuple[Recompute, ...] = ("selective", "full")

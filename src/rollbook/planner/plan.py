@@ -1,0 +1,266 @@
+"""A plan: the account of one step, the ranked topologies, the recommendation, and why.
+
+make_plan(request) ──► search ──► recommendation ──► derivation, waterfall, sensitivity, Pareto front
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from rollbook.errors import PlanError
+from rollbook.ledger.hardware import Cluster
+from rollbook.ledger.layout import ReplicaLayout
+from rollbook.planner.choice import choose
+from rollbook.planner.derivation import Reasoned, derive
+from rollbook.planner.publication import Publication, choose_publication
+from rollbook.planner.request import PlanRequest
+from rollbook.planner.search import Candidate, Search, host_bytes_per_node, node_unit
+from rollbook.planner.sensitivity import Shift, sensitivity
+from rollbook.planner.waterfall import Loss, waterfall
+from rollbook.planner.words import MODE_TITLES, split
+
+_MOST_GPUS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """The best step on one number of GPUs."""
+
+    num_gpus: int
+    best: Candidate | None
+
+    def as_json(self) -> dict[str, object]:
+        best = self.best
+        if best is None:
+            return {"num_gpus": self.num_gpus, "fits": False}
+        rollout, train = best.split
+        return {
+            "num_gpus": self.num_gpus,
+            "fits": True,
+            "mode": best.mode,
+            "num_rollout_gpus": rollout,
+            "num_train_gpus": train,
+            "step_s": best.step_s,
+            "gpu_hours": best.step_s * self.num_gpus / 3600,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything `rollbook plan` knows."""
+
+    request: PlanRequest
+    base: Candidate
+    """Colocated and synchronous on all GPUs: the account that "step" shows."""
+    candidates: tuple[Candidate, ...]
+    """Those that fit by step time, then those that do not."""
+    chosen: Candidate | None
+    """The recommendation; None when nothing fits."""
+    choice_because: str
+    publication: Publication | None
+    derivation: tuple[Reasoned, ...]
+    base_waterfall: tuple[Loss, ...]
+    chosen_waterfall: tuple[Loss, ...]
+    sizes: tuple[Size, ...]
+    shifts: tuple[Shift, ...]
+    smallest_changes: tuple[str, ...]
+    """When nothing fits: changes of the question that would, the smallest first."""
+    warnings: tuple[str, ...] = field(default=())
+
+    def best_of(self, mode: str) -> Candidate | None:
+        """The fastest candidate of a mode that fits."""
+        return next((c for c in self.candidates if c.mode == mode and c.fits), None)
+
+    def require_chosen(self) -> Candidate:
+        """Raises PlanError when nothing fits."""
+        if self.chosen is None:
+            raise PlanError(self.choice_because, "; or ".join(self.smallest_changes) or _NO_CHANGE)
+        return self.chosen
+
+    def as_json(self) -> dict[str, object]:
+        """One object, keys as in `rollbook plan --json`."""
+        r = self.request
+        return {
+            "workload": r.workload.as_json(),
+            "model": r.model.as_json(),
+            "cluster": cluster_json(r.cluster),
+            "assumptions": r.assumptions.as_json(),
+            "step": self.base.account.as_json(),
+            "topologies": [c.as_json() for c in self.candidates],
+            "recommendation": self._recommendation_json(),
+            "waterfall": [loss.as_json() for loss in self.base_waterfall],
+            "derivation": [reasoned.as_json() for reasoned in self.derivation],
+            "gpus": [size.as_json() for size in self.sizes],
+            "sensitivity": [shift.as_json() for shift in self.shifts],
+            "warnings": list(self.warnings),
+        }
+
+    def _recommendation_json(self) -> dict[str, object]:
+        chosen = self.chosen
+        if chosen is None:
+            return {
+                "mode": None,
+                "because": self.choice_because,
+                "smallest_changes": list(self.smallest_changes),
+            }
+        publication = self.publication
+        assert publication is not None
+        return {
+            **chosen.as_json(),
+            "title": f"{MODE_TITLES[chosen.mode]}, {split(*chosen.split, chosen.mode)}",
+            "because": self.choice_because,
+            "max_staleness_steps": staleness_bound(chosen, self.request),
+            "publication": publication.as_json(),
+            "host_bytes_per_node": host_bytes_per_node(self.request, chosen.train),
+            "step": chosen.account.as_json(),
+            "waterfall": [loss.as_json() for loss in self.chosen_waterfall],
+            "smallest_changes": [],
+        }
+
+
+_NO_CHANGE = "use a smaller model, more GPUs or shorter responses"
+
+
+def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
+    """Answer `request`.
+
+    Args:
+        is_brief: leave out the Pareto front over GPUs and the sensitivity.
+    Raises:
+        PlanError: a question that cannot be meant. A plan that fits nowhere is an answer, not an error.
+    """
+    request.check()
+    search = Search(request)
+    candidates = search.run()
+    if request.offload == "auto" and not any(c.fits for c in candidates):
+        offloaded = Search(replace(request, offload="optimizer"), layouts=search.layouts)
+        with_offload = offloaded.run()
+        if any(c.fits for c in with_offload):
+            search, candidates = offloaded, with_offload
+    base = next(c for c in candidates if c.mode == "sync")
+    chosen, because = choose(request, candidates)
+    changes: tuple[str, ...] = ()
+    if chosen is None:
+        changes = tuple(smallest_changes(request))
+    publication = choose_publication(request, chosen) if chosen else None
+    brief = is_brief or chosen is None
+    return Plan(
+        request=request,
+        base=base,
+        candidates=tuple(candidates),
+        chosen=chosen,
+        choice_because=because,
+        publication=publication,
+        derivation=tuple(derive(request, search, candidates, chosen, because, publication, changes)),
+        base_waterfall=tuple(waterfall(base.account, request.cluster)),
+        chosen_waterfall=tuple(waterfall(chosen.account, request.cluster)) if chosen else (),
+        sizes=() if brief else tuple(_sizes(request, search.layouts)),
+        shifts=() if brief or chosen is None else tuple(sensitivity(request, chosen, search.layouts)),
+        smallest_changes=changes,
+        warnings=tuple(_warnings(request)),
+    )
+
+
+def staleness_bound(chosen: Candidate, request: PlanRequest) -> int:
+    """Versions that the config allows: none on-policy."""
+    return 0 if chosen.is_on_policy else request.max_staleness_steps
+
+
+def smallest_changes(request: PlanRequest) -> list[str]:
+    """Single changes after which something fits, the least disruptive first."""
+    changes = []
+    if request.rollout_tp and _fits(replace(request, rollout_tp=0)):
+        changes.append("leave --rollout-tp to the planner")
+    if request.assumptions.method != "paper":
+        if request.offload == "none" and _fits(replace(request, offload="auto")):
+            changes.append("keep the optimizer state in host memory (--offload auto)")
+        if request.rollout_dtype == "bfloat16" and _fits(replace(request, rollout_dtype="auto")):
+            changes.append("let the engines hold float8 weights (--rollout-dtype auto)")
+    enough = _smallest_cluster(request)
+    if enough:
+        changes.append(f"use {enough} GPUs instead of {request.cluster.num_gpus}")
+    work = request.workload
+    for factor in (2, 4, 8):
+        longest = work.max_response_tokens // factor
+        if longest <= work.response_tokens:
+            break
+        if _fits(replace(request, workload=replace(work, max_response_tokens=longest))):
+            changes.append(f"limit responses to {longest} tokens")
+            break
+    return changes
+
+
+def _fits(request: PlanRequest) -> bool:
+    try:
+        request.check()
+    except PlanError:
+        return False
+    fits = any(c.fits for c in Search(request, is_brief=True).run())
+    return fits or (request.offload == "auto" and _fits(replace(request, offload="optimizer")))
+
+
+def _smallest_cluster(request: PlanRequest) -> int | None:
+    unit = node_unit(request)
+    size = request.cluster.num_gpus
+    while size < _MOST_GPUS:
+        size *= 2
+        if unit == 1 and size > request.cluster.gpus_per_node:
+            unit = request.cluster.gpus_per_node
+            size = -(-size // unit) * unit
+        if _fits(_on(request, size)):
+            low, high = size // 2 // unit, size // unit
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if _fits(_on(request, middle * unit)) else (middle, high)
+            return high * unit
+    return None
+
+
+def _on(request: PlanRequest, num_gpus: int) -> PlanRequest:
+    return replace(request, cluster=replace(request.cluster, num_gpus=num_gpus), split=None)
+
+
+def _sizes(request: PlanRequest, layouts: list[ReplicaLayout]) -> list[Size]:
+    """Best step on half, twice, ... the GPUs: whole nodes from one up to eight times the cluster."""
+    per_node, gpus = request.cluster.gpus_per_node, request.cluster.num_gpus
+    counts = {gpus, 2 * gpus}
+    size = gpus
+    while size > 1 and len(counts) < 7:
+        size = size // 2 if size <= per_node else max(size // 2 // per_node, 1) * per_node
+        counts.add(size)
+    sizes = []
+    for num_gpus in sorted(c for c in counts if c <= 2 * _MOST_GPUS):
+        at_size = _on(request, num_gpus)
+        try:
+            at_size.check()
+        except PlanError:
+            continue
+        usable = [layout for layout in layouts if num_gpus % layout.num_gpus == 0]
+        fitting = [c for c in Search(at_size, layouts=usable, is_brief=True).run() if c.fits]
+        best, _ = choose(at_size, fitting) if fitting else (None, "")
+        sizes.append(Size(num_gpus=num_gpus, best=best))
+    return sizes
+
+
+def _warnings(request: PlanRequest) -> list[str]:
+    notes = [f"{request.model.name}: {note}" for note in request.model.assumed]
+    notes += [f"{request.cluster.accelerator.name}: {note}" for note in request.cluster.accelerator.assumed]
+    return notes
+
+
+def cluster_json(cluster: Cluster) -> dict[str, object]:
+    """The "cluster" object of `plan --json`."""
+    a = cluster.accelerator
+    return {
+        "gpu": a.name,
+        "num_gpus": cluster.num_gpus,
+        "gpus_per_node": cluster.gpus_per_node,
+        "num_nodes": cluster.num_nodes,
+        "peak_flops_per_s": dict(a.peak_flops_per_s),
+        "hbm_bytes": a.hbm_bytes,
+        "hbm_bytes_per_s": a.hbm_bytes_per_s,
+        "scale_up_bytes_per_s": a.scale_up_bytes_per_s,
+        "host_link_bytes_per_s": a.host_link_bytes_per_s,
+        "nic_bytes_per_s": cluster.nic_bytes_per_s,
+        "sources": list(a.sources),
+    }

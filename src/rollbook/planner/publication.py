@@ -1,0 +1,106 @@
+"""How the trained weights reach the engines, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rollbook.ledger.paper import paper_sync_s
+from rollbook.ledger.step import is_colocated
+from rollbook.ledger.sync import SyncAccount, SyncMethod, SyncWork, best_sync_every, sync_account
+from rollbook.planner.request import PlanRequest
+from rollbook.planner.search import Candidate
+from rollbook.planner.words import format_bytes, percent, seconds
+
+_METHOD_TITLES: dict[SyncMethod, str] = {
+    "in_process": "CUDA IPC on the shared devices",
+    "broadcast": "NCCL broadcast in buckets",
+    "sharded": "point to point between shards",
+    "disk": "safetensors on a shared disk",
+    "delta": "bitwise difference to the last version",
+}
+_WORTH_ANOTHER_METHOD = 0.05
+"""Share of the step below which the plainest method stands, whatever a cleverer one would save."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """The chosen method, with every method's seconds."""
+
+    method: SyncMethod
+    account: SyncAccount
+    seconds: float
+    sync_every: int
+    """Updates between publications."""
+    options_s: dict[str, float]
+    because: str
+
+    @property
+    def title(self) -> str:
+        return _METHOD_TITLES[self.method]
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "method": self.method,
+            "seconds": self.seconds,
+            "bytes": self.account.total_bytes,
+            "bytes_per_receiver": self.account.bytes_per_receiver,
+            "bucket_peak_bytes": self.account.peak_bytes,
+            "slowest": self.account.slowest,
+            "sync_every": self.sync_every,
+            "options_s": dict(self.options_s),
+            "because": self.because,
+        }
+
+
+def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
+    """The plainest method that costs little; a cleverer one only where it saves a visible share of the step."""
+    colocated = is_colocated(chosen.mode)
+    work = SyncWork(
+        method="in_process",
+        num_train_gpus=chosen.account.train.num_gpus,
+        num_rollout_gpus=chosen.account.rollout.num_gpus,
+        replica_gpus=chosen.rollout_layout.num_gpus,
+        weight_dtype=chosen.rollout_layout.weight_dtype,
+        state_is_offloaded=chosen.train.is_offloaded,
+    )
+    methods: tuple[SyncMethod, ...] = ("in_process",) if colocated else ("broadcast", "delta", "disk")
+    accounts = {
+        m: sync_account(request.model, request.cluster, request.assumptions.sync, replace(work, method=m))
+        for m in methods
+    }
+    plain = methods[0]
+    fastest = min(methods, key=lambda m: accounts[m].seconds)
+    is_paper = request.assumptions.method == "paper"
+    plain_s = paper_sync_s(request.model, request.assumptions) if is_paper else accounts[plain].seconds
+    share = plain_s / chosen.step_s
+    method = (
+        fastest
+        if not is_paper and share > _WORTH_ANOTHER_METHOD and fastest in ("broadcast", "delta")
+        else plain
+    )
+    method_s = plain_s if method == plain else accounts[method].seconds
+    update_s = chosen.step_s / request.workload.num_mini_batches
+    every = 1
+    if chosen.mode == "separate_async":
+        every = best_sync_every(method_s, update_s, max_staleness_steps=request.max_staleness_steps)
+        every = min(every, request.workload.num_mini_batches)
+    because = (
+        f"{format_bytes(accounts[method].total_bytes)} by {_METHOD_TITLES[method]} take {seconds(method_s)}, "
+        f"{percent(method_s / chosen.step_s)} of the step"
+    )
+    if method != plain:
+        because += f"; {_METHOD_TITLES[plain]} would take {seconds(plain_s)}"
+    elif colocated:
+        because += "; engine and trainer share their devices, so no byte crosses a network but the gather"
+    elif share <= _WORTH_ANOTHER_METHOD:
+        because += "; little enough that the plainest transport is the right one"
+    else:
+        because += "; no other transport was asked to do better"
+    return Publication(
+        method=method,
+        account=accounts[method],
+        seconds=method_s,
+        sync_every=every,
+        options_s={m: plain_s if m == plain else a.seconds for m, a in accounts.items()},
+        because=because,
+    )

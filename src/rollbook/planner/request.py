@@ -1,0 +1,92 @@
+"""What is asked of the planner, and the mistakes that can be told from the question alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rollbook.errors import PlanError
+from rollbook.ledger.assumptions import Assumptions
+from rollbook.ledger.hardware import Cluster
+from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.workload import Workload
+
+RolloutDtype = Literal["bfloat16", "float8", "auto"]
+Offload = Literal["none", "optimizer", "auto"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """A model, a step's work, a cluster, and what the caller has already decided."""
+
+    model: ModelSpec
+    workload: Workload
+    cluster: Cluster
+    assumptions: Assumptions
+    rollout_tp: int = 0
+    """GPUs of one replica; 0 leaves it to the planner."""
+    split: tuple[int, int] | None = None
+    """Rollout and train GPUs to evaluate beside what the search finds."""
+    rollout_dtype: RolloutDtype = "bfloat16"
+    """Weights of the engines. `auto` also tries float8, which widens the logprob gap."""
+    offload: Offload = "auto"
+    """Optimizer state in host memory: never, always, or only when no topology fits without."""
+    max_staleness_steps: int = 1
+    """Bound that an asynchronous recommendation writes into the config."""
+    min_async_gain_frac: float = 0.10
+    """Share of the step that asynchrony must save before it is recommended over on-policy training."""
+    max_context_tokens: int = 0
+    """Longest sequence allowed; 0 takes the model's own limit."""
+
+    def check(self) -> None:
+        """Raises PlanError for what cannot be meant."""
+        work, cluster = self.workload, self.cluster
+        limit = self.max_context_tokens or self.model.max_context_tokens
+        longest = work.prompt_tokens + work.max_response_tokens + work.observation_tokens
+        if limit and longest > limit:
+            fitting = limit - round(work.prompt_tokens + work.observation_tokens)
+            raise PlanError(
+                f"a prompt of {work.prompt_tokens:g} and a response of up to {work.max_response_tokens} tokens "
+                f"make {longest:g}, beyond the {limit} of {self.model.name}",
+                f"lower max_response_tokens to {fitting}, or give --max-context if the model's rope is scaled"
+                if fitting > 0
+                else "shorten the prompt, or choose a model with a longer context",
+            )
+        if work.group_size == 1 and work.algorithm == "grpo":
+            raise PlanError(
+                "group_size is 1 with algorithm grpo: the baseline is the group's own mean, so every advantage is 0",
+                "use a group of at least 2 (8 or 16 are usual), or --algorithm ppo, whose critic is the baseline",
+            )
+        self._check_degrees(cluster)
+        if self.max_staleness_steps < 0:
+            raise PlanError(f"max staleness is {self.max_staleness_steps} steps", "use 0 or more")
+
+    def _check_degrees(self, cluster: Cluster) -> None:
+        tp, gpus = self.rollout_tp, cluster.num_gpus
+        if tp < 0:
+            raise PlanError(f"rollout_tp is {tp}", "give at least 1, or leave it out")
+        if tp and gpus % tp:
+            fitting = [d for d in range(1, gpus + 1) if gpus % d == 0]
+            nearest = sorted(fitting, key=lambda d: abs(d - tp))[:2]
+            raise PlanError(
+                f"rollout TP {tp} does not divide {gpus} GPUs: {gpus % tp} would stay idle",
+                f"use TP {' or '.join(str(d) for d in sorted(nearest))}, or {tp * max(gpus // tp, 1)} GPUs",
+            )
+        if tp > 1 and self.model.num_heads % tp:
+            raise PlanError(
+                f"rollout TP {tp} does not divide the {self.model.num_heads} attention heads of {self.model.name}",
+                f"use one of: {', '.join(str(d) for d in (1, 2, 4, 8, 16, 32) if self.model.num_heads % d == 0)}",
+            )
+        if cluster.num_nodes > 1 and gpus % cluster.gpus_per_node:
+            whole = gpus // cluster.gpus_per_node * cluster.gpus_per_node
+            raise PlanError(
+                f"{gpus} GPUs are not whole nodes of {cluster.gpus_per_node}",
+                f"use {whole} or {whole + cluster.gpus_per_node}, or say how the nodes are built with --gpus-per-node",
+            )
+        if self.split is not None:
+            rollout, train = self.split
+            if rollout < 1 or train < 1 or rollout + train > gpus:
+                raise PlanError(
+                    f"a split of {rollout}:{train} on {gpus} GPUs",
+                    f"give both sides at least one GPU and at most {gpus} together",
+                )

@@ -1,0 +1,346 @@
+"""Every topology worth asking about: mode, split, engine layout, trainer layout, dtype, offload; best first.
+
+A side depends on its own number of GPUs only, so each is computed once and a split only joins two of them. Of
+large clusters not every split is joined: the crossing where both sides take equally long is found by bisection
+(more rollout GPUs make generation faster and training slower), and the neighbourhood of it is searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from rollbook.ledger.account import RolloutSide, StepAccount, TrainSide
+from rollbook.ledger.layout import ReplicaLayout, TrainLayout
+from rollbook.ledger.memory import train_memory
+from rollbook.ledger.step import (
+    Layouts,
+    is_colocated,
+    join_sides,
+    rollout_side,
+    smallest_rollout_tp,
+    train_side,
+)
+from rollbook.ledger.workload import Mode
+from rollbook.planner.layouts import replica_layouts, train_layouts
+from rollbook.planner.request import PlanRequest
+
+_MOST_UNITS_LISTED = 64
+"""Above this many nodes only a grid and the neighbourhood of the optimum are joined."""
+_ON_POLICY: tuple[Mode, ...] = ("sync", "separate_sync")
+_HOST_STATE_BYTES_PER_PARAM = 12.0
+"""Master weights and two moments in float32: what optimizer offload moves to the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainChoice:
+    """A trainer layout with what it costs."""
+
+    side: TrainSide
+    layout: TrainLayout
+    is_offloaded: bool = False
+    """Master weights and moments live in host memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One topology: who gets which GPUs, in which layouts, and what a step costs."""
+
+    account: StepAccount
+    rollout_layout: ReplicaLayout
+    train: TrainChoice
+    why_not: tuple[str, ...] = ()
+    """All reasons against it; empty when it fits."""
+
+    @property
+    def mode(self) -> Mode:
+        return self.account.mode
+
+    @property
+    def fits(self) -> bool:
+        return not self.why_not
+
+    @property
+    def step_s(self) -> float:
+        return self.account.seconds.total
+
+    @property
+    def is_on_policy(self) -> bool:
+        return self.mode in _ON_POLICY
+
+    @property
+    def split(self) -> tuple[int, int]:
+        return self.account.rollout.num_gpus, self.account.train.num_gpus
+
+    def as_json(self) -> dict[str, object]:
+        """A row of "topologies"."""
+        account = self.account
+        return {
+            "mode": self.mode,
+            "num_rollout_gpus": account.rollout.num_gpus,
+            "num_train_gpus": account.train.num_gpus,
+            "step_s": account.seconds.total,
+            "step_s_range": [account.step_s.low, account.step_s.high],
+            "mfu_frac": account.mfu_frac,
+            "tail_frac": account.tail_frac,
+            "idle_frac": dict(account.idle_frac),
+            "rollout_layout": rollout_layout_json(self.rollout_layout),
+            "train_layout": train_layout_json(self.train.layout, account.train.num_gpus),
+            "offload": "optimizer" if self.train.is_offloaded else "none",
+            "fits": self.fits,
+            "why_not": list(self.why_not),
+            "notes": list(account.notes),
+        }
+
+
+def rollout_layout_json(layout: ReplicaLayout) -> dict[str, object]:
+    """Degrees and dtypes of an engine replica."""
+    return {
+        "tp_size": layout.tp_size,
+        "ep_size": layout.ep_size,
+        "num_gpus": layout.num_gpus,
+        "weight_dtype": layout.weight_dtype,
+        "kv_dtype": layout.kv_dtype,
+    }
+
+
+def train_layout_json(layout: TrainLayout, num_gpus: int) -> dict[str, object]:
+    """Degrees of the trainer; what they leave is data parallel, over which the state is sharded."""
+    return {
+        "tp_size": layout.tp_size,
+        "pp_size": layout.pp_size,
+        "cp_size": layout.cp_size,
+        "ep_size": layout.ep_size,
+        "dp_size": max(num_gpus // layout.model_parallel_size, 1),
+        "recompute": layout.recompute,
+    }
+
+
+@dataclass(slots=True)
+class Search:
+    """The sides of one request, each computed once."""
+
+    request: PlanRequest
+    layouts: list[ReplicaLayout] = field(default_factory=list)
+    """Engine layouts to try; empty: every sensible one."""
+    is_brief: bool = False
+    """Join only the splits next to the time optimum."""
+    _rollouts: dict[tuple[int, bool, ReplicaLayout], RolloutSide] = field(init=False, default_factory=dict)
+    _trains: dict[int, TrainChoice] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        if request.assumptions.method == "paper":
+            tp = request.rollout_tp or smallest_rollout_tp(
+                request.model, request.cluster, request.assumptions
+            )
+            self.layouts = [ReplicaLayout(tp_size=tp)]
+        elif not self.layouts:
+            self.layouts = self._shortlist(replica_layouts(request))
+
+    def _shortlist(self, layouts: list[ReplicaLayout]) -> list[ReplicaLayout]:
+        """Layouts that are among the three best of a colocated, a large or a small rollout side."""
+        gpus = self.request.cluster.num_gpus
+        points: list[tuple[int, Mode]] = [
+            (gpus, "sync"), (gpus, "colocate_async"), (max(3 * gpus // 4, 1), "separate_async"),
+            (max(gpus // 4, 1), "separate_async"), (max(gpus // 2, 1), "separate_sync"),
+        ]  # fmt: skip
+        kept: dict[ReplicaLayout, None] = {}
+        for num_gpus, mode in points:
+            ranked = sorted(
+                ((self._rollout(num_gpus, mode, layout), i) for i, layout in enumerate(layouts)),
+                key=lambda pair: (bool(pair[0].why_not), rollout_s(pair[0], mode)),
+            )
+            kept |= {layouts[i]: None for _, i in ranked[:3]}
+        return [layout for layout in layouts if layout in kept]
+
+    # -- sides
+
+    def rollout(self, num_gpus: int, mode: Mode) -> tuple[RolloutSide, ReplicaLayout]:
+        """The fastest engine layout that fits on `num_gpus`; the least bad one when none does."""
+        sides = [(self._rollout(num_gpus, mode, layout), layout) for layout in self.layouts]
+        return min(sides, key=lambda pair: (bool(pair[0].why_not), rollout_s(pair[0], mode)))
+
+    def _rollout(self, num_gpus: int, mode: Mode, layout: ReplicaLayout) -> RolloutSide:
+        key = (num_gpus, is_colocated(mode), layout)
+        if key not in self._rollouts:
+            r = self.request
+            self._rollouts[key] = rollout_side(
+                r.model, r.workload, r.cluster, r.assumptions,
+                mode=mode, num_gpus=num_gpus, layouts=self._joint(layout, TrainLayout()),
+            )  # fmt: skip
+        return self._rollouts[key]
+
+    def _joint(self, replica: ReplicaLayout, train: TrainLayout) -> Layouts:
+        return Layouts(
+            replica=replica, train=train, max_staleness_steps=max(self.request.max_staleness_steps, 1)
+        )
+
+    def train(self, num_gpus: int) -> TrainChoice:
+        """The trainer layout for `num_gpus`, with its optimizer state where the request wants it."""
+        if num_gpus not in self._trains:
+            self._trains[num_gpus] = self._best_train(
+                num_gpus, is_offloaded=self.request.offload == "optimizer"
+            )
+        return self._trains[num_gpus]
+
+    def _best_train(self, num_gpus: int, *, is_offloaded: bool) -> TrainChoice:
+        r = self.request
+        assumptions = r.assumptions
+        if is_offloaded:
+            on_gpu = assumptions.train_state_bytes_per_param - _HOST_STATE_BYTES_PER_PARAM
+            assumptions = replace(assumptions, train_state_bytes_per_param=max(on_gpu, 2.0))
+        layout = smallest_layout(replace(r, assumptions=assumptions), num_gpus)
+        side = train_side(r.model, r.workload, r.cluster, assumptions, num_gpus=num_gpus, layout=layout)
+        if is_offloaded:
+            side = replace(side, train_s=side.train_s + self._offload_s(num_gpus))
+        return TrainChoice(side=side, layout=layout, is_offloaded=is_offloaded)
+
+    def _offload_s(self, num_gpus: int) -> float:
+        """Master weights and moments cross the host link both ways at each update."""
+        work = self.request.workload
+        moved = 2 * _HOST_STATE_BYTES_PER_PARAM * self.request.model.params / num_gpus
+        updates = work.num_epochs * work.num_mini_batches
+        return updates * moved / self.request.cluster.accelerator.host_link_bytes_per_s
+
+    # -- candidates
+
+    def candidate(self, mode: Mode, num_rollout_gpus: int, num_train_gpus: int) -> Candidate:
+        """The best layouts of one mode and split."""
+        rollout, layout = self.rollout(num_rollout_gpus, mode)
+        train = self.train(num_train_gpus)
+        r = self.request
+        account = join_sides(
+            r.model, r.workload, r.cluster, r.assumptions,
+            mode=mode, layouts=self._joint(layout, train.layout), rollout=rollout, train=train.side,
+        )  # fmt: skip
+        why_not = account.why_not
+        if mode.startswith("separate") and (num_rollout_gpus, num_train_gpus) != r.split:
+            why_not += self._not_whole(num_rollout_gpus, num_train_gpus)
+        return Candidate(account=account, rollout_layout=layout, train=train, why_not=why_not)
+
+    def _not_whole(self, num_rollout_gpus: int, num_train_gpus: int) -> tuple[str, ...]:
+        unit = node_unit(self.request)
+        if num_rollout_gpus % unit == 0 and num_train_gpus % unit == 0:
+            return ()
+        total = num_rollout_gpus + num_train_gpus
+        down = num_rollout_gpus // unit * unit
+        whole = [f"{r}:{total - r}" for r in (down, down + unit) if 0 < r < total]
+        return (
+            f"{num_rollout_gpus} and {num_train_gpus} GPUs are not whole nodes of {unit}: "
+            f"{' or '.join(whole)} would be",
+        )
+
+    def colocated(self) -> Iterator[Candidate]:
+        """Both colocated modes."""
+        gpus = self.request.cluster.num_gpus
+        for mode in _COLOCATED:
+            yield self.candidate(mode, gpus, gpus)
+
+    def separated(self, rollout_counts: list[int]) -> Iterator[Candidate]:
+        """Both separated modes at each number of rollout GPUs."""
+        gpus = self.request.cluster.num_gpus
+        for num_rollout_gpus in rollout_counts:
+            for mode in _SEPARATED:
+                yield self.candidate(mode, num_rollout_gpus, gpus - num_rollout_gpus)
+
+    def time_optimal_rollout_gpus(self) -> int | None:
+        """Rollout GPUs at which both asynchronous sides take equally long; whole replicas, not whole nodes."""
+        gpus = self.request.cluster.num_gpus
+        step = min(layout.num_gpus for layout in self.layouts)
+        low, high = 1, (gpus - 1) // step  # in replicas: low is too few for generation, high too many
+        if high < 1:
+            return None
+
+        def sides_s(count: int) -> tuple[float, float]:
+            side, _ = self.rollout(count * step, "separate_async")
+            return rollout_s(side, "separate_async"), self.train(gpus - count * step).side.total_s
+
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if _rollout_is_slower(sides_s(middle)) else (low, middle)
+        return min((low, high), key=lambda count: max(sides_s(count))) * step
+
+    def rollout_counts(self, optimal: int | None) -> list[int]:
+        """Splits to join: whole nodes, thinned on large clusters except around the optimum."""
+        unit = node_unit(self.request)
+        num_units = self.request.cluster.num_gpus // unit
+        at = (optimal or 0) // unit
+        if self.is_brief:
+            return [u * unit for u in range(max(at - 1, 1), min(at + 3, num_units))]
+        every = range(1, num_units)
+        if num_units > _MOST_UNITS_LISTED:
+            stride = num_units // (_MOST_UNITS_LISTED // 2)
+            near = range(-2, 4)
+            every_set = {*range(stride, num_units, stride), *(at + d for d in near), num_units // 2}
+            counts = sorted(u for u in every_set if 0 < u < num_units)
+        else:
+            counts = list(every)
+        return [u * unit for u in counts]
+
+    def run(self) -> list[Candidate]:
+        """All candidates: those that fit by step time, then those that do not."""
+        optimal = self.time_optimal_rollout_gpus()
+        found = list(self.colocated()) + list(self.separated(self.rollout_counts(optimal)))
+        joined = {(c.mode, *c.split) for c in found}
+        gpus = self.request.cluster.num_gpus
+        extra = [(optimal, gpus - optimal)] if optimal else []
+        extra += [self.request.split] if self.request.split else []
+        for rollout_gpus, train_gpus in extra:
+            found += [
+                self.candidate(mode, rollout_gpus, train_gpus)
+                for mode in _SEPARATED
+                if (mode, rollout_gpus, train_gpus) not in joined
+                and (mode == "separate_async" or (rollout_gpus, train_gpus) == self.request.split)
+            ]
+        return sorted(found, key=lambda c: (not c.fits, c.step_s, c.mode))
+
+
+_COLOCATED: tuple[Mode, ...] = ("sync", "colocate_async")
+_SEPARATED: tuple[Mode, ...] = ("separate_async", "separate_sync")
+
+
+def node_unit(request: PlanRequest) -> int:
+    """GPUs that a separated side is made of: whole nodes, or single GPUs inside one node."""
+    return request.cluster.gpus_per_node if request.cluster.num_nodes > 1 else 1
+
+
+def _rollout_is_slower(seconds: tuple[float, float]) -> bool:
+    return seconds[0] > seconds[1]
+
+
+def rollout_s(side: RolloutSide, mode: Mode) -> float:
+    """Seconds of generation of one step, with the tail where the step waits for its last response."""
+    if mode in _ON_POLICY:
+        return side.prefill_s + side.throughput_s + side.tail_s
+    return side.prefill_s + (side.steady_s or side.throughput_s)
+
+
+def smallest_layout(request: PlanRequest, num_gpus: int) -> TrainLayout:
+    """The trainer layout with the fewest model-parallel GPUs whose memory fits; else the most thorough one.
+
+    Splitting a layer or a pipeline costs exchange or bubbles and never saves time, so it is done for memory
+    alone; among equals recomputing less is faster, and context parallelism splits what grows with length.
+    """
+    r = request
+    usable = r.cluster.accelerator.hbm_bytes * (1 - r.assumptions.memory_overhead_frac)
+    layouts = sorted(
+        train_layouts(r, num_gpus),
+        key=lambda la: (la.model_parallel_size, la.pp_size, la.tp_size, la.recompute == "full"),
+    )
+    best, least = layouts[0], float("inf")
+    for layout in layouts:
+        memory = train_memory(r.model, r.workload, r.assumptions, num_gpus=num_gpus, layout=layout)
+        if memory.total <= usable:
+            return layout
+        if memory.total < least:
+            best, least = layout, memory.total
+    return best
+
+
+def host_bytes_per_node(request: PlanRequest, choice: TrainChoice) -> float:
+    """Pinned host memory that optimizer offload takes on one node."""
+    if not choice.is_offloaded:
+        return 0.0
+    nodes = max(choice.side.num_gpus / request.cluster.gpus_per_node, 1.0)
+    return _HOST_STATE_BYTES_PER_PARAM * request.model.params / nodes

@@ -1,0 +1,105 @@
+"""Where the peak of the GPUs goes: one share for every loss, and what is left is the whole-step MFU.
+
+A stage that holds n GPUs for t seconds takes n t of the step's GPU time; what it computes at peak rate is
+useful, the rest is lost to that stage. What no stage holds is waiting. The shares and the MFU add up to one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollbook.ledger.account import StepAccount
+from rollbook.ledger.hardware import Cluster
+from rollbook.planner.words import count, percent, seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """One step down the waterfall."""
+
+    loss: str
+    frac: float
+    """Of the peak FLOPs of all GPUs over the step."""
+    gpu_s: float
+    """GPU time that the stage holds, useful or not."""
+    why: str
+
+    def as_json(self) -> dict[str, object]:
+        return {"loss": self.loss, "frac": self.frac, "gpu_s": self.gpu_s, "why": self.why}
+
+
+def waterfall(account: StepAccount, cluster: Cluster) -> list[Loss]:
+    """Losses of one step, largest first; their sum is 1 - `account.mfu_frac`."""
+    peak = cluster.accelerator.peak("bfloat16")
+    total_gpu_s = account.seconds.total * account.num_gpus
+    s, f = account.seconds, account.flops
+    rollout, train = account.rollout, account.train
+    critic_forward = f.critic / 4 if f.critic else 0.0
+    everyone = account.num_gpus
+    both_wait = 0 if account.mode == "separate_async" else everyone
+    stages = [
+        ("decode", s.generate_throughput * rollout.num_gpus, f.generate, _why_decode(account)),
+        ("tail", s.generate_tail * rollout.num_gpus, 0.0, _why_tail(account)),
+        ("prefill", s.prefill * rollout.num_gpus, f.prefill, "prompts pass at less than peak"),
+        (
+            "forward",
+            s.forward * train.num_gpus,
+            f.reference + f.proximal + f.reward_model + critic_forward,
+            "logprob passes reach a part of peak: memory-bound operators, exchange, padding",
+        ),
+        (
+            "train",
+            s.train * train.num_gpus,
+            f.train + f.critic - critic_forward,
+            f"training itself reaches {percent(train.mfu_frac)} of peak: recomputation, memory-bound "
+            "operators, exchange, optimizer",
+        ),
+        (
+            "switch",
+            s.switch * everyone,
+            0.0,
+            f"hand-overs between engine and trainer take {seconds(s.switch)}",
+        ),
+        ("sync", s.sync * both_wait, 0.0, f"publishing the weights takes {seconds(s.sync)}"),
+        ("environment", s.env * both_wait, 0.0, f"environments hold up the step by {seconds(s.env)}"),
+    ]
+    losses = [
+        Loss(loss=name, frac=(gpu_s * peak - flops) / (total_gpu_s * peak), gpu_s=gpu_s, why=why)
+        for name, gpu_s, flops, why in stages
+        if gpu_s > 0
+    ]
+    waiting = 1 - account.mfu_frac - sum(loss.frac for loss in losses)
+    if waiting > 1e-6:
+        losses.append(
+            Loss(loss="waiting", frac=waiting, gpu_s=waiting * total_gpu_s, why=_why_waiting(account))
+        )
+    return sorted(losses, key=lambda loss: -loss.frac)
+
+
+def _why_decode(account: StepAccount) -> str:
+    rollout = account.rollout
+    return (
+        f"a decode step reads weights and KV from memory to make {count(rollout.slots_per_replica)} tokens in "
+        f"{seconds(rollout.decode_step_s)}: {percent(rollout.mfu_frac)} of peak at best"
+    )
+
+
+def _why_tail(account: StepAccount) -> str:
+    return (
+        f"the last responses run almost alone for {seconds(account.seconds.generate_tail)}, "
+        f"{percent(account.tail_frac)} of generation"
+    )
+
+
+def _why_waiting(account: StepAccount) -> str:
+    idle = account.idle_frac
+    if account.mode == "separate_async":
+        side = "rollout" if idle["rollout"] > idle["train"] else "training"
+        frac = max(idle["rollout"], idle["train"])
+        return f"the {side} GPUs are faster than the other side and idle {percent(frac)} of the step"
+    if account.mode == "separate_sync":
+        return (
+            f"each side waits for the other: rollout GPUs idle {percent(idle['rollout'])}, training GPUs "
+            f"{percent(idle['train'])} of the step"
+        )
+    return "work between the stages that no stage accounts for, and GPUs left over by the layout"

@@ -1,0 +1,67 @@
+"""Numbers as a person reads them: seconds, shares, counts, GPUs."""
+
+from __future__ import annotations
+
+from rollbook.ledger.quantity import format_bytes
+
+
+def seconds(value: float) -> str:
+    """Three digits, in the unit a person would use.
+
+    >>> seconds(0.0215), seconds(46.63), seconds(810.1), seconds(7421.0)
+    ('21.5 ms', '46.6 s', '810 s', '2 h 04 min')
+    """
+    if value < 1e-3:
+        return f"{value * 1e6:.0f} µs"
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    if value < 99.95:
+        return f"{value:.1f} s"
+    if value < 3600:
+        return f"{value:,.0f} s"
+    return f"{int(value // 3600)} h {round(value % 3600 / 60):02d} min"
+
+
+def percent(frac: float) -> str:
+    """
+    >>> percent(0.2871), percent(0.004)
+    ('28.7 %', '0.4 %')
+    """
+    return f"{100 * frac:.1f} %" if frac < 0.9995 else "100 %"
+
+
+def count(value: float) -> str:
+    """
+    >>> count(8192), count(71.2e6), count(3.73e18)
+    ('8,192', '71.2 M', '3.73e18')
+    """
+    if value < 1e5:
+        return f"{value:,.0f}"
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value < 1e15 and value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.2e}".replace("e+", "e")
+
+
+MODE_TITLES = {
+    "sync": "colocated, synchronous",
+    "colocate_async": "colocated, asynchronous",
+    "separate_sync": "separated, synchronous",
+    "separate_async": "separated, asynchronous",
+}
+
+
+def split(rollout_gpus: int, train_gpus: int, mode: str) -> str:
+    """
+    >>> split(40, 24, "separate_async"), split(64, 64, "sync")
+    ('40:24', '64 shared')
+    """
+    return f"{rollout_gpus}:{train_gpus}" if mode.startswith("separate") else f"{rollout_gpus} shared"
+
+
+def capitalized(sentence: str) -> str:
+    """First letter in upper case, the rest as it is."""
+    return sentence[:1].upper() + sentence[1:]
+
+
+__all__ = ["MODE_TITLES", "capitalized", "count", "format_bytes", "percent", "seconds", "split"]
