@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,14 @@ async def asynchronous_hanging(response, task, **_):
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The scorers above, as a user's module on the path."""
     (tmp_path / "scorers_of_a_user.py").write_text(SCORERS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "scorers_of_a_user", raising=False)
-    return "scorers_of_a_user"
+    yield "scorers_of_a_user"
+    if "scorers_of_a_user" in sys.modules:
+        vars(sys.modules["scorers_of_a_user"])["released"].set()  # no thread of this test outlives it
 
 
 def prompt(answer: Any = "42", *, source: str = "maths", prompt_id: str = "row-0") -> Prompt:

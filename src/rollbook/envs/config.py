@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from rollbook.envs.rewards.result import Isolation
 from rollbook.section import Section
 
 
@@ -146,9 +147,6 @@ class DataConfig(Section):
         if moving and all(source.end_weight == 0 for source in self.sources):
             raise ValueError("every end_weight is 0: nothing would be left to draw from")
         return self
-
-
-Isolation = Literal["auto", "inline", "thread", "process"]
 
 
 class RewardTermConfig(Section):

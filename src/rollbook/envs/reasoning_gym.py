@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
-
-from pydantic import JsonValue
+from typing import TYPE_CHECKING, Any
 
 from rollbook.errors import ConfigError, nearest_name
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,10 +6,10 @@ import importlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from rollbook.envs.config import Isolation
 from rollbook.envs.rewards.builtin import digits, exact, numeric
 from rollbook.envs.rewards.math_verify import math_verify
 from rollbook.envs.rewards.reasoning_gym import reasoning_gym
+from rollbook.envs.rewards.result import Isolation
 from rollbook.errors import ConfigError, nearest_name
 
 RewardFunction = Callable[..., object | Awaitable[object]]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
-
-from pydantic import JsonValue
+from typing import TYPE_CHECKING, Any
 
 from rollbook.envs.rewards.builtin import answer_of
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 
 @functools.cache

@@ -9,10 +9,12 @@ only once the same scorer has judged its own reference answer without raising; o
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from pydantic import JsonValue
+from typing import TYPE_CHECKING
 
 from rollbook.envs.reasoning_gym import entry
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 
 def reasoning_gym(response: str, task: Mapping[str, JsonValue], **_: JsonValue) -> float:

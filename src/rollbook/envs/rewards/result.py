@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-from rollbook.types import Failure
+if TYPE_CHECKING:
+    from rollbook.types import Failure
+
+Isolation = Literal["auto", "inline", "thread", "process"]
+"""Where a scorer runs; see RewardTermConfig.isolation."""
 
 SCORE = "score"
 """The reward before any shaping, in `RewardResult.terms`; the key of the value in a scorer's mapping."""

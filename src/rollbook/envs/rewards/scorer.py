@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from rollbook.envs.config import Isolation, RewardConfig, RewardTermConfig
+from rollbook.envs.config import RewardConfig, RewardTermConfig
 from rollbook.envs.rewards.functions import REWARDS, RewardFunction, find_function
 from rollbook.envs.rewards.process import ProcessPool
-from rollbook.envs.rewards.result import SCORE, RewardResult, checked_score
+from rollbook.envs.rewards.result import SCORE, Isolation, RewardResult, checked_score
 from rollbook.errors import ConfigError, RewardError
 from rollbook.types import Failure, FailureKind, Prompt
 

@@ -7,7 +7,6 @@ work; what they print goes to stderr. The process ends when its input does, even
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import os
@@ -41,6 +40,8 @@ def _score(request: dict[str, Any]) -> dict[str, Any]:
     function = find_function(request["function"])
     returned = function(request["response"], request["task"], **request["options"])
     if inspect.isawaitable(returned):
+        import asyncio  # half of the start-up time, and few scorers need it
+
         returned = asyncio.run(_awaited(returned))
     return {"scores": checked_score(returned)}
 
