@@ -108,7 +108,9 @@ class SyncAssumptions:
     """Weight publication. Rates are of one copy of the weights unless they say per GPU."""
 
     base_s: float
-    """Pausing, opening, committing, resuming."""
+    """Pausing, opening, committing, resuming, for a broadcast between nodes."""
+    near_base_s: float
+    """The same within a node, or where every receiver takes its own shard."""
     stream_bytes_per_s: float
     """One sender broadcasting full tensors through the engines' loader."""
     receiver_bytes_per_s: float
@@ -118,9 +120,14 @@ class SyncAssumptions:
     gather_bytes_per_s: float
     load_bytes_per_s: float
     """Per GPU of a replica."""
+    receive_only_bytes_per_s: float
+    """One stream that engines receive but do not load."""
     disk_bytes_per_s: float
     """Gathering, writing and reading on a shared file system."""
     per_tensor_s: float
+    """Gathering and naming one tensor on one node of trainers."""
+    per_tensor_growth: float
+    """Its exponent in the trainer's nodes."""
     offloaded_bytes_per_s: float
     """Per GPU, weights that lie in host memory first."""
     delta_base_s: float
@@ -171,6 +178,8 @@ class Assumptions:
     """Share of a colocated device that the engine may take: the trainer's runtime keeps the rest."""
     step_base_s: float
     """Rewards, data, logging and scheduling of a step, beside the stages."""
+    flash2_attention_frac: float
+    """Of the bfloat16 peak on Hopper, for stacks still on FlashAttention 2."""
     stack: str
     """Software that trains: a key of `stacks`."""
     stacks: Mapping[str, StackAssumptions]

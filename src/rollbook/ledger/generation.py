@@ -142,6 +142,12 @@ def default_rollout_side(
     full_s = float(full.seconds)
     rate = slots / full_s / layout.num_gpus
     idle_gpus = num_gpus - num_replicas * layout.num_gpus
+    notes = [f"{idle_gpus} of {num_gpus} rollout GPUs are left over"] if idle_gpus > 0 else []
+    notes += model.assumed
+    error_frac = assumptions.rollout_error_frac
+    if accelerator.name not in assumptions.decode.hbm_frac:
+        notes.append(f"no published decode measurement on {accelerator.name}: the range is twice as wide")
+        error_frac *= 2
     return RolloutSide(
         num_gpus=num_gpus,
         tp_size=layout.num_gpus,
@@ -168,9 +174,9 @@ def default_rollout_side(
         weights_bytes_per_gpu=weights,
         kv_pool_bytes=pool_bytes,
         env_wait_s=(workload.agent.num_turns - 1) * workload.agent.env_s if workload.agent.env_s else 0.0,
-        error_frac=assumptions.rollout_error_frac,
+        error_frac=error_frac * (2 if model.assumed else 1),
         why_not=tuple(why_not),
-        notes=(f"{idle_gpus} of {num_gpus} rollout GPUs are left over",) if idle_gpus > 0 else (),
+        notes=tuple(notes),
     )
 
 

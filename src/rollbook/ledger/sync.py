@@ -39,6 +39,8 @@ class SyncWork:
     bucket_bytes: float = 1e9
     splits_experts: bool = False
     """Every expert's matrices are tensors of their own, as Hugging Face checkpoints name them."""
+    shares_devices: bool = False
+    """Trainer and engines live on the same GPUs."""
     state_is_offloaded: bool = False
     """The trainer's weights lie in host memory when the publication starts."""
 
@@ -116,9 +118,11 @@ def sync_account(
     slowest = min(rates, key=lambda stage: rates[stage])
     bucket = min(work.bucket_bytes, total)
     others = sum(bucket / rate for stage, rate in rates.items() if stage != slowest)
-    seconds = assumptions.base_s + total / rates[slowest] + others
+    base_s = assumptions.base_s if work.method == "broadcast" and crosses else assumptions.near_base_s
+    seconds = base_s + total / rates[slowest] + others
     if work.method in ("broadcast", "in_process"):
-        seconds += tensors * assumptions.per_tensor_s
+        nodes = max(work.num_train_gpus / cluster.gpus_per_node, 1.0)
+        seconds += tensors * assumptions.per_tensor_s * nodes**assumptions.per_tensor_growth
     if work.state_is_offloaded:
         seconds += per_sender / assumptions.offloaded_bytes_per_s
     return SyncAccount(
@@ -134,9 +138,11 @@ def sync_account(
 
 
 def _crosses_nodes(cluster: Cluster, work: SyncWork) -> bool:
-    if work.method == "in_process":
-        return work.num_train_gpus > cluster.accelerator.scale_up_gpus
-    return work.num_train_gpus + work.num_rollout_gpus > cluster.accelerator.scale_up_gpus
+    if work.shares_devices or work.method == "in_process":
+        devices = max(work.num_train_gpus, work.num_rollout_gpus)
+    else:
+        devices = work.num_train_gpus + work.num_rollout_gpus
+    return devices > cluster.accelerator.scale_up_gpus
 
 
 def _rates(

@@ -1,0 +1,535 @@
+"""Turn a published measurement into ledger calls: which model, device and workload a case describes.
+
+Nothing here is tuned to a case. An adapter reads the configuration as it was published, asks the ledger, and
+gives back pairs of measured and predicted numbers; where an input that matters was not published, it says so.
+What a whole class of cases leaves out is assumed once, in the constants below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollbook.errors import RunError
+from rollbook.ledger.account import Range
+from rollbook.ledger.assumptions import Assumptions
+from rollbook.ledger.decode import decode_step, prefill_s
+from rollbook.ledger.flops import forward_flops, prefill_flops
+from rollbook.ledger.hardware import Accelerator, Cluster, load_accelerator
+from rollbook.ledger.layout import ReplicaLayout, TrainLayout
+from rollbook.ledger.model import ModelSpec, load_model
+from rollbook.ledger.step import Layouts, smallest_rollout_tp, step_account
+from rollbook.ledger.sync import SyncMethod, SyncWork, sync_account
+from rollbook.ledger.train import train_tokens_per_s_per_gpu
+from rollbook.ledger.workload import Mode, Workload
+
+Case = dict[str, Any]
+
+MATH_PROMPT_TOKENS = 150
+"""Prompt of a mathematics data set with its instruction, where only the sum of prompt and response is given."""
+TYPICAL_CONTEXT_TOKENS = 1000
+"""Context of a single-stream decode measurement that does not give one."""
+
+
+class NotCovered(Exception):
+    """The ledger has no business predicting this case; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One measured number beside its prediction."""
+
+    case_id: str
+    family: str
+    category: str
+    metric: str
+    measured: float
+    predicted: Range
+
+    @property
+    def error_frac(self) -> float:
+        """Relative error, signed."""
+        return self.predicted.value / self.measured - 1
+
+    @property
+    def is_in_range(self) -> bool:
+        return self.predicted.low <= self.measured <= self.predicted.high
+
+
+def compare(case: Case, assumptions: Assumptions) -> list[Comparison]:
+    """Every number of the case that the ledger predicts.
+
+    Raises:
+        NotCovered: with the reason.
+    """
+    adapter = ADAPTERS.get(case["category"])
+    if adapter is None:
+        raise NotCovered(f"no model for category {case['category']}")
+    try:
+        found = [
+            Comparison(case["id"], case["family"], case["category"], metric, measured, predicted)
+            for metric, measured, predicted in adapter(case, assumptions)
+            if measured
+        ]
+    except RunError as error:
+        raise NotCovered(error.what) from error
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise NotCovered(f"the case is not described in a form the adapter reads ({error!r})") from error
+    if not found:
+        raise NotCovered("it measures nothing that the ledger predicts")
+    return found
+
+
+def middle(value: Any) -> float:
+    """A number from a number, a range, or a summary that gives median or mean."""
+    if isinstance(value, dict):
+        for key in ("median", "mean", "p50", "avg"):
+            if key in value:
+                return float(value[key])
+        raise ValueError(f"no single number in {value}")
+    if isinstance(value, list):
+        return sum(float(v) for v in value) / len(value)
+    return float(value)
+
+
+def numbers(text: Any) -> list[int]:
+    """Whole numbers of a text such as "[2,1]" or "16 train + 16 gen"."""
+    return [int(n) for n in re.findall(r"\d+", str(text))]
+
+
+_DEVICES = (
+    "GB300", "GB200", "B300", "B200", "GH200", "H200", "H100 PCIe", "H100", "H800", "H20-141GB", "H20", "A100-40GB",
+    "A100 PCIe", "A100", "A800", "MI355X", "MI325X", "MI300X", "L40S", "L40", "L20", "A10G", "A10", "A40",
+    "RTX 4090", "4090", "A6000", "910B", "910C",
+)  # fmt: skip
+
+
+def accelerator_of(text: str) -> Accelerator:
+    """The device that a free text such as "4x8 H100, CX-7 400 Gbps IB" names."""
+    flat = re.sub(r"[^a-z0-9]", "", text.lower())
+    for name in _DEVICES:
+        if re.sub(r"[^a-z0-9]", "", name.lower()) in flat:
+            return load_accelerator(name.replace("A100 PCIe", "A100-PCIe"))
+    raise NotCovered(f"the device {text!r} is not in the table")
+
+
+_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "bfloat16",
+    "mxfp8": "float8",
+    "fp8": "float8",
+    "nvfp4": "float4",
+    "mxfp4": "float4",
+}
+
+
+def dtype_of(text: Any, default: str = "bfloat16") -> str:
+    """Our name of a published precision; the first one found in the text."""
+    found = re.search(r"mxfp8|fp8|nvfp4|mxfp4|bf16|fp16|int4|awq|gptq|int8", str(text).lower())
+    if found is None:
+        return default
+    if found[0] not in _DTYPES:
+        raise NotCovered(f"weights in {found[0]} are not modelled")
+    return _DTYPES[found[0]]
+
+
+def _within(value: float, error_frac: float) -> Range:
+    return Range.within(value, error_frac)
+
+
+# Decode ------------------------------------------------------------------------------------------------------
+
+DECODE_ERROR_FRAC = 0.25
+
+
+def decode_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
+    """Serving: speed of one stream or of many, steps per token, tokens per second and node."""
+    config, measured = case["config"], case["measured"]
+    model = load_model(config["model"])
+    accelerator = accelerator_of(config["gpu"])
+    if "kv_length" in config:
+        yield from _expert_parallel_decode(config, measured, model, accelerator, assumptions)
+        return
+    weights = dtype_of(config.get("precision", config["model"]))
+    engine = "sglang" if "sglang" in str(config.get("engine", "")).lower() else "vllm"
+    cluster = Cluster(accelerator=accelerator, num_gpus=int(config.get("gpus", config.get("tp", 1))))
+    replica = ReplicaLayout(
+        tp_size=int(config.get("tp", config.get("gpus", 1))), weight_dtype=weights, engine=engine
+    )
+    for kv_dtype, part in _by_kv_dtype(measured):
+        serving = _Serving(model, cluster, assumptions, replace(replica, kv_dtype=kv_dtype), config)
+        prefix = "" if part is measured else f"{kv_dtype} KV "
+        for metric, value, predicted in serving.compare(part):
+            yield prefix + metric, value, _within(predicted, DECODE_ERROR_FRAC)
+
+
+def _by_kv_dtype(measured: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    parts = [(dtype_of(key), value) for key, value in measured.items() if key.endswith("_kv")]
+    return parts or [("bfloat16", measured)]
+
+
+def _expert_parallel_decode(
+    config: dict[str, Any],
+    measured: dict[str, Any],
+    model: ModelSpec,
+    accelerator: Accelerator,
+    assumptions: Assumptions,
+) -> Iterator[tuple[str, float, Range]]:
+    """Large expert-parallel groups: attention repeated on every GPU, experts spread over all, float8 weights."""
+    ep_size = int(config.get("ep_decode", 128))
+    cluster = Cluster(accelerator=accelerator, num_gpus=ep_size)
+    step = decode_step(
+        model,
+        cluster,
+        assumptions.decode,
+        ReplicaLayout(tp_size=1, ep_size=ep_size, weight_dtype=dtype_of(config.get("precision", "fp8"))),
+        num_rows=float(config["batch_per_gpu"] * ep_size),
+        context_tokens=float(config["kv_length"]),
+    )
+    per_gpu = float(config["batch_per_gpu"]) / float(step.seconds)
+    per_node = per_gpu * cluster.gpus_per_node
+    for key, predicted in (
+        ("decode_tokens_per_s_per_node", per_node),
+        ("decode_tokens_per_s_per_gpu", per_gpu),
+    ):
+        if key in measured:
+            yield key, middle(measured[key]), _within(predicted, 1.5 * DECODE_ERROR_FRAC)
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    model: ModelSpec
+    cluster: Cluster
+    assumptions: Assumptions
+    replica: ReplicaLayout
+    config: dict[str, Any]
+
+    @property
+    def num_streams(self) -> int:
+        return int(self.config.get("batch_size", self.config.get("concurrency", 1)))
+
+    def step_s(self, context: float) -> float:
+        step = decode_step(
+            self.model,
+            self.cluster,
+            self.assumptions.decode,
+            self.replica,
+            num_rows=float(self.num_streams),
+            context_tokens=context,
+        )
+        return float(step.seconds)
+
+    def prefill_s(self, prompt_tokens: float) -> float:
+        flops = prefill_flops(self.model, prompt_tokens)
+        return float(prefill_s(self.model, self.cluster, self.assumptions.decode, self.replica, flops=flops))
+
+    def compare(self, measured: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
+        config, streams = self.config, self.num_streams
+        prompt = config.get("input_length")
+        output = config.get("output_length")
+        known = prompt is not None and output is not None
+        context = prompt + output / 2 if known else TYPICAL_CONTEXT_TOKENS
+        if known:
+            waves = -(-int(config.get("requests", streams)) // streams)
+            requests = int(config.get("requests", streams))
+            seconds = waves * output * self.step_s(context) + requests * self.prefill_s(prompt)
+            if "speed_tokens_per_s" in measured:
+                counts_prompt = "prompt" in str(measured.get("speed_definition", ""))
+                tokens = requests * (output + (prompt if counts_prompt else 0))
+                yield "speed_tokens_per_s", middle(measured["speed_tokens_per_s"]), tokens / seconds
+            if "output_tokens_per_s" in measured:
+                yield (
+                    "output_tokens_per_s",
+                    middle(measured["output_tokens_per_s"]),
+                    requests * output / seconds,
+                )
+        for key in ("tpot_ms", "ms_per_output_token"):
+            if key in measured:
+                yield key, middle(measured[key]), 1e3 * self.step_s(context)
+        if "itl_ms" in measured and streams == 1:
+            yield "itl_ms", middle(measured["itl_ms"]), 1e3 * self.step_s(context)
+        if "tpot_ms_by_isl_osl" in measured:
+            for lengths, value in measured["tpot_ms_by_isl_osl"].items():
+                isl, osl = numbers(lengths)
+                yield f"tpot_ms at {lengths}", middle(value), 1e3 * self.step_s(isl + osl / 2)
+        fit = measured.get("conc1_fit", measured if "a_ms" in measured else {})
+        if fit:
+            single = replace(self, config={**config, "concurrency": 1, "batch_size": 1})
+            near, far = single.step_s(1000.0), single.step_s(33000.0)
+            slope = (far - near) / 32000.0
+            yield "itl at no context", middle(fit["a_ms"]), 1e3 * (near - 1000 * slope)
+            yield "itl per context token", middle(fit["b_ms_per_token"]), 1e3 * slope
+
+
+# Training throughput -----------------------------------------------------------------------------------------
+
+TRAIN_ERROR_FRAC = 0.35
+
+
+def train_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
+    """Tokens per second of a trainer at a fixed sequence length."""
+    config, measured = case["config"], case["measured"]
+    model = load_model(config["model"])
+    accelerator = accelerator_of(config.get("gpu", config.get("system", "")))
+    sequence = float(config["sequence_length"])
+    cluster = Cluster(accelerator=accelerator, num_gpus=int(config["gpus"]))
+    if "fsdp2 trainer" in str(config.get("framework", "")).lower():
+        rate = _fsdp_rate(config, model, cluster, assumptions, sequence)
+    elif "gbs" in config or "megatron" in str(config.get("framework", "")).lower():
+        rate = _pretraining_rate(config, model, cluster, assumptions, sequence)
+    else:
+        raise NotCovered("neither a torch FSDP trainer nor a Megatron recipe")
+    predicted = {
+        "tokens_per_s_per_gpu": rate,
+        "tokens_per_s_total": rate * cluster.num_gpus,
+        "model_tflops_per_gpu": rate * 3 * forward_flops(model, sequence) / sequence / 1e12,
+    }
+    for key, value in predicted.items():
+        if key in measured:
+            yield key, middle(measured[key]), _within(value, TRAIN_ERROR_FRAC)
+            return
+    raise NotCovered("no throughput was published")
+
+
+def _degree(value: Any) -> int:
+    return int(value) if str(value).isdigit() else 1
+
+
+def _pretraining_rate(
+    config: dict[str, Any], model: ModelSpec, cluster: Cluster, assumptions: Assumptions, sequence: float
+) -> float:
+    degrees = [_degree(config.get(key, 1)) for key in ("tp", "pp", "cp")]
+    model_parallel = degrees[0] * degrees[1] * degrees[2]
+    micro_batches = (
+        int(config["gbs"]) // int(config.get("mbs", 1)) // max(cluster.num_gpus // model_parallel, 1)
+    )
+    layout = TrainLayout(
+        tp_size=degrees[0],
+        pp_size=degrees[1],
+        cp_size=degrees[2],
+        ep_size=_degree(config.get("ep", 1)),
+        dtype=dtype_of(config.get("precision", "bf16")),
+        recompute="selective",
+        micro_batches_per_step=micro_batches,
+        virtual_stages=_degree(config.get("vp", 1)),
+    )
+    stack = assumptions.stacks["megatron_tuned"]
+    return train_tokens_per_s_per_gpu(model, cluster, stack, layout, sequence_tokens=sequence)
+
+
+def _fsdp_rate(
+    config: dict[str, Any], model: ModelSpec, cluster: Cluster, assumptions: Assumptions, sequence: float
+) -> float:
+    """One micro batch of one sequence a GPU, and in RL with full weights the publication to a shared disk."""
+    kind = str(config.get("kind", ""))
+    if model.num_experts and cluster.accelerator.name.startswith(("B2", "B3", "GB")):
+        raise NotCovered("experts under torch FSDP on Blackwell: no grouped kernel in the published runs")
+    stack = assumptions.stacks["fsdp" if "RL" in kind else "fsdp_plain"]
+    if "FA2" in str(config.get("attention", "")) and cluster.accelerator.name.startswith("H"):
+        stack = replace(stack, attention_frac={"default": assumptions.flash2_attention_frac})
+    recompute = "none" if str(config.get("activation", "")).lower() == "none" else "full"
+    layout = TrainLayout(recompute=recompute, lora="LoRA" in kind, cp_size=int(config.get("cp", 1)))
+    rate = train_tokens_per_s_per_gpu(model, cluster, stack, layout, sequence_tokens=sequence)
+    seconds = sequence / layout.cp_size / rate
+    if kind == "RL Full":
+        seconds += 2 * model.params / assumptions.sync.disk_bytes_per_s
+    return sequence / layout.cp_size / seconds
+
+
+# Weight publication ------------------------------------------------------------------------------------------
+
+_SYNC_METRICS: tuple[tuple[str, SyncMethod], ...] = (
+    ("nccl_full_broadcast_s", "broadcast"),
+    ("delta_sharded_s", "delta"),
+    ("update_broadcast_s", "sharded"),
+    ("update_p2p_s", "sharded"),
+    ("async_nixl_s", "sharded"),
+    ("async_nccl_s", "sharded"),
+    ("sync_nixl_s", "sharded"),
+    ("sync_nccl_s", "sharded"),
+)
+
+
+def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
+    """Seconds of one publication, by method."""
+    config, measured = case["config"], case["measured"]
+    model = load_model(config["model"])
+    device = " ".join(str(config.get(key, "")) for key in ("gpu", "hardware", "device", "nodes"))
+    if "910" in device or "ascend" in device.lower():
+        raise NotCovered("Ascend links and rates are not in the table")
+    try:
+        accelerator = accelerator_of(device)
+    except NotCovered:
+        accelerator = load_accelerator("H100")  # the rates below depend little on the device
+    work = _sync_work(config, model, accelerator, assumptions, device)
+    cluster = Cluster(accelerator=accelerator, num_gpus=work.num_train_gpus + work.num_rollout_gpus)
+    nic_unknown = any("differs between rows" in str(text) for text in case.get("missing") or ())
+    for key, method in _SYNC_METRICS:
+        if key not in measured:
+            continue
+        if method == "broadcast" and nic_unknown and cluster.num_nodes > 1:
+            continue
+        account = sync_account(model, cluster, assumptions.sync, replace(work, method=method))
+        yield key, middle(measured[key]), _within(account.seconds, account.error_frac)
+    if "time_s" in measured and "receive only" in str(config.get("note", "")):
+        account = sync_account(model, cluster, assumptions.sync, replace(work, method="broadcast"))
+        seconds = account.total_bytes / assumptions.sync.receive_only_bytes_per_s
+        yield "time_s", middle(measured["time_s"]), _within(seconds, account.error_frac)
+
+
+def _sync_work(
+    config: dict[str, Any], model: ModelSpec, accelerator: Accelerator, assumptions: Assumptions, device: str
+) -> SyncWork:
+    per_node = 8
+    placement = " ".join(str(config.get(key, "")) for key in ("placement", "nodes", "device", "hardware"))
+    sides = re.search(r"(\d+)\s*\+\s*(\d+)\s*node", placement)
+    named = re.search(r"(\d+)\s*policy.*?\+\s*(\d+)\s*rollout", placement)
+    devices = re.search(r"(\d+)\s*x\s*(?:H|A|B|G|M)", device)
+    if sides or named:
+        train, rollout = (per_node * int(n) for n in (sides or named).groups())  # type: ignore[union-attr]
+    elif devices:
+        train = rollout = int(devices[1])
+    else:
+        train = rollout = per_node // 2
+    # "generation TP16", "vLLM TP32" or a lone "TP8" of the engine; a trainer's TP stands before its PP or EP.
+    engine_tp = re.search(r"(?:generation|vLLM|SGLang|rollout)[^+]*?TP\s*(\d+)", placement) or re.search(
+        r"(?:H\d+|A\d+)\s+TP(\d+)", device
+    )
+    cluster = Cluster(accelerator=accelerator, num_gpus=train + rollout)
+    weights = dtype_of(str(config.get("rollout_precision", config["model"])))
+    framework = str(config.get("framework", ""))
+    offloads = "verl separate_async" in framework and "offload off" not in placement
+    return SyncWork(
+        method="broadcast",
+        num_train_gpus=train,
+        num_rollout_gpus=rollout,
+        replica_gpus=int(engine_tp[1])
+        if engine_tp
+        else min(smallest_rollout_tp(model, cluster, assumptions), rollout),
+        weight_dtype=weights,
+        changed_frac=0.0005 if model.params > 100e9 else 0.02,
+        splits_experts=True,
+        shares_devices=not (sides or named),
+        state_is_offloaded=offloads and "veomni" not in placement,
+    )
+
+
+# Whole RL steps ----------------------------------------------------------------------------------------------
+
+
+def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
+    """Seconds of a whole RL step."""
+    config, measured = case["config"], case["measured"]
+    if config.get("max_agent_turns") or "agent" in str(config.get("mode", "")).lower():
+        raise NotCovered("an agent's step without turns, tool seconds and full lengths")
+    model = load_model(config["model"])
+    cluster = Cluster(accelerator=accelerator_of(config["gpu"]), num_gpus=int(config["gpus"]))
+    workload = _workload(config, measured)
+    mode, num_rollout, num_train = _split(config)
+    uses_megatron = "megatron" in str(config.get("train_backend", config.get("engine", ""))).lower()
+    generation_tp = numbers(config.get("generation_TP_PP", config.get("rollout_tp", "0")))[0]
+    replica = ReplicaLayout(
+        tp_size=generation_tp or smallest_rollout_tp(model, cluster, assumptions),
+        weight_dtype=dtype_of(config.get("precision_gen", "bf16")),
+    )
+    layouts = Layouts(
+        replica=replica,
+        train=_train_layout(config, workload, num_train or cluster.num_gpus, uses_megatron=uses_megatron),
+        sync_method="in_process" if mode == "sync" else "sharded",
+        max_staleness_steps=_staleness(config),
+    )
+    account = step_account(
+        model,
+        workload,
+        cluster,
+        replace(assumptions, stack="megatron" if uses_megatron else "fsdp"),
+        mode=mode,
+        num_rollout_gpus=num_rollout,
+        num_train_gpus=num_train,
+        layouts=layouts,
+    )
+    for key in ("total_step_s", "step_s", "train_step_s"):
+        if key in measured:
+            yield key, middle(measured[key]), account.step_s
+            return
+    if "tokens_per_s_per_gpu" in measured:
+        rate = workload.trained_tokens / account.step_s.value / cluster.num_gpus
+        error = account.step_s.high / account.step_s.value - 1
+        yield "tokens_per_s_per_gpu", middle(measured["tokens_per_s_per_gpu"]), _within(rate, error)
+
+
+def _train_layout(
+    config: dict[str, Any], workload: Workload, num_gpus: int, *, uses_megatron: bool
+) -> TrainLayout:
+    """Columns "[TP,CP,EP,PP,VPP]" as printed; a micro batch is one packed row of the longest sequence."""
+    columns = re.findall(r"\d+|n/a", str(config.get("training_parallel", "")))
+    dtype = dtype_of(config.get("precision_train", "bf16"))
+    if not uses_megatron or len(columns) < 5:
+        return TrainLayout(dtype=dtype)
+    tp_size, cp_size, pp_size = int(columns[0]), int(columns[1]), _degree(columns[-2])
+    copies = max(num_gpus // (tp_size * cp_size * pp_size), 1)
+    longest = workload.prompt_tokens + workload.max_response_tokens
+    rows = workload.trained_tokens / workload.num_mini_batches / longest
+    return TrainLayout(
+        tp_size=tp_size,
+        cp_size=cp_size,
+        pp_size=pp_size,
+        ep_size=_degree(columns[2]),
+        dtype=dtype,
+        micro_batches_per_step=max(round(rows / copies), 1),
+        virtual_stages=_degree(columns[-1]),
+    )
+
+
+def _workload(config: dict[str, Any], measured: dict[str, Any]) -> Workload:
+    if "avg_sequence_length" in measured:
+        prompt = MATH_PROMPT_TOKENS
+        response = measured["avg_sequence_length"] - prompt
+        limit = config["max_sequence_length"] - prompt
+    else:
+        response = config.get("mean_response_length", measured.get("response_length_mean"))
+        limit = config.get("max_response_length", config.get("max_sequence_length"))
+        prompt = config.get("mean_prompt_length", MATH_PROMPT_TOKENS)
+        if response is None or limit is None:
+            raise NotCovered("the mean response length was not published")
+    prompts = config.get("prompts_per_step", config.get("train_batch_size_prompts"))
+    group = config.get("generations_per_prompt", config.get("rollout_n"))
+    if prompts is None or group is None:
+        raise NotCovered("the batch size was not published")
+    sequences = prompts * group
+    return Workload(
+        num_prompts=prompts,
+        group_size=group,
+        prompt_tokens=prompt,
+        response_tokens=min(response, limit),
+        max_response_tokens=limit,
+        num_mini_batches=max(1, sequences // int(config.get("train_batch_T_GBS", sequences))),
+    )
+
+
+def _split(config: dict[str, Any]) -> tuple[Mode, int, int]:
+    mode = str(config.get("mode", "colocated sync")).lower()
+    if "async" not in mode and "disaggregated" not in mode:
+        return "sync", 0, 0
+    split = str(config.get("gpu_split", config.get("resource_split", "")))
+    train = re.search(r"(\d+)\s*(?:train|policy)", split)
+    rollout = re.search(r"(\d+)\s*(?:gen|rollout)", split)
+    if train and rollout:
+        return "separate_async", int(rollout[1]), int(train[1])
+    half = int(config["gpus"]) // 2
+    return "separate_async", half, half
+
+
+def _staleness(config: dict[str, Any]) -> int:
+    steps = re.search(r"(\d+)-step off", str(config.get("on_off_policy", "")).lower())
+    return int(steps[1]) if steps else 1
+
+
+ADAPTERS: dict[str, Callable[[Case, Assumptions], Iterator[tuple[str, float, Range]]]] = {
+    "decode": decode_case,
+    "train_mfu": train_case,
+    "weight_sync": sync_case,
+    "rl_step": step_case,
+}

@@ -1,0 +1,195 @@
+"""Fit the numbers of `--assume default` to open measurements, and hold out whole families to see what it is worth.
+
+    python bench/ledger_fit.py decode|train_mfu|weight_sync|rl_step [--rounds 1500] [--leave-one-out]
+
+Prints the fitted numbers (a person rounds them and writes them into ledger/data/default.toml) and, with
+`--leave-one-out`, the errors on each family when it was left out of the fit. Families are near-duplicates, so
+holding out single rows would prove nothing. The objective is the mean over families of the mean absolute log
+error, so a large family weighs no more than a small one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ledger_cases import Case
+from ledger_truth import load_cases, predict_all, quantiles
+from rollbook.ledger.assumptions import Assumptions, load_assumptions
+
+FREE: dict[str, dict[str, tuple[float, float]]] = {
+    "decode": {
+        "decode.hbm_frac.default": (0.5, 0.9),
+        "decode.hbm_frac.H20-96GB": (0.2, 0.9),
+        "decode.hbm_frac.A100-80GB SXM": (0.3, 0.9),
+        "decode.hbm_frac.RTX 4090": (0.3, 0.92),
+        "decode.hbm_frac.MI300X": (0.3, 0.9),
+        "decode.kv_frac.default": (0.4, 0.92),
+        "decode.kv_frac.H20-96GB": (0.3, 0.9),
+        "decode.float8_gain.dense": (0.8, 1.4),
+        "decode.float8_gain.experts": (0.5, 1.4),
+        "decode.prefill_frac.dense": (0.3, 0.75),
+        "decode.prefill_frac.moe": (0.15, 0.7),
+        "decode.prefill_frac.H20-96GB": (0.4, 0.85),
+        "decode.gemm_frac": (0.4, 0.8),
+        "decode.layer_s.default": (5e-6, 60e-6),
+        "decode.layer_s.sglang": (5e-6, 80e-6),
+        "decode.moe_layer_s": (1e-6, 60e-6),
+        "decode.all_reduce_latency_s": (4e-6, 40e-6),
+    },
+    "train_mfu": {
+        "stacks.fsdp.gemm_frac.bfloat16": (0.4, 0.75),
+        "stacks.fsdp.attention_frac.default": (0.4, 0.75),
+        "stacks.fsdp.attention_frac.B200 SXM": (0.08, 0.4),
+        "stacks.fsdp.dense_bytes": (500.0, 6000.0),
+        "stacks.fsdp.moe_bytes": (50.0, 500.0),
+        "stacks.fsdp.least_s_per_width": (1e-12, 2e-9),
+        "stacks.fsdp_plain.dense_bytes": (500.0, 6000.0),
+        "stacks.fsdp_plain.least_s_per_width": (1e-12, 2e-9),
+        "stacks.megatron_tuned.gemm_frac.bfloat16": (0.4, 0.65),
+        "stacks.megatron_tuned.gemm_frac.float8": (0.35, 0.6),
+        "stacks.megatron_tuned.attention_frac.default": (0.4, 0.75),
+        "stacks.megatron_tuned.dense_bytes": (50.0, 1000.0),
+        "stacks.megatron_tuned.moe_bytes": (50.0, 400.0),
+        "stacks.megatron_tuned.rack_scale_factor": (0.3, 1.0),
+        "stacks.megatron_tuned.exposed_frac": (0.1, 1.0),
+        "sync.disk_bytes_per_s": (1e9, 1e10),
+        "flash2_attention_frac": (0.2, 0.6),
+    },
+    "weight_sync": {
+        "sync.base_s": (0.2, 5.0),
+        "sync.near_base_s": (0.05, 1.0),
+        "sync.stream_bytes_per_s": (2e9, 2e10),
+        "sync.receiver_bytes_per_s": (2e9, 3e10),
+        "sync.receiver_cross_bytes_per_s": (1e9, 2e10),
+        "sync.receive_only_bytes_per_s": (2e9, 2e10),
+        "sync.per_tensor_s": (1e-5, 5e-3),
+        "sync.per_tensor_growth": (0.2, 1.0),
+        "sync.offloaded_bytes_per_s": (5e8, 2e10),
+        "sync.delta_base_s": (0.1, 4.0),
+        "sync.delta_scan_bytes_per_s": (5e8, 2e10),
+        "sync.delta_apply_bytes_per_s": (5e8, 5e10),
+    },
+    "rl_step": {
+        "step_base_s": (0.0, 30.0),
+        "engine_memory_frac": (0.4, 0.8),
+        "stacks.megatron.gemm_frac.bfloat16": (0.35, 0.65),
+        "stacks.megatron.gemm_frac.float8": (0.25, 0.6),
+        "stacks.megatron.dense_bytes": (100.0, 2000.0),
+        "stacks.megatron.moe_bytes": (50.0, 400.0),
+        "stacks.megatron.moe_least_s": (1e-12, 2e-10),
+        "stacks.megatron.generation_factor.GB200 (per GPU)": (0.4, 1.0),
+        "stacks.megatron.forward_share": (0.2, 0.5),
+        "switch.copy_bytes_per_s": (1e9, 5e10),
+        "switch.wake_s": (0.5, 20.0),
+    },
+}
+"""Numbers that each category may move, with bounds that physics or common sense gives."""
+
+
+def value_at(assumptions: Assumptions, path: str) -> float:
+    """The number under a dotted path."""
+    part: Any = assumptions
+    for name in _split(path):
+        part = part[name] if isinstance(part, Mapping) else getattr(part, name)
+    return float(part)
+
+
+def with_value(part: Any, path: str, value: float) -> Any:
+    """A copy with one number changed."""
+    name, *rest = _split(path)
+    old = part[name] if isinstance(part, Mapping) else getattr(part, name)
+    new = with_value(old, ".".join(rest), value) if rest else value
+    return {**part, name: new} if isinstance(part, Mapping) else replace(part, **{name: new})
+
+
+def _split(path: str) -> list[str]:
+    return path.split(".", 3) if path.startswith("stacks.") else path.split(".", 2)
+
+
+def objective(cases: list[Case], assumptions: Assumptions) -> float:
+    """Mean over families of the mean absolute log error; each case counts once."""
+    found, _ = predict_all(cases, assumptions)
+    by_case: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for item in found:
+        by_case[item.family, item.case_id].append(abs(math.log(item.predicted.value / item.measured)))
+    by_family: dict[str, list[float]] = defaultdict(list)
+    for (family, _), errors in by_case.items():
+        by_family[family].append(min(sum(errors) / len(errors), 0.7))
+    means = [sum(errors) / len(errors) for errors in by_family.values()]
+    return sum(means) / len(means)
+
+
+def fit(cases: list[Case], start: Assumptions, category: str, rounds: int, seed: int = 0) -> Assumptions:
+    """Random search that moves one to three numbers at a time by about a tenth."""
+    free = FREE[category]
+    rng = random.Random(seed)
+    best, best_score = start, objective(cases, start)
+    for _ in range(rounds):
+        trial = best
+        for path in rng.sample(sorted(free), rng.choice((1, 1, 2, 3))):
+            low, high = free[path]
+            moved = value_at(trial, path) * math.exp(rng.gauss(0, 0.12))
+            trial = with_value(trial, path, min(max(moved, low), high))
+        # A small pull back to the start keeps numbers that the cases say nothing about.
+        pull = sum(
+            abs(math.log(value_at(trial, p) / value_at(start, p))) for p in free if value_at(start, p) > 0
+        )
+        score = objective(cases, trial) + 0.002 * pull
+        if score < best_score:
+            best, best_score = trial, score
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("category", choices=sorted(FREE))
+    parser.add_argument("--path", type=Path, default=Path(__file__).parent / "data/measurements.yaml")
+    parser.add_argument("--rounds", type=int, default=1500)
+    parser.add_argument("--leave-one-out", action="store_true")
+    args = parser.parse_args()
+    cases = load_cases(args.path, [args.category], "A")
+    start = load_assumptions("default")
+    assert is_dataclass(start)
+    fitted = fit(cases, start, args.category, args.rounds)
+    print(f"objective {objective(cases, start):.4f} before, {objective(cases, fitted):.4f} after")
+    for path in sorted(FREE[args.category]):
+        print(f"  {path} = {value_at(fitted, path):.3g}   (was {value_at(start, path):.3g})")
+    found, _ = predict_all(cases, fitted)
+    print(
+        "all families in the fit: median {:.1%}, p90 {:.1%}".format(*quantiles([i.error_frac for i in found]))
+    )
+    if args.leave_one_out:
+        leave_one_out(cases, start, args.category, args.rounds)
+
+
+def leave_one_out(cases: list[Case], start: Assumptions, category: str, rounds: int) -> None:
+    """Refit without each family and print the errors on it."""
+    held: list[float] = []
+    for family in sorted({case["family"] for case in cases}):
+        others = [case for case in cases if case["family"] != family]
+        mine = [case for case in cases if case["family"] == family]
+        if not others:
+            print(f"  {family}: the only family, nothing to fit on")
+            continue
+        found, _ = predict_all(mine, fit(others, start, category, rounds))
+        errors = [item.error_frac for item in found]
+        if errors:
+            held += errors
+            median, high = quantiles(errors)
+            print(f"  without {family}: {len(errors)} numbers, median {median:.1%}, p90 {high:.1%}")
+    if held:
+        print("families left out of the fit: median {:.1%}, p90 {:.1%}".format(*quantiles(held)))
+
+
+if __name__ == "__main__":
+    main()
