@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
-from rollbook.errors import PlanError
+from rollbook.errors import PlanError, nearest_name
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.workload import Workload
 
+Choice = TypeVar("Choice", bound=str)
 RolloutDtype = Literal["bfloat16", "float8", "auto"]
 Offload = Literal["none", "optimizer", "auto"]
 
@@ -90,3 +91,22 @@ class PlanRequest:
                     f"a split of {rollout}:{train} on {gpus} GPUs",
                     f"give both sides at least one GPU and at most {gpus} together",
                 )
+
+
+def choice_of(name: str, value: str, *allowed: Choice) -> Choice:
+    """`value` as one of the allowed words; an error names the nearest one."""
+    for word in allowed:
+        if word == value:
+            return word
+    raise PlanError(f"{name} is {value!r}", nearest_name(value, allowed))
+
+
+def split_of(text: str) -> tuple[int, int]:
+    """
+    >>> split_of("40:24")
+    (40, 24)
+    """
+    rollout, _, train = text.partition(":")
+    if not (rollout.strip().isdigit() and train.strip().isdigit()):
+        raise PlanError(f"split is {text!r}", "write rollout and train GPUs with a colon, such as 40:24")
+    return int(rollout), int(train)

@@ -1,0 +1,224 @@
+"""The plan as a person reads it in a terminal of 80 columns: the answer first, then the reasons."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rollbook.ledger.account import StepAccount
+from rollbook.planner.plan import Plan, Size
+from rollbook.planner.search import Candidate
+from rollbook.planner.sensitivity import Shift
+from rollbook.planner.waterfall import Loss
+from rollbook.planner.words import (
+    MODE_TITLES,
+    capitalized,
+    count,
+    percent,
+    seconds,
+    split,
+)
+
+_BAR_WIDTH = 24
+
+
+def show_plan(plan: Plan, console: Console, *, num_topologies: int = 6) -> None:
+    """Print the whole plan."""
+    r = plan.request
+    work, cluster = r.workload, r.cluster
+    console.print(
+        Text.assemble(
+            (f"{r.model.name} on {cluster.num_gpus} {cluster.accelerator.name}", "bold"),
+            f", {cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}; a step is {work.num_prompts} prompts x "
+            f"{work.group_size}, {work.prompt_tokens:g} + {work.response_tokens:g} tokens on average, responses up to "
+            f"{work.max_response_tokens}; {work.algorithm}, assumptions `{r.assumptions.name}`",
+        )
+    )
+    for note in plan.warnings:
+        console.print(Text(f"assumed: {note}", style="yellow"))
+    _section(console, "Recommendation", _recommendation(plan))
+    _section(
+        console, "One step, colocated and synchronous", _step_table(plan.base.account, plan.base_waterfall)
+    )
+    _section(console, "Topologies, best first", _topology_table(plan, num_topologies))
+    for reasoned in plan.derivation:
+        _section(console, f"{reasoned.step}  {reasoned.title}", Text(reasoned.because))
+    shown = plan.chosen or plan.base
+    losses = plan.chosen_waterfall or plan.base_waterfall
+    title = f"Where the peak goes: {MODE_TITLES[shown.mode]}, {split(*shown.split, shown.mode)}"
+    _section(console, title, _waterfall_bars(losses, shown.account.mfu_frac))
+    if plan.sizes:
+        _section(console, "Other cluster sizes", _sizes_table(plan.sizes, cluster.num_gpus))
+    if plan.shifts:
+        _section(console, "What if", _shifts_table(plan.shifts))
+
+
+def _section(console: Console, title: str, body: RenderableType) -> None:
+    console.print()
+    console.print(Text(title, style="bold"))
+    console.print(Padding(body, (0, 0, 0, 2)))
+
+
+def _recommendation(plan: Plan) -> RenderableType:
+    chosen = plan.chosen
+    if chosen is None:
+        lines = [Text(f"Nothing fits: {plan.choice_because.removeprefix('no topology fits: ')}", style="red")]
+        lines += [Text(f"- {change}") for change in plan.smallest_changes]
+        if not plan.smallest_changes:
+            lines.append(Text("No single change was found that would make it fit."))
+        else:
+            lines.insert(1, Text("Any one of these would make it fit, the smallest first:"))
+        return Group(*lines)
+    account = chosen.account
+    low, high = account.step_s.low, account.step_s.high
+    span = f" ({seconds(low)} to {seconds(high)})" if high > low * 1.001 else ""
+    head = Text.assemble(
+        (capitalized(MODE_TITLES[chosen.mode]), "bold green"),
+        f", {split(*chosen.split, chosen.mode)} GPUs: a step takes ",
+        (seconds(chosen.step_s), "bold"),
+        f"{span}, whole-step MFU {percent(account.mfu_frac)}.",
+    )
+    return Group(head, Text(f"{capitalized(plan.choice_because)}."))
+
+
+def _step_table(account: StepAccount, losses: tuple[Loss, ...]) -> Table:
+    s, f = account.seconds, account.flops
+    peak_per_s = f.total / (account.mfu_frac * s.total)  # of all GPUs
+    rows: list[tuple[str, float, float]] = [
+        ("decode, slots full", s.generate_throughput, f.generate),
+        ("decode, tail", s.generate_tail, 0.0),
+        ("prefill", s.prefill, f.prefill),
+        ("forward passes", s.forward, f.reference + f.proximal + f.reward_model),
+        ("training", s.train, f.train + f.critic),
+        ("hand-over", s.switch, 0.0),
+        ("weight sync", s.sync, 0.0),
+        ("environments", s.env, 0.0),
+    ]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("stage")
+    for name in ("seconds", "share", "FLOPs", "of peak"):
+        table.add_column(name, justify="right")
+    for name, value_s, flops in rows:
+        if value_s <= 0:
+            continue
+        of_peak = percent(flops / (value_s * peak_per_s)) if flops else ""
+        table.add_row(
+            name, seconds(value_s), percent(value_s / s.total), count(flops) if flops else "", of_peak
+        )
+    table.add_row("step", seconds(s.total), "", count(f.total), percent(account.mfu_frac), style="bold")
+    return table
+
+
+def _topology_table(plan: Plan, num_topologies: int) -> RenderableType:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("mode")
+    for name in ("GPUs", "step", "MFU", "idle r/t", "replica"):
+        table.add_column(name, justify="right", no_wrap=True)
+    fitting = [c for c in plan.candidates if c.fits]
+    refused = [c for c in plan.candidates if not c.fits and c.split[0] >= c.rollout_layout.num_gpus]
+    shown = _with_every_mode(fitting, num_topologies)
+    for candidate in shown:
+        style = "bold green" if candidate is plan.chosen else None
+        table.add_row(*_cells(candidate), style=style)
+    notes: list[RenderableType] = [table]
+    if len(fitting) > len(shown):
+        notes.append(Text(f"and {len(fitting) - len(shown)} more that fit", style="dim"))
+    for candidate in refused[:3]:
+        notes.append(
+            Text(
+                f"refused: {MODE_TITLES[candidate.mode]} {split(*candidate.split, candidate.mode)}, "
+                f"{seconds(candidate.step_s)}: {candidate.why_not[0]}",
+                style="yellow",
+            )
+        )
+    return Group(*notes)
+
+
+def _with_every_mode(fitting: list[Candidate], most: int) -> list[Candidate]:
+    """The fastest few, with at least the best of each mode."""
+    shown = fitting[:most]
+    for mode in MODE_TITLES:
+        if not any(c.mode == mode for c in shown):
+            shown += [c for c in fitting if c.mode == mode][:1]
+    return shown
+
+
+def _cells(candidate: Candidate) -> list[str]:
+    idle, layout = candidate.account.idle_frac, candidate.rollout_layout
+    replica = f"TP {layout.tp_size}" + (f" EP {layout.ep_size}" if layout.ep_size > 1 else "")
+    if layout.weight_dtype != "bfloat16":
+        replica += f" {layout.weight_dtype}"
+    return [
+        MODE_TITLES[candidate.mode],
+        split(*candidate.split, candidate.mode),
+        seconds(candidate.step_s),
+        percent(candidate.account.mfu_frac),
+        f"{100 * idle['rollout']:.0f}/{100 * idle['train']:.0f} %",
+        replica,
+    ]
+
+
+def _waterfall_bars(losses: tuple[Loss, ...], mfu_frac: float) -> RenderableType:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True, width=_BAR_WIDTH)
+    table.add_column(style="dim")
+    left = 1.0
+    for loss in losses:
+        if loss.frac < 0.0005:
+            continue
+        before = round(_BAR_WIDTH * (left - loss.frac))
+        width = max(round(_BAR_WIDTH * left) - before, 1)
+        bar = Text("·" * before) + Text("█" * width, style="red")
+        table.add_row(loss.loss, percent(loss.frac), bar, loss.why)
+        left -= loss.frac
+    useful = max(round(_BAR_WIDTH * mfu_frac), 1)
+    table.add_row("useful", percent(mfu_frac), Text("█" * useful, style="green"), "the whole-step MFU")
+    return table
+
+
+def _sizes_table(sizes: tuple[Size, ...], num_gpus: int) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("GPUs", justify="right")
+    table.add_column("best topology")
+    table.add_column("split", justify="right")
+    table.add_column("step", justify="right")
+    table.add_column("GPU hours a step", justify="right")
+    for size in sizes:
+        style = "bold" if size.num_gpus == num_gpus else None
+        best = size.best
+        if best is None:
+            table.add_row(str(size.num_gpus), "does not fit", "", "", "", style="dim")
+            continue
+        table.add_row(
+            str(size.num_gpus),
+            MODE_TITLES[best.mode],
+            split(*best.split, best.mode),
+            seconds(best.step_s),
+            f"{best.step_s * size.num_gpus / 3600:.1f}",
+            style=style,
+        )
+    return table
+
+
+def _shifts_table(shifts: tuple[Shift, ...]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("if")
+    table.add_column("this step", justify="right")
+    table.add_column("change", justify="right")
+    table.add_column("then recommended")
+    for shift in shifts:
+        best = "the same"
+        if shift.best is None:
+            best = "nothing fits"
+        elif shift.moves:
+            best = f"{MODE_TITLES[shift.best.mode]} {split(*shift.best.split, shift.best.mode)}"
+            best += f", {seconds(shift.best.step_s)}"
+        step = seconds(shift.step_s) if shift.step_s is not None else "does not fit"
+        change = f"{100 * shift.change_frac:+.0f} %" if shift.change_frac is not None else ""
+        table.add_row(shift.change, step, change, best)
+    return table
