@@ -1,0 +1,218 @@
+"""Buckets: the trainer's stream of tensors, packed into buffers of one size or passed on by reference.
+
+    export ──► pack ──► slot 0: bucket 0, 2, 4 ...      while slot 0 travels, slot 1 is filled
+                        slot 1: bucket 1, 3, 5 ...
+
+A tensor goes whole into one bucket; one that is larger than a bucket is cut into parts that fill buckets of
+their own. The digest of every tensor is started on the exported tensor itself, not on the packed copy: a
+mistake in the packing is a mismatch, not a consistent lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from rollbook.errors import SyncError
+from rollbook.sync.digest import PendingDigests, flat_bytes, launch
+from rollbook.weights import Bucket, BucketEntry, Digests, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollbook.sync.delta import AcknowledgedWeights
+
+ALIGN_BYTES = 256
+"""Entries start on this boundary, so that a part can be viewed in its dtype where it lies."""
+SMALL_BYTES = 1 << 20
+"""Digests of smaller tensors wait for the end of the bucket and share one launch."""
+
+Buffers = Callable[[int, int, torch.device], "Tensor"]
+"""(slot index, bytes, device of the exported tensors) -> [bytes] uint8 buffer; the same one for the same slot."""
+
+
+class SlotBuffers:
+    """Plain buffers on the device of the exported tensors, one per slot, allocated once."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[int, torch.device], Tensor] = {}
+
+    def __call__(self, slot_idx: int, num_bytes: int, device: torch.device) -> Tensor:
+        held = self._slots.get((slot_idx, device))
+        if held is None or held.numel() < num_bytes:
+            held = self._slots[slot_idx, device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return held[:num_bytes]
+
+
+@dataclass(slots=True)
+class DigestLedger:
+    """The digests of what was exported, tensor by tensor, read from the device at the end."""
+
+    _names: list[str]
+    _pending: list[tuple[tuple[str, ...], PendingDigests]]
+    _small: list[tuple[str, Tensor]]
+
+    @classmethod
+    def empty(cls) -> DigestLedger:
+        return cls([], [], [])
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._names.append(name)
+        if tensor.numel() * tensor.element_size() > SMALL_BYTES:
+            self._pending.append(((name,), launch([tensor])))
+        else:
+            self._small.append((name, tensor))
+
+    def flush(self) -> None:
+        """Launch what was held back; the exported tensors are free afterwards."""
+        by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+        for name, tensor in self._small:
+            by_device.setdefault(tensor.device, []).append((name, tensor))
+        for held in by_device.values():
+            self._pending.append((tuple(name for name, _ in held), launch([tensor for _, tensor in held])))
+        self._small.clear()
+
+    def results(self) -> dict[str, str]:
+        self.flush()
+        return {
+            name: digest
+            for names, pending in self._pending
+            for name, digest in zip(names, pending.results(), strict=True)
+        }
+
+
+@dataclass(slots=True)
+class Packer:
+    """One pass over the export; `buckets()` yields each bucket when it is whole and safe to read."""
+
+    specs: dict[str, TensorSpec]
+    stream: Iterator[tuple[str, Tensor]]
+    weight_version: int
+    bucket_bytes: int
+    buffers: Buffers | None
+    """None: tensors travel by reference and nothing is copied."""
+    acknowledged: AcknowledgedWeights | None = None
+    """What deltas are taken against; None: every tensor travels whole."""
+    ledger: DigestLedger | None = None
+    sent_bytes: int = 0
+
+    def buckets(self) -> Iterator[Bucket]:
+        self.ledger = self.ledger or DigestLedger.empty()
+        yield from self._shared_buckets() if self.buffers is None else self._data_buckets(self.buffers)
+        self.ledger.flush()
+
+    def digests(self) -> Digests:
+        """Digests of everything that was exported; after the last bucket."""
+        assert self.ledger is not None
+        return self.ledger.results()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The export, checked against what was announced."""
+        assert self.ledger is not None
+        missing = dict(self.specs)
+        for name, tensor in self.stream:
+            spec = missing.pop(name, None)
+            if spec is None:
+                fault = "twice" if name in self.specs else "without announcing it in weight_specs()"
+                raise SyncError(f"the trainer exported {name} {fault}", "the export is at fault: mend it")
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if (tuple(tensor.shape), dtype) != (spec.shape, spec.dtype):
+                raise SyncError(
+                    f"the trainer exported {name} as {dtype}{list(tensor.shape)} and announced "
+                    f"{spec.dtype}{list(spec.shape)}",
+                    "the export is at fault: weight_specs() and export_weights() must agree",
+                )
+            tensor = tensor.detach()
+            self.ledger.add(name, tensor)
+            yield name, tensor
+        if missing:
+            raise SyncError(
+                f"the trainer's export ended without {len(missing)} tensors: {', '.join(list(missing)[:8])}",
+                "the export is at fault: every tensor of weight_specs() must come once",
+            )
+
+    def _shared_buckets(self) -> Iterator[Bucket]:
+        assert self.ledger is not None
+        bucket_idx, held, held_bytes = 0, dict[str, "Tensor"](), 0
+        for name, tensor in self._tensors():
+            num_bytes = self.specs[name].num_bytes
+            if held and held_bytes + num_bytes > self.bucket_bytes:
+                self.ledger.flush()
+                yield self._shared(bucket_idx, held)
+                bucket_idx, held, held_bytes = bucket_idx + 1, {}, 0
+            held[name] = tensor
+            held_bytes += num_bytes
+        yield self._shared(bucket_idx, held)
+
+    def _shared(self, bucket_idx: int, tensors: dict[str, Tensor]) -> Bucket:
+        entries = tuple(
+            BucketEntry(name=name, offset_bytes=0, num_bytes=self.specs[name].num_bytes) for name in tensors
+        )
+        return Bucket(
+            weight_version=self.weight_version,
+            bucket_idx=bucket_idx,
+            entries=entries,
+            data=None,
+            shared=tensors,
+        )
+
+    def _data_buckets(self, buffers: Buffers) -> Iterator[Bucket]:
+        assert self.ledger is not None
+        bucket_idx, used = 0, 0
+        entries: list[BucketEntry] = []
+        buffer: Tensor | None = None
+        for name, tensor in self._tensors():
+            for entry, payload in self._parts(name, tensor):
+                if entries and used + entry.num_bytes > self.bucket_bytes:
+                    assert buffer is not None
+                    yield self._filled(bucket_idx, entries, buffer, used)
+                    bucket_idx, used, entries = bucket_idx + 1, 0, []
+                if not entries:
+                    buffer = buffers(bucket_idx % 2, self.bucket_bytes, tensor.device)
+                assert buffer is not None
+                buffer[used : used + entry.num_bytes].copy_(payload, non_blocking=True)
+                entries.append(replace(entry, offset_bytes=used))
+                used += -(-entry.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        if buffer is None:
+            buffer = buffers(0, self.bucket_bytes, torch.device("cpu"))
+        yield self._filled(bucket_idx, entries, buffer, used)
+
+    def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[BucketEntry, Tensor]]:
+        """The tensor as encoded parts of at most a bucket each; offsets in the bucket are not set yet."""
+        num_bytes, size = self.specs[name].num_bytes, tensor.element_size()
+        part_bytes = max(16, self.bucket_bytes // 16 * 16)
+        flat = flat_bytes(tensor) if self.acknowledged is None else None
+        for start in range(0, max(1, num_bytes), part_bytes):
+            length = min(part_bytes, num_bytes - start)
+            if flat is not None:
+                encoding, payload = "dense", flat[start : start + length]
+            else:
+                assert self.acknowledged is not None
+                elements = slice(start // min(8, size), (start + length) // min(8, size))
+                encoded = self.acknowledged.encode(name, tensor, elements)
+                encoding, payload = encoded.encoding, encoded.payload
+            entry = BucketEntry(
+                name=name,
+                offset_bytes=0,
+                num_bytes=payload.numel(),
+                encoding=encoding,
+                tensor_offset_bytes=start,
+                tensor_num_bytes=length,
+            )
+            yield entry, payload
+
+    def _filled(self, bucket_idx: int, entries: list[BucketEntry], buffer: Tensor, used: int) -> Bucket:
+        assert self.ledger is not None
+        self.ledger.flush()
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # the next reader may be another process
+        self.sent_bytes += used
+        return Bucket(
+            weight_version=self.weight_version,
+            bucket_idx=bucket_idx,
+            entries=tuple(entries),
+            data=buffer[: min(used, buffer.numel())],
+        )
