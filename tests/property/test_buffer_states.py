@@ -27,7 +27,9 @@ def group(group_id: int, *, version: int, newest: int | None = None, num_tokens:
         version_runs=runs,
         finish_reason=FinishReason.STOP,
     )
-    trajectory = Trajectory(group_id=group_id, member_idx=0, prompt=prompt(group_id), turns=(turn,), reward=1.0)
+    trajectory = Trajectory(
+        group_id=group_id, member_idx=0, prompt=prompt(group_id), turns=(turn,), reward=1.0
+    )
     return Group(group_id=group_id, prompt=prompt(group_id), trajectories=(trajectory,))
 
 

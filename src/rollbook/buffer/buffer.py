@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollbook.buffer.config import BufferConfig
 from rollbook.errors import DataError, RunError
@@ -331,6 +333,33 @@ class GroupBuffer:
         kept = [v for v, step in self._version_step.items() if step >= oldest]
         newest = max(self._version_step)
         self._version_step = {v: s for v, s in self._version_step.items() if v in kept or v == newest}
+
+    def state(self) -> dict[str, Any]:
+        """Counters for a checkpoint. Groups under way are left out: a resumed run admits their prompts again."""
+        ended = {s.value: n for s, n in self.counts.items() if s not in (GroupState.RUNNING, GroupState.FINISHED)}
+        untaken_failures = sum(e.state is GroupState.FAILED for e in self._entries.values())
+        ended[GroupState.FAILED.value] = ended.get(GroupState.FAILED.value, 0) - untaken_failures
+        return {
+            "next_group_id": self.next_group_id,
+            "step": self.step,
+            "serving_step": self.serving_step,
+            "counts": ended,
+            "failures": dict(self.failures),
+            "num_places_taken": self._num_places_taken,
+            "newest_version": max(self._version_step),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()`; the buffer must be fresh."""
+        assert self.num_admitted == 0, "restore before the first group is admitted"
+        self.next_group_id = state["next_group_id"]
+        self.step, self.serving_step = state["step"], state["serving_step"]
+        self.counts = Counter({GroupState(name): count for name, count in state["counts"].items()})
+        self.num_admitted = self.counts.total()
+        self.failures = Counter(state["failures"])
+        self._num_places_taken = state["num_places_taken"]
+        self._version_step = {state["newest_version"]: self.serving_step}
+        self.check()
 
     def check(self) -> None:
         """The invariant; cheap enough to run at every transition."""

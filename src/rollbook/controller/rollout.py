@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollbook.buffer.buffer import GroupBuffer, Taken
 from rollbook.errors import DeadlineError, EnvError, RewardError, RolloutError
@@ -33,6 +33,10 @@ class PromptStream(Protocol):
         """The next prompt, or None when the data is exhausted."""
 
     def acknowledge(self, prompt: Prompt) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(slots=True)

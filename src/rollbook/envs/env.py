@@ -59,6 +59,9 @@ class Env(Protocol):
     async def observe(self, response_ids: Ids, finish_reason: FinishReason) -> Observation:
         """What follows this response of the policy, given exactly as sampled. Raises EnvError."""
 
+    async def finish(self) -> RewardResult:
+        """The episode was cut off, by its turns or the model's context: score it as it stands. Raises EnvError."""
+
     async def close(self) -> None:
         """Free what the episode holds; safe to call twice."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollbook.envs.env import Observation, Tokenizer
+from rollbook.envs.rewards.result import RewardResult
 from rollbook.envs.rewards.scorer import Scorer
 from rollbook.types import FinishReason, Ids, Prompt
 
@@ -14,13 +15,17 @@ class SingleTurnEnv:
         self.prompt = prompt
         self.tokenizer = tokenizer
         self.scorer = scorer
+        self.text = ""
 
     async def start(self) -> Ids:
         return self.prompt.prompt_ids
 
     async def observe(self, response_ids: Ids, finish_reason: FinishReason) -> Observation:
-        text = self.tokenizer.decode(response_ids.tolist(), skip_special_tokens=True)
-        return Observation(result=await self.scorer.score(text, self.prompt))
+        self.text = self.tokenizer.decode(response_ids.tolist(), skip_special_tokens=True)
+        return Observation(result=await self.finish())
+
+    async def finish(self) -> RewardResult:
+        return await self.scorer.score(self.text, self.prompt)
 
     async def close(self) -> None:
         pass

@@ -1,0 +1,179 @@
+"""What one step's trajectories say: lengths, rewards by source, failures, staleness, the engines' counters.
+
+Names, units and denominators stand in `observe/catalogue.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from rollbook.algos.shaping import RAW_SCORE
+from rollbook.buffer.buffer import GroupBuffer, GroupState, Taken
+from rollbook.observe.values import Last, Low, Peak, Ratio, Total, Value, Values
+from rollbook.rollout.engine import EngineStats
+from rollbook.types import Trajectory
+
+
+def spread(name: str, numbers: Sequence[float], statistics: Sequence[str] = ("mean", "max", "min")) -> Values:
+    """`name/mean`, `name/p99`, ... of the numbers; nothing when there are none."""
+    if not len(numbers):
+        return {}
+    array = np.asarray(numbers, np.float64)
+    made: dict[str, Value] = {
+        "mean": Ratio(float(array.sum()), len(array)),
+        "max": Peak(float(array.max())),
+        "min": Low(float(array.min())),
+    }
+    for statistic in statistics:
+        if statistic.startswith("p"):
+            made[statistic] = Last(float(np.quantile(array, int(statistic[1:]) / 100)))
+    return {f"{name}/{statistic}": made[statistic] for statistic in statistics}
+
+
+def trajectory_values(taken: Taken, failed: Iterable[Trajectory]) -> Values:
+    """Lengths and rewards of what is trained; failures of what is not."""
+    scored = [t for group in taken.groups for t in group.scored]
+    failed = list(failed)
+    lengths = [t.num_response_tokens for t in scored]
+    rewards = [t.reward for t in scored if t.reward is not None]
+    values = spread("response_length", lengths, ("mean", "p50", "p99", "max", "min"))
+    values |= spread("prompt_length", [len(t.prompt.prompt_ids) for t in scored])
+    values |= spread("num_turns", [len(t.turns) for t in scored])
+    values |= spread("critic/rewards", rewards)
+    values |= spread("critic/score", [t.reward_terms.get(RAW_SCORE, t.reward or 0.0) for t in scored])
+    values |= {
+        "response_length/clip_ratio": Ratio(sum(t.is_truncated for t in scored), len(scored)),
+        "failures/num": Total(len(failed)),
+        "failures/frac": Ratio(len(failed), len(failed) + len(scored)),
+        "response/aborted_ratio": Ratio(len(failed), len(failed) + len(scored)),
+    }
+    values |= _reward_by_source(scored, failed)
+    return values | _tail(scored)
+
+
+def _reward_by_source(scored: Sequence[Trajectory], failed: Sequence[Trajectory]) -> Values:
+    values: Values = {}
+    by_source: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in scored:
+        by_source[trajectory.prompt.source].append(trajectory)
+    num_failed = Counter(t.prompt.source for t in failed)
+    for source in by_source.keys() | num_failed.keys():
+        own = by_source[source]
+        rewards = np.array([t.reward for t in own], np.float64)
+        values[f"reward/{source}/mean"] = Ratio(float(rewards.sum()), len(own))
+        values[f"reward/{source}/zero_frac"] = Ratio(float((rewards == 0).sum()), len(own))
+        values[f"reward/{source}/num_scored"] = Total(len(own))
+        values[f"reward/{source}/num_failed"] = Total(num_failed[source])
+        if len(own):
+            values[f"reward/{source}/std"] = Last(float(rewards.std()))
+        for term in sorted({name for t in own for name in t.reward_terms}):
+            parts = [t.reward_terms[term] for t in own if term in t.reward_terms]
+            values[f"reward/{source}/term/{term}"] = Ratio(sum(parts), len(parts))
+    kinds = Counter((t.failure.kind.value, t.prompt.source) for t in failed if t.failure is not None)
+    for (kind, source), count in kinds.items():
+        values[f"failures/{kind}/{source}/num"] = Total(count)
+    for kind, count in Counter(t.failure.kind.value for t in failed if t.failure is not None).items():
+        values[f"failures/{kind}/num"] = Total(count)
+    return values
+
+
+def _tail(scored: Sequence[Trajectory]) -> Values:
+    ends = np.sort([t.finished_at_s for t in scored])
+    if len(ends) < 10:
+        return {}
+    return {"rollout/tail_s": Last(float(ends[-1] - ends[int(0.9 * len(ends))]))}
+
+
+def staleness_values(taken: Taken, weight_version: int) -> Values:
+    """How old the trained tokens were, and what was evicted for it. In versions and in steps."""
+    scored = [t for group in taken.groups for t in group.scored]
+    prefix = "training/off_policy"
+    values = spread(f"{prefix}/trajectory_staleness", [weight_version - t.newest_version for t in scored])
+    values |= spread(f"{prefix}/trajectory_staleness_worst", [weight_version - t.oldest_version for t in scored])
+    values |= spread(f"{prefix}/trajectory_spans", [t.newest_version - t.oldest_version + 1 for t in scored])
+    for group, staleness in zip(taken.groups, taken.staleness_steps, strict=True):
+        name = f"{prefix}/staleness_hist/{staleness}"
+        held = values.get(name, Total(0))
+        assert isinstance(held, Total)
+        values[name] = held + Total(len(group.scored))
+    stale = [e for e in taken.evictions if e.reason == "stale"]
+    values[f"{prefix}/evicted_samples"] = Total(len(stale))
+    values |= spread(f"{prefix}/evicted_samples_staleness", [e.staleness_steps for e in stale])
+    for reason, count in Counter(e.reason for e in taken.evictions).items():
+        values[f"evicted/{reason}/num_groups"] = Total(count)
+    if stale and taken.groups:
+        evicted = float(np.mean([e.num_response_tokens for e in stale]))
+        kept = float(np.mean([sum(t.num_response_tokens for t in g.trajectories) for g in taken.groups]))
+        values["evicted/response_length/mean"] = Ratio(evicted, 1)
+        values["evicted/length_bias"] = Last(evicted / kept if kept else float("nan"))
+    return values
+
+
+def buffer_values(buffer: GroupBuffer) -> Values:
+    """The account of groups: admitted = running + finished + failed + trained + evicted."""
+    values: Values = {f"buffer/num_{state.value}": Last(buffer.counts[state]) for state in GroupState}
+    values["buffer/num_admitted"] = Last(buffer.num_admitted)
+    values["buffer/capacity"] = Last(buffer.capacity())
+    return values
+
+
+def engine_values(
+    before: Mapping[int, EngineStats], after: Mapping[int, EngineStats], *, step_s: float, quarantined: int
+) -> Values:
+    """Differences of the engines' counters over a step, and their gauges now."""
+    values: Values = {
+        "replica/num_serving": Last(len(after) - quarantined),
+        "replica/num_quarantined": Last(quarantined),
+    }
+    versions = [stats.weight_version for stats in after.values()]
+    if versions:
+        values["sync/version_spread"] = Last(max(versions) - min(versions))
+    total: Counter[str] = Counter()
+    for replica_id, now in after.items():
+        then = before.get(replica_id)
+        delta = _difference(then, now)
+        total.update(delta)
+        busy_s = delta["busy_s"]
+        prefix = f"replica/{replica_id}"
+        values |= {
+            f"{prefix}/weight_version": Last(now.weight_version),
+            f"{prefix}/num_running": Last(now.num_running),
+            f"{prefix}/num_waiting": Last(now.num_waiting),
+            f"{prefix}/tokens_per_s": Ratio(delta["decode_tokens"], busy_s),
+            f"{prefix}/kv_used_frac": Peak(now.kv_used_tokens / now.kv_pool_tokens if now.kv_pool_tokens else 0.0),
+            f"{prefix}/num_preemptions": Total(delta["num_preemptions"]),
+            f"{prefix}/idle_frac": Ratio(max(step_s - busy_s, 0.0), step_s),
+        }
+    num_slots = sum(stats.num_slots for stats in after.values()) / max(len(after), 1)
+    prompt_tokens = total["prefill_tokens"] + total["cached_prompt_tokens"]
+    return values | {
+        "rollout/mean_batch": Ratio(total["active_slots_sum"], total["decode_steps"]),
+        "rollout/slots_used_frac": Ratio(total["active_slots_sum"], total["decode_steps"] * num_slots),
+        "rollout/decode_step_s": Ratio(total["decode_s"], total["decode_steps"]),
+        "rollout/prefill_tokens": Total(total["prefill_tokens"]),
+        "rollout/prefix_hit_frac": Ratio(total["cached_prompt_tokens"], prompt_tokens),
+        "rollout/num_preemptions": Total(total["num_preemptions"]),
+        "generated/num_tokens": Total(total["decode_tokens"]),
+    }
+
+
+_COUNTERS = (
+    "prefill_tokens",
+    "cached_prompt_tokens",
+    "decode_tokens",
+    "decode_steps",
+    "num_preemptions",
+    "busy_s",
+    "decode_s",
+    "active_slots_sum",
+)
+
+
+def _difference(then: EngineStats | None, now: EngineStats) -> Counter[str]:
+    delta: Counter[str] = Counter()
+    for name in _COUNTERS:
+        delta[name] = getattr(now, name) - (getattr(then, name) if then is not None else 0)
+    return delta

@@ -1,0 +1,147 @@
+"""One trajectory: turns of an engine and an environment until the environment ends it.
+
+Token ids are only ever appended, exactly as sampled; a partial response (an engine paused with "abort") is
+continued from its own tokens, never from text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import numpy as np
+
+from rollbook.envs.env import Env
+from rollbook.rollout.engine import GenerateRequest, Response
+from rollbook.types import FinishReason, Ids, Prompt, SamplingParams, Trajectory, Turn, VersionRun
+
+Generate = Callable[[GenerateRequest], Awaitable[Response]]
+
+
+async def run_trajectory(
+    generate: Generate,
+    env: Env,
+    *,
+    prompt: Prompt,
+    group_id: int,
+    member_idx: int,
+    seed: int,
+    sampling: SamplingParams,
+    max_turns: int,
+    max_context_tokens: int,
+    clock: Callable[[], float],
+    on_turn: Callable[[int, int | None], None],
+) -> Trajectory:
+    """Sample one episode and take its score from the environment.
+
+    Args:
+        generate: sends a request to a replica; raises EngineError.
+        env: of this trajectory alone; closed here.
+        prompt: its ids must be what `env.start` gives.
+        group_id, member_idx, seed: with the token index they decide what is sampled.
+        sampling: of every response.
+        max_turns: responses after which the episode ends whatever the environment says.
+        max_context_tokens: the model's context; an episode that fills it ends as truncated.
+        clock: seconds, for the trajectory's start and end.
+        on_turn: told the turn and the replica, for deadline messages.
+    Returns:
+        The trajectory with a reward, or with the failure its scorer reported.
+    """
+    started_at_s = clock()
+    turns: list[Turn] = []
+    trajectory = Trajectory(group_id=group_id, member_idx=member_idx, prompt=prompt, started_at_s=started_at_s)
+    try:
+        context = await env.start()
+        if not np.array_equal(context, prompt.prompt_ids):
+            trajectory.prompt = replace(prompt, prompt_ids=context)
+        first_token_idx = 0
+        while True:
+            on_turn(len(turns), None)
+            response = await _sample(
+                generate,
+                GenerateRequest(
+                    request_id=f"{group_id}/{member_idx}#{len(turns)}",
+                    prompt_ids=context,
+                    sampling=sampling,
+                    seed=seed,
+                    group_id=group_id,
+                    member_idx=member_idx,
+                    first_token_idx=first_token_idx,
+                ),
+            )
+            on_turn(len(turns), response.replica_id)
+            trajectory.replica_id = response.replica_id
+            first_token_idx += len(response.response_ids)
+            context = np.concatenate([context, response.response_ids])
+            observation = await env.observe(response.response_ids, response.finish_reason)
+            is_last = observation.is_done or len(turns) + 1 >= max_turns
+            room = max_context_tokens - len(context) - len(observation.observation_ids)
+            observation_ids = observation.observation_ids if not is_last and room > 0 else np.zeros(0, np.int32)
+            turns.append(_turn(response, observation_ids))
+            if observation.result is not None:
+                trajectory.reward = observation.result.reward
+                trajectory.reward_terms = dict(observation.result.terms)
+                trajectory.failure = observation.result.failure
+                break
+            if is_last or room <= 0:
+                result = await env.finish()
+                trajectory.reward, trajectory.failure = result.reward, result.failure
+                trajectory.reward_terms = dict(result.terms)
+                break
+            context = np.concatenate([context, observation_ids])
+    finally:
+        await env.close()
+    trajectory.turns = tuple(turns)
+    trajectory.finished_at_s = clock()
+    return trajectory
+
+
+async def _sample(generate: Generate, request: GenerateRequest) -> Response:
+    """One response, continued across aborts. Its parts join into one response of one turn."""
+    parts: list[Response] = []
+    while True:
+        response = await generate(request)
+        parts.append(response)
+        num_sampled = len(response.response_ids)
+        left = request.sampling.max_response_tokens - num_sampled
+        if response.finish_reason is not FinishReason.ABORTED or left <= 0:
+            break
+        request = replace(
+            request,
+            request_id=f"{request.request_id}+",
+            prompt_ids=np.concatenate([request.prompt_ids, response.response_ids]),
+            first_token_idx=request.first_token_idx + num_sampled,
+            sampling=replace(request.sampling, max_response_tokens=left),
+        )
+    if len(parts) == 1:
+        return response
+    return replace(
+        response,
+        response_ids=_join([part.response_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        version_runs=_join_runs([run for part in parts for run in part.version_runs]),
+    )
+
+
+def _join(parts: list[Ids]) -> Ids:
+    return np.concatenate(parts).astype(np.int32, copy=False)
+
+
+def _join_runs(runs: list[VersionRun]) -> tuple[VersionRun, ...]:
+    joined: list[VersionRun] = []
+    for run in runs:
+        if joined and joined[-1].weight_version == run.weight_version:
+            joined[-1] = VersionRun(run.weight_version, joined[-1].num_tokens + run.num_tokens)
+        elif run.num_tokens:
+            joined.append(run)
+    return tuple(joined)
+
+
+def _turn(response: Response, observation_ids: Ids) -> Turn:
+    return Turn(
+        response_ids=response.response_ids,
+        behavior_logprobs=response.logprobs,
+        version_runs=response.version_runs,
+        finish_reason=response.finish_reason,
+        observation_ids=observation_ids,
+    )
