@@ -1,0 +1,175 @@
+"""What `rollbook calibrate` measures, and the stages predicted from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollbook.errors import ConfigError, DataError, PlanError
+from rollbook.ledger.curve import draw_lengths, row_curve
+from rollbook.ledger.fit import (
+    BatchPoint,
+    DecodePoint,
+    PrefillPoint,
+    fit_decode,
+    fit_nonnegative,
+    fit_train,
+)
+from rollbook.ledger.hardware import DecodeFit, MachineSpec, TrainFit, load_accelerator
+from rollbook.ledger.lengths import LengthDistribution
+from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.predict import StepWork, predict_stages
+
+TINY = ModelSpec(
+    name="tiny", num_layers=2, hidden_size=128, vocab_size=32, num_heads=4, intermediate_size=512
+)
+MACHINE = MachineSpec(
+    name='box "A"',
+    device="cpu",
+    num_threads=1,
+    gemm_flops_per_s={"float32": 8e10, "bfloat16": 2e11},
+    copy_bytes_per_s=2e10,
+    memory_bytes=16_000_000_000,
+    launch_s=3e-6,
+    model="tiny",
+    decode=DecodeFit(
+        base_s=1e-3, per_row_s=2e-5, per_row_token_s=1e-8, prefill_tokens_per_s=2e4, prefill_base_s=5e-3
+    ),
+    train=TrainFit(
+        per_micro_batch_s=0.01,
+        tokens_per_s=2e4,
+        forward_tokens_per_s=6e4,
+        forward_per_micro_batch_s=0.004,
+        optimizer_s_per_param=2e-8,
+    ),
+    digest_bytes_per_s=1e9,
+    sync_base_s=0.01,
+    reward_s=1e-4,
+)
+WORK = StepWork(
+    num_groups=8,
+    group_size=4,
+    prompt_tokens=6.0,
+    lengths=LengthDistribution.from_samples([4.0], max_tokens=8),
+    num_slots=64,
+    micro_batch_tokens=100,
+    num_mini_batches=2,
+)
+
+
+def test_hardware_toml_reads_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.toml"
+    MACHINE.write(path)
+    assert MachineSpec.read(path) == MACHINE
+    bare = replace(MACHINE, decode=None, train=None)
+    bare.write(path)
+    assert MachineSpec.read(path) == bare
+
+
+def test_measured_machine_serves_as_an_accelerator(tmp_path: Path) -> None:
+    MACHINE.write(tmp_path / "hardware.toml")
+    gpu = load_accelerator(str(tmp_path / "hardware.toml"))
+    assert gpu.peak("bfloat16") == 2e11
+    assert gpu.hbm_bytes_per_s == 2e10
+
+
+@pytest.mark.parametrize("text", ["", "[machine]\nname = 1", "not toml", "[machine]\nnonsense = 3"])
+def test_broken_hardware_toml_is_a_config_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "hardware.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="calibrate"):
+        MachineSpec.read(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        MachineSpec.read(tmp_path / "absent.toml")
+
+
+def test_fit_recovers_the_coefficients_that_made_the_points() -> None:
+    points = [
+        DecodePoint(rows, rows * context, 1e-3 + 2e-5 * rows + 1e-8 * rows * context)
+        for rows in (1, 8, 64)
+        for context in (16, 256)
+    ]
+    prefill = [PrefillPoint(n, 5e-3 + n / 2e4) for n in (64, 512, 4096)]
+    fit = fit_decode(points, prefill)
+    assert (fit.base_s, fit.per_row_s, fit.per_row_token_s) == pytest.approx((1e-3, 2e-5, 1e-8))
+    assert (fit.prefill_base_s, fit.prefill_tokens_per_s) == pytest.approx((5e-3, 2e4))
+    assert fit.error_frac < 1e-9
+
+
+def test_fit_never_gives_a_negative_coefficient() -> None:
+    """Seconds fall with rows here, which no machine does: the slope becomes zero, not negative."""
+    coefficients, _ = fit_nonnegative([[1.0, 1.0, 1.0], [1.0, 2.0, 3.0]], [3.0, 2.0, 1.0])
+    assert coefficients[1] == 0.0 and coefficients[0] > 0
+
+
+def test_fit_refuses_too_few_points_and_impossible_times() -> None:
+    with pytest.raises(DataError, match="more sizes"):
+        fit_decode([DecodePoint(1, 1, 0.1)], [])
+    with pytest.raises(DataError, match="quiet machine"):
+        fit_nonnegative([[1.0, 2.0]], [0.0, 1.0])
+
+
+def test_fit_train_keeps_the_optimizer_per_parameter() -> None:
+    train = [BatchPoint(b, n, 0.01 * b + n / 2e4) for b, n in ((1, 500), (4, 500), (2, 4000))]
+    forward = [BatchPoint(b, n, 0.004 * b + n / 6e4) for b, n in ((1, 500), (4, 500), (2, 4000))]
+    fit = fit_train(train, forward, optimizer_s=0.01, num_params=500_000)
+    assert fit.per_micro_batch_s == pytest.approx(0.01)
+    assert fit.tokens_per_s == pytest.approx(2e4)
+    assert fit.forward_tokens_per_s == pytest.approx(6e4)
+    assert fit.optimizer_s_per_param == pytest.approx(2e-8)
+
+
+def test_rollout_of_equal_lengths_is_worked_by_hand() -> None:
+    """32 sequences of 4 tokens in 64 slots: 3 decode steps after the prefill, contexts 6, 7 and 8 a row.
+
+    3 x 1 ms + 96 rows x 20 us + 32 x (6 + 7 + 8) x 10 ns, and one prefill call of 8 prompts.
+    """
+    rollout = predict_stages(TINY, MACHINE, WORK)["rollout"]
+    decode_s = 3e-3 + 96 * 2e-5 + 32 * 21 * 1e-8
+    prefill_s = 5e-3 + 8 * 6 / 2e4
+    assert rollout.seconds == pytest.approx(decode_s + prefill_s)
+    assert rollout.seconds_low < rollout.seconds < rollout.seconds_high
+
+
+def test_train_counts_whole_micro_batches_per_mini_batch() -> None:
+    """160 tokens a mini batch, 95 of 100 tokens filled: 2 micro batches, twice, and two updates."""
+    train = predict_stages(TINY, MACHINE, WORK)["train"]
+    assert train.seconds == pytest.approx(4 * 0.01 + 320 / 2e4 + 2 * 2e-8 * TINY.computed_params)
+    assert train.flops == pytest.approx(6 * TINY.matmul_params * 320)
+
+
+def test_stages_follow_the_step() -> None:
+    assert set(predict_stages(TINY, MACHINE, WORK)) == {"rollout", "reward", "proximal", "train", "sync"}
+    full = replace(WORK, uses_reference=True, uses_critic=True)
+    assert set(predict_stages(TINY, MACHINE, full)) >= {"reference", "values"}
+    assert predict_stages(TINY, MACHINE, full)["train"].seconds == pytest.approx(
+        2 * predict_stages(TINY, MACHINE, WORK)["train"].seconds
+    )
+
+
+def test_sync_is_bytes_over_the_digest_rate() -> None:
+    sync = predict_stages(TINY, MACHINE, replace(WORK, num_replicas=2))["sync"]
+    assert sync.bytes == 2 * 4 * TINY.computed_params
+    assert sync.seconds == pytest.approx(0.01 + sync.bytes / 1e9)
+
+
+def test_machine_without_a_model_cannot_predict() -> None:
+    with pytest.raises(PlanError, match="calibrate"):
+        predict_stages(TINY, replace(MACHINE, decode=None), WORK)
+
+
+def test_two_waves_take_twice_the_steps() -> None:
+    lengths = np.full(8, 5)
+    assert row_curve(lengths, 8).num_steps == 5
+    assert row_curve(lengths, 4).num_steps == 10
+    assert row_curve(lengths, 4).num_admissions == 2
+
+
+def test_draws_repeat_for_a_seed_and_stay_within_the_limit() -> None:
+    lengths = LengthDistribution(max_tokens=64, mean_tokens=20.0)
+    first, again = draw_lengths(lengths, 200, seed=3), draw_lengths(lengths, 200, seed=3)
+    assert (first == again).all()
+    assert first.min() >= 1 and first.max() <= 64

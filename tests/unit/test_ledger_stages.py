@@ -1,0 +1,336 @@
+"""Publication, hand-over, agents, checkpoints and asynchrony: figures worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollbook.errors import ConfigError, PlanError
+from rollbook.ledger.agents import agent_account, sandboxes_needed
+from rollbook.ledger.assumptions import load_assumptions
+from rollbook.ledger.asynchrony import async_account
+from rollbook.ledger.checkpoint import checkpoint_account
+from rollbook.ledger.decode import decode_step, experts_touched, replica_weight_bytes
+from rollbook.ledger.flops import turn_prefill_flops
+from rollbook.ledger.hardware import Cluster, load_accelerator
+from rollbook.ledger.layout import ReplicaLayout, TrainLayout
+from rollbook.ledger.lengths import LengthDistribution
+from rollbook.ledger.memory import activation_bytes, logits_bytes, train_memory
+from rollbook.ledger.model import load_model
+from rollbook.ledger.quantity import parse_count
+from rollbook.ledger.step import step_account
+from rollbook.ledger.switch import hand_over, pinned_bytes
+from rollbook.ledger.sync import SyncWork, best_sync_every, published_bytes, sync_account
+from rollbook.ledger.train import bubble_frac, token_s
+from rollbook.ledger.workload import AgentWork, Workload
+
+DEFAULT = load_assumptions("default")
+H100 = load_accelerator("H100")
+CLUSTER = Cluster(accelerator=H100, num_gpus=64)
+LLAMA = load_model("Llama-3.1-8B")
+QWEN_MOE = load_model("Qwen3-30B-A3B")
+WORK = Workload(
+    num_prompts=64, group_size=16, prompt_tokens=500, response_tokens=2000, max_response_tokens=8192
+)
+SYNC = SyncWork(method="broadcast", num_train_gpus=32, num_rollout_gpus=32, replica_gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("8k", 8192), ("32K", 32768), ("671b", 671 * 10**9), ("1_000", 1000), (7, 7)]
+)
+def test_counts_as_people_write_them(text: str | int, value: int) -> None:
+    assert parse_count(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "many", "0", "-4", "1.5", "8kk", "nan", "inf"])
+def test_what_is_no_count_is_refused_with_its_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="prompts"):
+        parse_count(text, what="prompts")
+
+
+def test_published_bytes() -> None:
+    """bfloat16: 2 per parameter; float8: 1 and a float32 scale per 128 x 128 block, ends in bfloat16."""
+    assert published_bytes(LLAMA, "bfloat16") == 2 * LLAMA.computed_params
+    ends = 2 * 128_256 * 4096
+    matrices = LLAMA.computed_params - ends
+    assert published_bytes(LLAMA, "float8") == pytest.approx(matrices * (1 + 4 / 16384) + 2 * ends)
+
+
+def test_lora_publishes_adapters_only() -> None:
+    """Rank 16 on seven matrices of 32 layers: q, k, v, o and three of the feed-forward."""
+    per_layer = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
+    assert published_bytes(LLAMA, "bfloat16", lora_rank=16) == 2 * 16 * 32 * per_layer
+
+
+def test_broadcast_is_paced_by_its_slowest_stage() -> None:
+    sync = DEFAULT.sync
+    account = sync_account(LLAMA, CLUSTER, sync, SYNC)
+    assert account.slowest == "transfer"
+    assert account.seconds > account.total_bytes / sync.stream_bytes_per_s + sync.base_s
+    assert account.peak_bytes == 2e9 + 2 * LLAMA.embedding_params
+
+
+def test_receivers_that_take_their_shard_are_faster_than_one_stream() -> None:
+    big = load_model("DeepSeek-V3")
+    work = replace(SYNC, num_train_gpus=256, num_rollout_gpus=32, replica_gpus=32)
+    seconds = {
+        method: sync_account(big, CLUSTER, DEFAULT.sync, replace(work, method=method)).seconds
+        for method in ("broadcast", "sharded", "delta")
+    }
+    assert seconds["sharded"] < seconds["broadcast"] / 10
+    assert seconds["delta"] < seconds["broadcast"]
+
+
+def test_delta_sends_positions_and_values_of_what_changed() -> None:
+    """2 % of 8.03e9 numbers at 4 + 2 bytes."""
+    account = sync_account(LLAMA, CLUSTER, DEFAULT.sync, replace(SYNC, method="delta", changed_frac=0.02))
+    assert account.total_bytes == pytest.approx(0.02 * LLAMA.computed_params * 6)
+
+
+def test_experts_apart_cost_a_fixed_time_each() -> None:
+    stacked = sync_account(QWEN_MOE, CLUSTER, DEFAULT.sync, SYNC)
+    apart = sync_account(QWEN_MOE, CLUSTER, DEFAULT.sync, replace(SYNC, splits_experts=True))
+    assert apart.num_tensors - stacked.num_tensors == 48 * 3 * 127
+    assert apart.seconds > stacked.seconds
+
+
+def test_unknown_sync_method_is_refused() -> None:
+    with pytest.raises(PlanError, match="choose one of"):
+        sync_account(LLAMA, CLUSTER, DEFAULT.sync, replace(SYNC, method="pigeon"))  # type: ignore[arg-type]
+
+
+def test_sync_every_keeps_publication_below_a_tenth_within_the_bound() -> None:
+    assert best_sync_every(3.0, 60.0, max_staleness_steps=4) == 1
+    assert best_sync_every(12.0, 60.0, max_staleness_steps=4) == 2
+    assert best_sync_every(60.0, 60.0, max_staleness_steps=4) == 4
+
+
+def test_hand_over_moves_the_training_state_both_ways() -> None:
+    """16 B x 8.03e9 over 64 GPUs = 2.0 GB each way; level 1 adds the engine's 16 GB each way."""
+    moves = hand_over(
+        LLAMA,
+        CLUSTER,
+        DEFAULT.switch,
+        num_gpus=64,
+        rollout_weights_bytes_per_gpu=16e9,
+        state_bytes_per_param=16.0,
+    )
+    state = [move.bytes for move in moves if move.name.startswith("training state")]
+    assert state == [pytest.approx(16 * 8.03e9 / 64)] * 2
+    level_1 = hand_over(
+        LLAMA,
+        CLUSTER,
+        DEFAULT.switch,
+        num_gpus=64,
+        rollout_weights_bytes_per_gpu=16e9,
+        state_bytes_per_param=16.0,
+        sleep_level=1,
+    )
+    assert sum(m.bytes for m in level_1) - sum(m.bytes for m in moves) == 2 * 16e9
+    assert pinned_bytes(level_1) == pytest.approx(16e9 + 16 * 8.03e9 / 64)
+
+
+def test_agent_prefill_is_linear_with_the_prefix_and_quadratic_without() -> None:
+    """10 turns of 100 observation tokens: 900 tokens, or 9 prompts and 9 x 10 / 2 turns of 300 tokens."""
+    agent = AgentWork(num_turns=10, observation_tokens=100, env_s=2.0)
+    kept = agent_account(replace(WORK, agent=agent))
+    lost = agent_account(replace(WORK, agent=replace(agent, keeps_prefix=False)))
+    assert kept.prefilled_tokens == 64 * 500 + 1024 * 900
+    assert lost.prefilled_tokens == 64 * 500 + 1024 * (9 * 500 + 45 * 300)
+    assert turn_prefill_flops(LLAMA, replace(WORK, agent=agent)) < turn_prefill_flops(
+        LLAMA, replace(WORK, agent=replace(agent, keeps_prefix=False))
+    )
+
+
+def test_agent_environment_hours() -> None:
+    """1,024 trajectories x 10 calls x 2 s on one core each."""
+    account = agent_account(replace(WORK, agent=AgentWork(num_turns=10, env_s=2.0)))
+    assert account.env_busy_s == 20_480
+    assert account.cpu_core_hours == pytest.approx(1024 * 20 / 3600)
+    assert account.slowest_env_s == 20.0  # no spread given
+    spread = agent_account(
+        replace(WORK, agent=AgentWork(num_turns=10, env_s=2.0, env_p50_s=1.0, env_p99_s=20.0))
+    )
+    assert spread.slowest_env_s > 40
+
+
+def test_sandboxes_for_a_target_time() -> None:
+    work = replace(WORK, agent=AgentWork(num_turns=10, env_s=2.0, sandbox_start_s=5.0))
+    assert sandboxes_needed(work, target_s=100.0) == 256  # 1,024 x 25 s / 100 s
+    with pytest.raises(PlanError, match="one trajectory"):
+        sandboxes_needed(work, target_s=20.0)
+
+
+def test_asynchronous_checkpoint_stalls_for_the_copy_only() -> None:
+    """14 B x 8.03e9 = 112 GB: 56 s at 2 GB/s, or 1.76 GB a GPU over 63 GB/s to the host."""
+    stalls = {
+        is_async: checkpoint_account(
+            LLAMA,
+            CLUSTER,
+            num_train_gpus=64,
+            storage_bytes_per_s=2e9,
+            step_s=100,
+            every_steps=10,
+            is_async=is_async,
+        )
+        for is_async in (False, True)
+    }
+    assert stalls[False].stall_s == pytest.approx(14 * 8.03e9 / 2e9)
+    assert stalls[True].stall_s == pytest.approx(14 * 8.03e9 / 64 / 63e9)
+    assert stalls[True].pinned_bytes_per_node == pytest.approx(14 * 8.03e9 / 8)
+    assert stalls[False].step_frac == pytest.approx(56.21 / 1056.21, rel=1e-3)
+
+
+def test_staleness_of_a_steady_stream() -> None:
+    """2,000 tokens x 20 ms = 40 s = 0.8 updates of 50 s, and half an update until the batch is taken."""
+    lengths = LengthDistribution(8192, 2000.0)
+    account = async_account(lengths, num_sequences=1024, token_s=0.02, update_s=50.0, publish_s=5.0)
+    assert account.mean_staleness_steps == pytest.approx(1.3)
+    assert account.sync_frac == pytest.approx(5 / 55)
+    assert account.max_in_flight == 2048
+    assert account.over_bound_frac == pytest.approx(float(lengths.survival(3750.0)))
+    looser = async_account(
+        lengths, num_sequences=1024, token_s=0.02, update_s=50.0, publish_s=5.0, max_staleness_steps=4
+    )
+    assert looser.over_bound_frac < account.over_bound_frac
+
+
+def test_experts_touched_by_a_batch() -> None:
+    """8 of 128 experts: one token touches 8, two touch 8 + 8 x 120/128, many touch all."""
+    assert float(experts_touched(QWEN_MOE, 1.0)) == pytest.approx(8.0)
+    assert float(experts_touched(QWEN_MOE, 2.0)) == pytest.approx(15.5)
+    assert float(experts_touched(QWEN_MOE, 1000.0)) == pytest.approx(128.0)
+
+
+def test_single_stream_decode_reads_what_it_should() -> None:
+    """Weights without the embedding, and the KV of 1,000 tokens."""
+    step = decode_step(LLAMA, CLUSTER, DEFAULT.decode, ReplicaLayout(), num_rows=1.0, context_tokens=1000.0)
+    expected = 2 * (LLAMA.computed_params - LLAMA.embedding_params) + 1000 * 131_072
+    assert float(step.bytes_per_gpu) == pytest.approx(expected)
+    assert float(step.exchange_s) == 0.0
+
+
+def test_replica_weights_are_split_over_its_gpus() -> None:
+    whole = replica_weight_bytes(LLAMA, ReplicaLayout())
+    assert whole == pytest.approx(2 * LLAMA.computed_params)
+    assert replica_weight_bytes(LLAMA, ReplicaLayout(tp_size=4)) == pytest.approx(whole / 4)
+
+
+def test_activations_by_recompute_mode() -> None:
+    """Per layer 34 bytes a token and hidden unit; full recomputation keeps 2, and one layer's 34."""
+    unit = 1000 * 4096
+    assert activation_bytes(LLAMA, 1000, TrainLayout(recompute="selective")) == 32 * 34 * unit
+    assert activation_bytes(LLAMA, 1000, TrainLayout(recompute="full")) == (32 * 2 + 34) * unit
+    assert logits_bytes(LLAMA, 1024, TrainLayout()) == 10 * 1024 * 128_256
+
+
+def test_train_memory_shards_state_and_keeps_activations() -> None:
+    small = train_memory(LLAMA, WORK, DEFAULT, num_gpus=8, layout=TrainLayout())
+    large = train_memory(LLAMA, WORK, DEFAULT, num_gpus=64, layout=TrainLayout())
+    assert small.policy_state == pytest.approx(16 * 8.03e9 / 8)
+    assert small.policy_state == pytest.approx(8 * large.policy_state)
+    assert small.activations == large.activations
+
+
+def test_pipeline_bubble() -> None:
+    """(p - 1) / (v m + p - 1) with p = 8, v = 4, m = 16."""
+    layout = TrainLayout(pp_size=8, virtual_stages=4, micro_batches_per_step=16)
+    assert bubble_frac(layout) == pytest.approx(7 / 71)
+
+
+def test_recomputation_costs_a_third_of_the_matrices() -> None:
+    stack = replace(DEFAULT.stacks["fsdp"], dense_bytes=0.0, least_s_per_width=0.0)
+    seconds = {
+        recompute: token_s(
+            LLAMA, H100, stack, TrainLayout(recompute=recompute), sequence_tokens=16.0, backward=True
+        )
+        for recompute in ("none", "full")
+    }
+    assert seconds["full"] / seconds["none"] == pytest.approx(4 / 3, rel=0.01)
+
+
+def test_default_account_of_the_worked_case_is_near_the_paper_account() -> None:
+    """The better model must not be in another world: within a factor of 1.6 on a dense 8B model."""
+    workload = replace(WORK, num_prompts=512, group_size=16, response_tokens=8192, max_response_tokens=32768)
+    paper = step_account(LLAMA, workload, CLUSTER, load_assumptions("paper"))
+    better = step_account(LLAMA, workload, CLUSTER, DEFAULT)
+    assert 1 / 1.6 < better.seconds.total / paper.seconds.total < 1.6
+    assert better.step_s.low < better.seconds.total < better.step_s.high
+
+
+def test_default_refuses_what_does_not_fit_and_says_what_would() -> None:
+    account = step_account(
+        load_model("Llama-3.1-70B"), WORK, Cluster(accelerator=H100, num_gpus=8), DEFAULT, rollout_tp=4
+    )
+    assert not account.fits
+    assert "it takes about" in " ".join(account.why_not)
+
+
+def test_impossible_splits_are_refused() -> None:
+    with pytest.raises(PlanError, match="40 rollout"):
+        step_account(
+            LLAMA,
+            WORK,
+            CLUSTER,
+            DEFAULT,
+            mode="separate_async",
+            num_rollout_gpus=40,
+            num_train_gpus=40,
+        )
+    with pytest.raises(PlanError, match="mode"):
+        step_account(LLAMA, WORK, CLUSTER, DEFAULT, mode="both")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_prompts": 0},
+        {"group_size": -1},
+        {"prompt_tokens": 0},
+        {"response_tokens": 9000},
+        {"algorithm": "sarsa"},
+        {"reward": "vibes"},
+    ],
+)
+def test_impossible_workloads_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(PlanError):
+        replace(WORK, **change)  # type: ignore[arg-type]
+
+
+def test_workload_warns_of_context_and_of_groups_of_one() -> None:
+    warnings = replace(WORK, group_size=1).warnings(max_context_tokens=4096)
+    assert "group_size is 1" in warnings[0]
+    assert "3596" in warnings[1]  # 4096 - 500
+
+
+def test_assumptions_file_changes_single_numbers_and_keeps_their_source(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'base = "paper"\ntrain_mfu_frac = { value = 0.3, source = "our run" }\n'
+        '[decode.hbm_frac]\n"H100 SXM" = 0.6\n[stacks.fsdp]\ndense_bytes = 10\n'
+    )
+    mine = load_assumptions(str(path))
+    assert (mine.train_mfu_frac, mine.sources["train_mfu_frac"]) == (0.3, "our run")
+    assert mine.decode.hbm_frac["H100 SXM"] == 0.6
+    assert mine.decode.hbm_frac["default"] == DEFAULT.decode.hbm_frac["default"]
+    assert mine.stacks["fsdp"].dense_bytes == 10
+    assert mine.method == "paper"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["trainmfu = 1", 'train_mfu_frac = "x"', "train_mfu_frac = 1.5", "decode = 3", "[decode]\nx = 1", "= ="],
+)
+def test_broken_assumptions_are_config_errors(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        load_assumptions(str(path))
+
+
+def test_every_assumption_has_a_source() -> None:
+    numbers = {k: v for k, v in DEFAULT.as_json().items() if isinstance(v, dict)}
+    assert [name for name, entry in numbers.items() if not entry["source"]] == []
+    assert len(numbers) > 60
