@@ -101,104 +101,137 @@ def default_rollout_side(
     """
     accelerator = cluster.accelerator
     num_replicas = max(num_gpus // layout.num_gpus, 1)
-    usable_bytes = accelerator.hbm_bytes * min(1 - assumptions.memory_overhead_frac, memory_frac)
-    weights = replica_weight_bytes(model, layout)
-    pool_bytes = max(usable_bytes - weights, 0.0) * layout.num_gpus
-    lengths = workload.lengths()
-    # What a sequence holds on average while it runs; long ones run longer, so this is above half the mean.
-    mean_age = lengths.mean_square() / (2 * lengths.mean_tokens)
-    held_tokens = workload.prompt_tokens + mean_age + workload.observation_tokens / 2
-    per_sequence = float(kv_bytes_of(model, held_tokens, DTYPE_BYTES[layout.kv_dtype]))
-    copies = layout.tp_size / kv_shards(model, layout.tp_size)
-    fitting = math.floor(pool_bytes / (per_sequence * copies))
-    per_replica = math.ceil(workload.num_sequences / num_replicas)
-    most = max(min(fitting, assumptions.max_slots * layout.attention_copies), 1)
-    slots = min(most, per_replica)
-    why_not = []
+    room = kv_room(
+        model, workload, cluster, assumptions, layout, num_replicas=num_replicas, memory_frac=memory_frac
+    )
+    curve = generation_curve(
+        workload.lengths(),
+        prompt_tokens=workload.prompt_tokens + workload.observation_tokens / 2,
+        num_sequences=workload.num_sequences,
+        num_replicas=num_replicas,
+        num_slots=room.slots,
+    )
+    # One call for the full step, the steady step of asynchronous modes, and the curve.
+    steady_rows = _steady_rows(workload, num_replicas, room.most_slots, max_staleness_steps)
+    steps = decode_step(
+        model,
+        cluster,
+        assumptions.decode,
+        layout,
+        num_rows=np.concatenate([[room.slots, steady_rows], curve.rows]),
+        context_tokens=np.concatenate([[room.held_tokens] * 2, curve.context]),
+    ).seconds
+    full_s, steady_step_s = float(steps[0]), float(steps[1])
+    seconds = steps[2:] * curve.num_steps
+    tail_s = float((seconds * curve.is_tail).sum())
+    rate = room.slots / full_s / layout.num_gpus
+    why_not = list(room.why_not)
     if num_gpus < layout.num_gpus:
         why_not.append(
             f"a replica takes {layout.num_gpus} GPUs, the rollout side has {num_gpus}: lower rollout TP"
         )
-    if fitting < 1:
-        why_not.append(
-            f"a GPU holds {format_bytes(usable_bytes)} of which weights take {format_bytes(weights)}: no room for "
-            f"the {format_bytes(per_sequence)} of one sequence; raise rollout TP"
-        )
-    curve = generation_curve(
-        lengths,
-        prompt_tokens=workload.prompt_tokens + workload.observation_tokens / 2,
-        num_sequences=workload.num_sequences,
-        num_replicas=num_replicas,
-        num_slots=slots,
-    )
-    steps = decode_step(
-        model, cluster, assumptions.decode, layout, num_rows=curve.rows, context_tokens=curve.context
-    )
-    seconds = steps.seconds * curve.num_steps
-    tail_s = float((seconds * curve.is_tail).sum())
-    full = decode_step(
-        model, cluster, assumptions.decode, layout, num_rows=float(slots), context_tokens=held_tokens
-    )
-    full_s = float(full.seconds)
-    rate = slots / full_s / layout.num_gpus
+    notes, error_frac = _reliability(model, cluster, assumptions)
     idle_gpus = num_gpus - num_replicas * layout.num_gpus
-    notes = [f"{idle_gpus} of {num_gpus} rollout GPUs are left over"] if idle_gpus > 0 else []
-    notes += model.assumed
-    error_frac = assumptions.rollout_error_frac
-    if accelerator.name not in assumptions.decode.hbm_frac:
-        notes.append(f"no published decode measurement on {accelerator.name}: the range is twice as wide")
-        error_frac *= 2
+    if idle_gpus > 0:
+        notes.append(f"{idle_gpus} of {num_gpus} rollout GPUs are left over")
     return RolloutSide(
         num_gpus=num_gpus,
         tp_size=layout.num_gpus,
         num_replicas=num_replicas,
-        slots_per_replica=slots,
-        num_waves=math.ceil(workload.num_sequences / (num_replicas * slots)),
+        slots_per_replica=room.slots,
+        num_waves=math.ceil(workload.num_sequences / (num_replicas * room.slots)),
         decode_step_s=full_s,
         throughput_s=float(seconds.sum()) - tail_s,
         tail_s=tail_s,
-        steady_s=_steady_s(
-            model,
-            workload,
-            cluster,
-            assumptions,
-            layout,
-            num_replicas,
-            most,
-            held_tokens,
-            max_staleness_steps,
-        ),
+        steady_s=workload.response_tokens_total * steady_step_s / (num_replicas * steady_rows),
         prefill_s=_prefill_s(model, workload, cluster, assumptions, layout, num_replicas),
         tokens_per_s_per_gpu=rate,
         mfu_frac=rate * 2 * model.matmul_params / accelerator.peak(layout.weight_dtype),
-        weights_bytes_per_gpu=weights,
-        kv_pool_bytes=pool_bytes,
+        weights_bytes_per_gpu=room.weights_bytes_per_gpu,
+        kv_pool_bytes=room.pool_bytes,
         env_wait_s=(workload.agent.num_turns - 1) * workload.agent.env_s if workload.agent.env_s else 0.0,
-        error_frac=error_frac * (2 if model.assumed else 1),
+        error_frac=error_frac,
         why_not=tuple(why_not),
         notes=tuple(notes),
     )
 
 
-def _steady_s(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRoom:
+    """How many sequences a replica can run at once, and why not more."""
+
+    slots: int
+    """Of one step's prompts on one replica."""
+    most_slots: int
+    """With prompts of more than one step."""
+    held_tokens: float
+    """Mean context of a running sequence."""
+    weights_bytes_per_gpu: float
+    pool_bytes: float
+    """Of the whole replica."""
+    why_not: tuple[str, ...]
+
+
+def kv_room(
     model: ModelSpec,
     workload: Workload,
     cluster: Cluster,
     assumptions: Assumptions,
     layout: ReplicaLayout,
+    *,
     num_replicas: int,
-    most_rows: int,
-    held_tokens: float,
-    max_staleness_steps: int,
-) -> float:
-    """Decoding one step's tokens while the prompts of the steps within the staleness bound fill the slots.
+    memory_frac: float,
+) -> KvRoom:
+    """Slots of a replica from the memory that weights leave.
+
+    A running sequence has E[l²] / 2 E[l] response tokens on average, more than half the mean length: long ones
+    run longer.
+    """
+    usable = cluster.accelerator.hbm_bytes * min(1 - assumptions.memory_overhead_frac, memory_frac)
+    weights = replica_weight_bytes(model, layout)
+    pool = max(usable - weights, 0.0) * layout.num_gpus
+    lengths = workload.lengths()
+    held = workload.prompt_tokens + lengths.mean_square() / (2 * lengths.mean_tokens)
+    held += workload.observation_tokens / 2
+    per_sequence = float(kv_bytes_of(model, held, DTYPE_BYTES[layout.kv_dtype]))
+    copies = layout.tp_size / kv_shards(model, layout.tp_size)
+    fitting = math.floor(pool / (per_sequence * copies))
+    most = max(min(fitting, assumptions.max_slots * layout.attention_copies), 1)
+    why_not: tuple[str, ...] = ()
+    if fitting < 1:
+        why_not = (
+            f"a GPU holds {format_bytes(usable)} of which weights take {format_bytes(weights)}: no room for "
+            f"the {format_bytes(per_sequence)} of one sequence; raise rollout TP",
+        )
+    return KvRoom(
+        slots=min(most, math.ceil(workload.num_sequences / num_replicas)),
+        most_slots=most,
+        held_tokens=held,
+        weights_bytes_per_gpu=weights,
+        pool_bytes=pool,
+        why_not=why_not,
+    )
+
+
+def _steady_rows(workload: Workload, num_replicas: int, most_slots: int, max_staleness_steps: int) -> float:
+    """Running sequences while the prompts of the steps within the staleness bound fill the slots.
 
     Of the trajectories in flight, those of the oldest step are nearly finished: half of them still run.
     """
-    in_flight = workload.num_sequences / num_replicas * (max_staleness_steps + 0.5)
-    rows = min(float(most_rows), in_flight)
-    step = decode_step(model, cluster, assumptions.decode, layout, num_rows=rows, context_tokens=held_tokens)
-    return workload.response_tokens_total / (num_replicas * rows / float(step.seconds))
+    return min(float(most_slots), workload.num_sequences / num_replicas * (max_staleness_steps + 0.5))
+
+
+def _reliability(model: ModelSpec, cluster: Cluster, assumptions: Assumptions) -> tuple[list[str], float]:
+    """Notes on what nobody measured, and the error that follows."""
+    notes, error_frac = list(model.assumed), assumptions.rollout_error_frac
+    if model.assumed:
+        error_frac *= 2
+    if cluster.accelerator.name not in assumptions.decode.hbm_frac:
+        notes.append(
+            f"no published decode measurement on {cluster.accelerator.name}: the range is twice as wide"
+        )
+        error_frac *= 2
+    return notes, error_frac
 
 
 def _prefill_s(

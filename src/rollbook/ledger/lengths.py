@@ -7,6 +7,7 @@ counts as clipped.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -103,9 +104,7 @@ class LengthDistribution:
 
     def mean_square(self) -> float:
         """Mean of the squared length; attention FLOPs need it."""
-        edges = np.linspace(0.0, self.max_tokens, 513)
-        middle = (edges[1:] + edges[:-1]) / 2
-        return float(np.sum(2 * middle * self.survival(middle)) * (edges[1] - edges[0]))
+        return _mean_square(self)
 
     def expected_max(self, num_sequences: int) -> float:
         """Expected longest of `num_sequences` independent responses (its median, closely)."""
@@ -116,6 +115,15 @@ class LengthDistribution:
         return self.quantile((np.arange(num_sequences) + 0.5) / num_sequences)
 
 
+@functools.lru_cache(maxsize=256)
+def _mean_square(lengths: LengthDistribution) -> float:
+    """E[X²] = integral of 2 t S(t)."""
+    edges = np.linspace(0.0, lengths.max_tokens, 513)
+    middle = (edges[1:] + edges[:-1]) / 2
+    return float(np.sum(2 * middle * lengths.survival(middle)) * (edges[1] - edges[0]))
+
+
+@functools.lru_cache(maxsize=256)
 def _solve_mu(mean_tokens: float, max_tokens: int, sigma: float) -> float:
     """mu of ln(length) so that the mean after clipping at `max_tokens` is `mean_tokens` (bisection)."""
     if sigma == 0 or mean_tokens >= max_tokens:
