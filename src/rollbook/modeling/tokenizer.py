@@ -1,0 +1,112 @@
+"""The tokenizer as the rest of rollbook sees it, and prompts from text or chat messages.
+
+Tokens cross the engine's boundary, text does not: only prompt files, rewards and environments come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollbook.errors import DataError
+from rollbook.types import Ids
+
+Message = Mapping[str, Any]
+"""One chat message: at least "role" and "content"."""
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back."""
+
+    pad_id: int
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    """Every id that ends a response."""
+    vocab_size: int
+    """Largest id + 1."""
+    has_chat_template: bool
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> Ids:
+        """[n] int32; `add_special_tokens` adds what the model expects around a document (often a first token)."""
+
+    def decode(self, ids: Ids | Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def encode_chat(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> Ids:
+        """[n] int32: the messages by the chat template, ending where the assistant's answer begins."""
+
+    def save(self, folder: Path) -> None:
+        """Files that Hugging Face's AutoTokenizer reads."""
+
+
+def render_prompt(
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[Message],
+    *,
+    max_tokens: int | None = None,
+    name: str = "prompt",
+    tools: Sequence[Any] | None = None,
+) -> Ids:
+    """Ids of a prompt given as text or as chat messages.
+
+    Args:
+        tokenizer: the model's.
+        prompt: text is encoded as a document; messages go through the chat template.
+        max_tokens: most tokens the model can take before its first response token; None: no limit.
+        name: what error messages call this prompt, e.g. "prompts.jsonl:17".
+        tools: schemas for the chat template.
+    Returns:
+        [n] int32, at least one token.
+    Raises:
+        DataError: no chat template, nothing to encode, or longer than `max_tokens`.
+    """
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt, add_special_tokens=True)
+    else:
+        if not tokenizer.has_chat_template:
+            raise DataError(
+                f"{name} is a list of chat messages and the tokenizer has no chat template",
+                "give the prompt as text, or point model.tokenizer_path at a tokenizer with a chat template",
+            )
+        ids = tokenizer.encode_chat(prompt, tools=tools)
+    if len(ids) == 0:
+        raise DataError(
+            f"{name} is empty after tokenization", "a prompt needs at least one token: drop the row"
+        )
+    if max_tokens is not None and len(ids) > max_tokens:
+        raise DataError(
+            f"{name} has {len(ids)} tokens and the model takes at most {max_tokens} before a response",
+            "shorten or drop it, or use a model with a longer context",
+        )
+    return ids
+
+
+class HubTokenizer:
+    """A tokenizer of the transformers library."""
+
+    def __init__(self, inner: Any, eos_ids: Sequence[int] = ()) -> None:
+        self.inner = inner
+        own = [] if inner.eos_token_id is None else [int(inner.eos_token_id)]
+        self.eos_ids = tuple(dict.fromkeys([*own, *eos_ids]))
+        self.bos_id: int | None = inner.bos_token_id
+        fallback = self.eos_ids[0] if self.eos_ids else 0
+        self.pad_id = int(inner.pad_token_id if inner.pad_token_id is not None else fallback)
+        self.vocab_size = max(inner.get_vocab().values()) + 1
+        self.has_chat_template = bool(inner.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> Ids:
+        return np.asarray(self.inner.encode(text, add_special_tokens=add_special_tokens), np.int32)
+
+    def decode(self, ids: Ids | Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
+
+    def encode_chat(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> Ids:
+        text = self.inner.apply_chat_template(
+            [dict(m) for m in messages], tools=tools, add_generation_prompt=True, tokenize=False
+        )
+        return np.asarray(self.inner.encode(text, add_special_tokens=False), np.int32)
+
+    def save(self, folder: Path) -> None:
+        self.inner.save_pretrained(folder)
