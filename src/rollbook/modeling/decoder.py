@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rollbook.errors import ConfigError
+from rollbook.errors import ConfigError, nearest_name
 from rollbook.modeling.attention import ATTENTIONS
 
 ARCHITECTURES = {
@@ -38,34 +38,36 @@ REQUIRED_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The facts of a config.json that this decoder reads."""
+    """The facts of a config.json that this decoder reads, under their names there."""
 
     model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
-    max_position: int
+    max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     llama3_rope: Mapping[str, float] | None = None
     """factor, low_freq_factor, high_freq_factor, original_max_position_embeddings; None: plain rotary."""
-    tie_embeddings: bool = False
+    tie_word_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_windows: tuple[int | None, ...] = ()
-    """One entry a layer; empty: no layer has a window."""
+    sliding_windows: tuple[int | None, ...]
+    """One entry a layer; None: all of the sequence."""
     initializer_range: float = 0.02
     source: Mapping[str, Any] = field(default_factory=dict)
     """The config.json this was read from, kept whole so that saving loses nothing."""
 
-    def sliding_window(self, layer_idx: int) -> int | None:
-        return self.sliding_windows[layer_idx] if self.sliding_windows else None
+    eos_token_id: int | list[int] | None = None
+
+    def get_text_config(self) -> DecoderConfig:
+        return self
 
 
 def unsupported_because(source: Mapping[str, Any]) -> str | None:
@@ -111,23 +113,24 @@ def read_config(source: Mapping[str, Any]) -> DecoderConfig:
         vocab_size=int(source["vocab_size"]),
         hidden_size=int(source["hidden_size"]),
         intermediate_size=int(source["intermediate_size"]),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=int(source.get("num_key_value_heads") or num_heads),
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=int(source.get("num_key_value_heads") or num_heads),
         head_dim=int(
             source.get("head_dim") or (128 if kind == "qwen3" else source["hidden_size"] // num_heads)
         ),
-        max_position=int(source["max_position_embeddings"]),
+        max_position_embeddings=int(source["max_position_embeddings"]),
         rms_norm_eps=float(source.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", 10_000.0)),
         llama3_rope=llama3,
-        tie_embeddings=bool(source.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(source.get("tie_word_embeddings", False)),
         qkv_bias=kind == "qwen2" or bool(source.get("attention_bias", False)),
         out_bias=kind != "qwen2" and bool(source.get("attention_bias", False)),
         mlp_bias=bool(source.get("mlp_bias", False)),
         qk_norm=kind == "qwen3",
         sliding_windows=_windows(source, kind, num_layers),
         initializer_range=float(source.get("initializer_range", 0.02)),
+        eos_token_id=source.get("eos_token_id"),
         source=dict(source),
     )
 
@@ -142,38 +145,70 @@ def write_config(config: DecoderConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position,
+        "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": None,
-        "tie_word_embeddings": config.tie_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
         "attention_bias": config.out_bias,
         "hidden_act": "silu",
         "initializer_range": config.initializer_range,
     }
 
 
+@dataclass(slots=True)
+class DecoderOutput:
+    """As transformers' output classes, the part that is read here."""
+
+    last_hidden_state: Tensor
+    """[B, T, hidden] after the last norm."""
+    logits: Tensor | None = None
+    """[B, rows, V]."""
+
+
 class Decoder(nn.Module):
-    """A causal language model: `model` gives hidden states, `lm_head` logits."""
+    """A causal language model that is called like a transformers one: `base_model` gives hidden states."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.attention = "rollbook_packed"
-        """Name of the attention function, a key of ATTENTIONS."""
         self.model = DecoderStack(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_embeddings:
+        if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, **attention: Any) -> Tensor:
-        """[B, T, hidden] after the last norm, from [B, T] ids and positions; `attention` goes to the function."""
-        hidden: Tensor = self.model(input_ids, position_ids, self.attention, attention)
-        return hidden
+    @property
+    def base_model(self) -> DecoderStack:
+        return self.model
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_attn_implementation(self, name: str) -> None:
+        """Use the attention function of this name, a key of ATTENTIONS, from here on."""
+        if name not in ATTENTIONS:
+            raise ConfigError(f"there is no attention {name!r}", nearest_name(name, ATTENTIONS))
+        self.model.attention = name
+
+    def gradient_checkpointing_enable(self) -> None:
+        self.model.gradient_checkpointing = True
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        use_cache: bool = False,
+        logits_to_keep: int | Tensor = 0,
+        **attention: Any,
+    ) -> DecoderOutput:
+        """Logits of the rows `logits_to_keep` names: the last so many, or these; 0 is all."""
+        hidden = self.model(input_ids, position_ids, **attention).last_hidden_state
+        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return DecoderOutput(hidden, self.lm_head(hidden[:, rows]))
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -195,16 +230,19 @@ class DecoderStack(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.attention = "rollbook_packed"
+        """Name of the attention function."""
         self.gradient_checkpointing = False
         # Not a buffer: casting the module must not round the frequencies.
         self.frequencies: Tensor | None = None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, attention: str, arguments: dict[str, Any]
-    ) -> Tensor:
+        self, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False, **arguments: Any
+    ) -> DecoderOutput:
+        """[B, T] ids and positions; `arguments` go to the attention function. There is no cache here."""
         hidden = self.embed_tokens(input_ids)
         if self.frequencies is None or self.frequencies.device != hidden.device:
             self.frequencies = rotary_frequencies(self.config).to(hidden.device)
@@ -213,11 +251,10 @@ class DecoderStack(nn.Module):
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 from torch.utils.checkpoint import checkpoint
 
-                hidden = checkpoint(layer, hidden, rotary, attention, arguments, use_reentrant=False)
+                hidden = checkpoint(layer, hidden, rotary, self.attention, arguments, use_reentrant=False)
             else:
-                hidden = layer(hidden, rotary, attention, arguments)
-        normed: Tensor = self.norm(hidden)
-        return normed
+                hidden = layer(hidden, rotary, self.attention, arguments)
+        return DecoderOutput(self.norm(hidden))
 
 
 class DecoderLayer(nn.Module):
@@ -246,13 +283,13 @@ class Attention(nn.Module):
         width = config.head_dim
         self.layer_idx = layer_idx
         self.head_dim = width
-        self.num_key_value_groups = config.num_heads // config.num_kv_heads
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = width**-0.5
-        self.sliding_window = config.sliding_window(layer_idx)
-        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.num_heads * width, config.hidden_size, bias=config.out_bias)
+        self.sliding_window = config.sliding_windows[layer_idx]
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * width, config.hidden_size, bias=config.out_bias)
         self.q_norm = RMSNorm(width, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(width, config.rms_norm_eps) if config.qk_norm else None
 
@@ -303,8 +340,18 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return _normalize(x, self.weight, self.eps)[0]
         normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return normed
+
+
+def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normed rows and 1 / rms of each."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    inv_rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    inv_rms = inv_rms.div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * inv_rms).to(x.dtype).mul_(weight), inv_rms
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -312,12 +359,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(_at_least_float32(x.dtype))
-        inv_rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        inv_rms = inv_rms.div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed, inv_rms = _normalize(x, weight, eps)
         ctx.save_for_backward(x, weight, inv_rms)
-        normed: Tensor = (wide * inv_rms).to(x.dtype)
-        return normed.mul_(weight)
+        return normed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -378,17 +422,13 @@ def _rope(source: Mapping[str, Any]) -> Mapping[str, Any]:
 def _windows(source: Mapping[str, Any], kind: str, num_layers: int) -> tuple[int | None, ...]:
     window = source.get("sliding_window", 4096)  # the default of the classes that have one
     if window is None or kind == "llama":
-        return ()
+        return (None,) * num_layers
     if kind == "mistral":
         return (int(window),) * num_layers
     if not source.get("use_sliding_window", False):
-        return ()
+        return (None,) * num_layers
     layer_types = source.get("layer_types")
     if layer_types is None:
         first = int(source.get("max_window_layers", 28))
         layer_types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     return tuple(int(window) if t == "sliding_attention" else None for t in layer_types)
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

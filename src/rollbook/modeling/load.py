@@ -45,7 +45,9 @@ class ModelFacts:
     """One entry a layer."""
     attention_softcap: float | None
     tie_embeddings: bool
-    eos_ids: tuple[int, ...]
+    num_experts: int = 1
+    """Of a mixture's layer; 1 for a dense model."""
+    eos_ids: tuple[int, ...] = ()
     """From config.json; the tokenizer adds its own."""
 
 
@@ -70,24 +72,19 @@ class LoadedModel:
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, **attention: Any) -> Tensor:
         """[B, T, hidden] after the last norm, from [B, T] ids and positions; `attention` goes to its function."""
-        if isinstance(self.module, Decoder):
-            return self.module.hidden_states(input_ids, position_ids, **attention)
         module: Any = self.module
-        outputs = module.base_model(
+        hidden: Tensor = module.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention
-        )
-        hidden: Tensor = outputs.last_hidden_state
+        ).last_hidden_state
         return hidden
 
     def lm_head(self) -> LmHead:
         """The output layer over the live weights."""
-        if isinstance(self.module, Decoder):
-            return LmHead(self.module.lm_head.weight)
-        layer: Any = self.module.get_output_embeddings()  # type: ignore[operator]
-        config: Any = self.module.config
-        scale = float(getattr(config, "logit_scale", None) or 1.0)
-        scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-        softcap = getattr(config, "final_logit_softcapping", None)
+        module: Any = self.module
+        layer = module.get_output_embeddings()
+        scale = float(getattr(module.config, "logit_scale", None) or 1.0)
+        scale /= float(getattr(module.config, "logits_scaling", None) or 1.0)
+        softcap = getattr(module.config, "final_logit_softcapping", None)
         return LmHead(layer.weight, getattr(layer, "bias", None), softcap, scale)
 
     def named_tensors(self) -> dict[str, Tensor]:
@@ -101,20 +98,17 @@ class LoadedModel:
         return tensors
 
     def set_attention(self, name: str) -> None:
-        """Use the attention function of this name from here on."""
-        if isinstance(self.module, Decoder):
-            self.module.attention = name
-        else:
+        """Use the attention function of this name, a key of ATTENTIONS, from here on."""
+        module: Any = self.module
+        if not isinstance(module, Decoder):
             _register_with_transformers(name)
-            self.module.set_attn_implementation(name)  # type: ignore[operator]
+        module.set_attn_implementation(name)
 
     def enable_gradient_checkpointing(self) -> None:
         """Keep only the layers' inputs for the backward pass and compute the rest again."""
-        if isinstance(self.module, Decoder):
-            self.module.model.gradient_checkpointing = True
-        else:
-            self.module.train()
-            self.module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        module: Any = self.module
+        module.train()  # transformers checkpoints in training mode alone; no layer here has dropout
+        module.gradient_checkpointing_enable()
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
         """A folder that transformers and the engines load. `tensors` replace the live weights, by name."""
@@ -187,6 +181,11 @@ def load_model(
     return model
 
 
+def wrap_transformers(module: nn.Module, source: str = "a transformers model") -> LoadedModel:
+    """A transformers causal LM made elsewhere, behind the same face."""
+    return LoadedModel(module=module, facts=_facts(module.config), tokenizer=None, source=source)
+
+
 def load_tokenizer(
     config: ModelConfig, folder: Path | None = None, facts: ModelFacts | None = None
 ) -> Tokenizer:
@@ -237,21 +236,22 @@ def _new_model(new: NewModelConfig, seed: int) -> LoadedModel:
         vocab_size=vocab_size,
         hidden_size=new.hidden_size,
         intermediate_size=new.intermediate_size,
-        num_layers=new.num_layers,
-        num_heads=new.num_heads,
-        num_kv_heads=new.num_kv_heads or new.num_heads,
+        num_hidden_layers=new.num_layers,
+        num_attention_heads=new.num_heads,
+        num_key_value_heads=new.num_kv_heads or new.num_heads,
         head_dim=new.head_dim or new.hidden_size // new.num_heads,
-        max_position=new.max_position,
+        max_position_embeddings=new.max_position,
         rope_theta=new.rope_theta,
-        tie_embeddings=new.tie_embeddings,
+        tie_word_embeddings=new.tie_embeddings,
+        sliding_windows=(None,) * new.num_layers,
+        eos_token_id=tokenizer.eos_ids[0],
         qkv_bias=new.architecture == "qwen2",
         qk_norm=new.architecture == "qwen3",
         initializer_range=new.initializer_range,
     )
     module = Decoder(decoder_config)
     module.initialize(seed)
-    facts = _builtin_facts(decoder_config, tokenizer.eos_ids)
-    return LoadedModel(module=module, facts=facts, tokenizer=tokenizer, source="model.new")
+    return LoadedModel(module=module, facts=_facts(decoder_config), tokenizer=tokenizer, source="model.new")
 
 
 def _load_builtin(
@@ -270,7 +270,9 @@ def _load_builtin(
                     "config.json and weights belong to different models: download both again",
                 )
             found[key] = nn.Parameter(tensor.to(device=device, dtype=dtype))
-        elif not (key.endswith("rotary_emb.inv_freq") or (key == "lm_head.weight" and config.tie_embeddings)):
+        elif not (
+            key.endswith("rotary_emb.inv_freq") or (key == "lm_head.weight" and config.tie_word_embeddings)
+        ):
             unexpected.append(key)
     missing = sorted(set(wanted) - set(found))
     if missing or unexpected:
@@ -283,10 +285,9 @@ def _load_builtin(
     for key, parameter in found.items():
         owner, _, attribute = key.rpartition(".")
         setattr(module.get_submodule(owner), attribute, parameter)
-    if config.tie_embeddings:
+    if config.tie_word_embeddings:
         module.lm_head.weight = module.model.embed_tokens.weight
-    facts = _builtin_facts(config, _eos_ids(config.source))
-    return LoadedModel(module=module, facts=facts, tokenizer=None, source=name)
+    return LoadedModel(module=module, facts=_facts(config), tokenizer=None, source=name)
 
 
 def _load_transformers(
@@ -326,9 +327,7 @@ def _load_transformers(
         ) from None
     module.to(device)
     module.eval()
-    model = LoadedModel(
-        module=module, facts=_transformers_facts(module.config), tokenizer=None, source=str(config.path)
-    )
+    model = LoadedModel(module=module, facts=_facts(module.config), tokenizer=None, source=str(config.path))
     _check_lm_head(model)
     return model
 
@@ -357,33 +356,15 @@ def _register_with_transformers(name: str) -> None:
         AttentionInterface.register(name, ATTENTIONS[name])
 
 
-def _builtin_facts(config: DecoderConfig, eos_ids: tuple[int, ...]) -> ModelFacts:
-    return ModelFacts(
-        model_type=config.model_type,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        max_position=config.max_position,
-        sliding_windows=tuple(config.sliding_window(i) for i in range(config.num_layers)),
-        attention_softcap=None,
-        tie_embeddings=config.tie_embeddings,
-        eos_ids=eos_ids,
-    )
-
-
-def _transformers_facts(config: Any) -> ModelFacts:
+def _facts(config: Any) -> ModelFacts:
+    """From a DecoderConfig or a transformers config."""
     text = config.get_text_config()
     num_layers, num_heads = int(text.num_hidden_layers), int(text.num_attention_heads)
-    window = getattr(text, "sliding_window", None)
-    layer_types = getattr(text, "layer_types", None)
-    windows: tuple[int | None, ...]
-    if layer_types is None:
-        windows = (window,) * num_layers
-    else:
-        windows = tuple(window if t == "sliding_attention" else None for t in layer_types)
+    windows = getattr(text, "sliding_windows", None)
+    if windows is None:
+        window = getattr(text, "sliding_window", None)
+        layer_types = getattr(text, "layer_types", None) or ["sliding_attention"] * num_layers
+        windows = tuple(window if kind == "sliding_attention" else None for kind in layer_types)
     return ModelFacts(
         model_type=str(text.model_type),
         num_layers=num_layers,
@@ -396,12 +377,11 @@ def _transformers_facts(config: Any) -> ModelFacts:
         sliding_windows=windows,
         attention_softcap=getattr(text, "attn_logit_softcapping", None),
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        eos_ids=_eos_ids({"eos_token_id": text.eos_token_id}),
+        eos_ids=_eos_ids(text.eos_token_id),
     )
 
 
-def _eos_ids(source: Mapping[str, Any]) -> tuple[int, ...]:
-    given = source.get("eos_token_id")
+def _eos_ids(given: int | list[int] | None) -> tuple[int, ...]:
     if given is None:
         return ()
     return tuple(int(i) for i in given) if isinstance(given, list) else (int(given),)

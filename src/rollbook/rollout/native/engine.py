@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
 
 from rollbook.errors import DeadlineError, EngineError
+from rollbook.modeling.load import LoadedModel
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import EngineStats, GenerateRequest, KVPolicy, PauseMode, Response
 from rollbook.rollout.native.draws import uniforms
-from rollbook.rollout.native.model_runner import ModelRunner, engine_model, model_facts
+from rollbook.rollout.native.model_runner import ModelRunner, engine_model
 from rollbook.rollout.native.sampling import Draws
 from rollbook.rollout.native.scheduler import Scheduler, StepPlan
 from rollbook.weights import LiveWeights
@@ -69,7 +69,7 @@ class NativeEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: LoadedModel,
         config: RolloutConfig,
         *,
         replica_id: int = 0,
@@ -81,11 +81,11 @@ class NativeEngine:
         self.replica_id = replica_id
         self.config = config
         self.share_weights = share_weights
-        self._given_model: nn.Module | None = model
-        facts = model_facts(model)
-        if config.batch_invariant and (facts.is_mixture or config.device != "cpu"):
+        self._given_model: LoadedModel | None = model
+        facts = model.facts
+        if config.batch_invariant and (facts.num_experts > 1 or config.device != "cpu"):
             raise EngineError(
-                f"rollout.batch_invariant is set and the model is {type(model).__name__} on {config.device}",
+                f"rollout.batch_invariant is set and the model is {facts.model_type} on {config.device}",
                 "it needs a CPU and a model without experts (their batches depend on the neighbors); turn it off",
             )
         self._scheduler = Scheduler(
@@ -93,7 +93,7 @@ class NativeEngine:
             num_pages=config.kv_pool_tokens // config.page_tokens,
             page_tokens=config.page_tokens,
             max_prefill_tokens=config.max_prefill_tokens,
-            max_context_tokens=facts.max_context_tokens,
+            max_context_tokens=facts.max_position,
             use_prefix_cache=config.prefix_cache,
             fixed_rows=config.num_slots if config.batch_invariant else None,
             eos_token_ids=eos_token_ids,
@@ -390,7 +390,7 @@ class NativeEngine:
     def _build(self) -> None:
         model, config = self._given_model, self.config
         assert model is not None, "an engine starts once"
-        dtype = next(model.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         own = engine_model(
             model, dtype=dtype, device=torch.device(config.device), share_weights=self.share_weights
         )

@@ -1,13 +1,13 @@
-"""Runs one planned step through a Hugging Face model: token ids in, sampled ids and logprobs out.
+"""Runs one planned step through the model: token ids in, sampled ids and logprobs out.
 
-The model's code stays as it is. The engine runs a module tree of its own, whose config names our attention; its
+The model's code stays as it is. The engine runs a module tree of its own that names paged attention; its
 parameters are copies, or with `share_weights` the very memory of the model it was given, which is never modified.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollbook.errors import EngineError
+from rollbook.modeling.load import LoadedModel
 from rollbook.rollout.native.live_weights import HuggingFaceWeights
 from rollbook.rollout.native.paged_attention import (
     ATTENTION_NAME,
@@ -33,49 +34,29 @@ from rollbook.types import Floats
 Indices = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the engine must know about a model before it runs."""
-
-    max_context_tokens: int
-    num_layers: int
-    is_mixture: bool
-
-
-def model_facts(model: nn.Module) -> ModelFacts:
-    """Read from the model's text config, never from its generation config."""
-    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
-    return ModelFacts(
-        max_context_tokens=int(config.max_position_embeddings),
-        num_layers=int(config.num_hidden_layers),
-        is_mixture=int(num_experts) > 1,
-    )
-
-
 def engine_model(
-    model: nn.Module, *, dtype: torch.dtype, device: torch.device, share_weights: bool
-) -> nn.Module:
-    """A module tree like `model` with a config of its own that names paged attention.
+    model: LoadedModel, *, dtype: torch.dtype, device: torch.device, share_weights: bool
+) -> LoadedModel:
+    """A module tree like the model's that names paged attention.
 
     Raises:
         EngineError: weights can't be shared because dtype or device differ.
     """
     memo: dict[int, Any] = {}
     if share_weights:
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.module.named_parameters():
             if parameter.dtype != dtype or parameter.device.type != device.type:
                 raise EngineError(
                     f"weights can't be shared: {name} is {parameter.dtype} on {parameter.device}, the engine runs "
                     f"{dtype} on {device}",
-                    "set rollout.dtype = \"auto\" and the trainer's device, or don't share weights",
+                    'set rollout.dtype = "auto" and the trainer\'s device, or don\'t share weights',
                 )
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
-    own = copy.deepcopy(model, memo)
+    module = copy.deepcopy(model.module, memo)
     if not share_weights:
-        own = own.to(device=device, dtype=dtype)
-    own.requires_grad_(False).eval()
-    own.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+        module = module.to(device=device, dtype=dtype)
+    own = replace(model, module=module.requires_grad_(False).eval())
+    own.set_attention(ATTENTION_NAME)
     return own
 
 
@@ -83,7 +64,7 @@ class ModelRunner:
     """The model, its KV pool and its sampler. Every method runs on the engine's thread.
 
     Args:
-        model: a Hugging Face causal LM; see `engine_model`.
+        model: see `engine_model`.
         num_pages, page_tokens: of the KV pool.
         fixed_rows: when set, every step runs exactly this many rows, so that a row's arithmetic never depends on how
             many others there are.
@@ -91,14 +72,12 @@ class ModelRunner:
         EngineError: the model keeps state that isn't attention's keys and values, or shares layers' keys and values.
     """
 
-    def __init__(self, model: nn.Module, *, num_pages: int, page_tokens: int, fixed_rows: int | None) -> None:
+    def __init__(self, model: LoadedModel, *, num_pages: int, page_tokens: int, fixed_rows: int | None) -> None:
         self.model = model
-        self.facts = model_facts(model)
-        self.weights = HuggingFaceWeights(model)
+        self.weights = HuggingFaceWeights(model.module)
         self.fixed_rows = fixed_rows
         self._num_pages, self._page_tokens = num_pages, page_tokens
-        parameter = next(model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
+        self.device, self.dtype = model.device, model.dtype
         self._layers = self._observe()
         self.pool: KVPool | None = None
         self.make_pool()
@@ -117,7 +96,7 @@ class ModelRunner:
 
     def put_weights_to_sleep(self, level: int) -> None:
         """1: to host memory (they are there already on a CPU). 2: gone."""
-        for parameter in self.model.parameters():
+        for parameter in self.model.module.parameters():
             if level == 2:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             else:
@@ -126,7 +105,7 @@ class ModelRunner:
     def wake_weights(self) -> None:
         """Weights back on the device; what was dropped is zero until a publication writes it."""
         specs = self.weights.specs()
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.model.module.named_parameters():
             if parameter.numel() == 0:
                 parameter.data = torch.zeros(specs[name].shape, dtype=parameter.dtype, device=self.device)
             else:
@@ -137,17 +116,14 @@ class ModelRunner:
         seen: dict[int, Any] = {}
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with torch.inference_mode(), running_step(seen):
-            self._trunk()(input_ids=zero, position_ids=zero, use_cache=False)
-        if sorted(seen) != list(range(self.facts.num_layers)):
+            self.model.hidden_states(zero, zero)
+        if sorted(seen) != list(range(self.model.facts.num_layers)):
             raise EngineError(
-                f"{type(self.model).__name__} has {self.facts.num_layers} layers and {len(seen)} of them attend "
-                "through transformers' AttentionInterface",
+                f"{type(self.model.module).__name__} has {self.model.facts.num_layers} layers and {len(seen)} of them attend "
+                "through the attention interface",
                 'use rollout.engine = "vllm" for this model',
             )
-        return [seen[idx] for idx in range(self.facts.num_layers)]
-
-    def _trunk(self) -> nn.Module:
-        return self.model.base_model  # type: ignore[return-value]
+        return [seen[idx] for idx in range(self.model.facts.num_layers)]
 
     def step(self, plan: StepPlan, draws: Draws) -> tuple[Indices, Floats]:
         """Run the planned rows; sample one token for each decoding row.
@@ -159,15 +135,11 @@ class ModelRunner:
         with torch.inference_mode():
             ids, positions, step = self._tensors(plan, self.pool)
             with running_step(step):
-                if plan.num_decode == 0:
-                    self._trunk()(input_ids=ids, position_ids=positions, use_cache=False)
-                    return np.zeros(0, np.int64), np.zeros(0, np.float32)
-                rows: int | Tensor = 0
-                if plan.spans and self.fixed_rows is None:
-                    rows = torch.arange(plan.num_decode, device=self.device)
-                logits = self.model(
-                    input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=rows
-                ).logits[0]
+                hidden = self.model.hidden_states(ids, positions)[0]
+            if plan.num_decode == 0:
+                return np.zeros(0, np.int64), np.zeros(0, np.float32)
+            kept = hidden if self.fixed_rows is not None else hidden[: plan.num_decode]
+            logits = self.model.lm_head().logits(kept)
             tokens, logprobs = sample(logits[: plan.num_decode], draws)
             if self.device.type == "cpu":
                 return tokens.numpy(), logprobs.numpy()

@@ -7,8 +7,8 @@ and weight, which are added up per sequence. Nothing is copied, padded to the lo
 With m the largest score of a row over all its pages, out = sum_pages exp(s - m) V / sum_pages exp(s - m): the same
 softmax, summed page by page.
 
-The function is registered with transformers under `ATTENTION_NAME`; a model whose attention goes through
-AttentionInterface needs no other change.
+The function stands in `modeling.attention.ATTENTIONS` under `ATTENTION_NAME`: the built-in decoder and every
+transformers model whose attention goes through AttentionInterface can use it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
 
 from rollbook.errors import EngineError
+from rollbook.modeling.attention import ATTENTIONS
 from rollbook.rollout.native.pages import CopyPages, PageOperation
 
 ATTENTION_NAME = "rollbook_paged"
@@ -262,7 +262,7 @@ def paged_attention(
     return out[None], None
 
 
-AttentionInterface.register(ATTENTION_NAME, paged_attention)
+ATTENTIONS[ATTENTION_NAME] = paged_attention
 
 
 def _attend_pages(

@@ -767,7 +767,6 @@ class Scheduler:
             for follower in rest:
                 follower.leader = heir
             sequence.followers = []
-            self._mark_ready(heir)
         sequence.slot = -1
         self._layout = None
 

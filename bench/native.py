@@ -1,0 +1,262 @@
+"""The native engine against this machine's roofline and against Hugging Face generate.
+
+    python bench/native.py                  # everything, about ten minutes on two quiet cores
+    python bench/native.py decode           # decode tokens/s at 1, 16, 64, 256 slots beside the floor of the same run
+    python bench/native.py jobs             # whole jobs against Hugging Face generate, alternating
+    python bench/native.py attention        # ways to attend over the cache, one layer
+    python bench/native.py invariant        # what batch_invariant costs
+
+The floor of a decode step is the time of its matrix products alone, each measured at this number of rows in the same
+run, plus reading the keys and values once at the measured copy bandwidth. Every ratio is of two numbers taken
+alternately in one process; times are medians, and the spread (largest over smallest) stands beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from rollbook.modeling.load import wrap_transformers
+from rollbook.rollout.config import RolloutConfig
+from rollbook.rollout.engine import GenerateRequest
+from rollbook.rollout.native.engine import NativeEngine
+from rollbook.types import SamplingParams
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PROMPT_TOKENS = 20
+
+
+def tiny_llama(vocab_size: int) -> PreTrainedModel:
+    """About 4 M parameters."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def seconds(fn: Callable[[], object], repeats: int) -> float:
+    """Median of `repeats` calls after two to warm up."""
+    fn(), fn()
+    taken = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        fn()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+# ---- the floor
+
+
+def gemm_seconds(model: PreTrainedModel, num_rows: int) -> float:
+    """Seconds of one forward's matrix products at `num_rows` rows, over distinct weights as the model has them."""
+    weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    inputs = {w.shape[1]: torch.randn(num_rows, w.shape[1], dtype=w.dtype) for w in weights}
+    with torch.inference_mode():
+        return seconds(lambda: [F.linear(inputs[w.shape[1]], w) for w in weights], 11)
+
+
+def copy_bytes_per_s() -> float:
+    source, target = torch.ones(1 << 26), torch.empty(1 << 26)  # 256 MiB each: beyond the caches
+    return 2 * source.numel() * 4 / seconds(lambda: target.copy_(source), 5)
+
+
+# ---- jobs
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    lengths: list[int]
+    """New tokens of each sequence; sequence i belongs to prompt i // group_size."""
+    group_size: int = 8
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def prompts(self, vocab_size: int) -> list[np.ndarray]:
+        rng = np.random.default_rng(1)
+        count = len(self.lengths) // self.group_size
+        return [rng.integers(3, vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(count)]
+
+
+def jobs() -> list[Job]:
+    rng = np.random.default_rng(0)
+    tail = np.clip(rng.lognormal(np.log(64) - 0.5, 1.0, 256).astype(int), 1, 512)  # mean 64
+    return [Job("equal 32 x 8 x 24 tokens", [24] * 256), Job("long tail 256, mean 64, max 512", tail.tolist())]
+
+
+class _Lengths(StoppingCriteria):
+    """Ends row i after lengths[i] new tokens, as an end-of-sequence token would."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+        return input_ids.shape[1] - PROMPT_TOKENS >= self.lengths
+
+
+def run_generate(model: PreTrainedModel, job: Job) -> None:
+    """The job as one call of Hugging Face generate: every member's prompt is a row."""
+    prompts = job.prompts(model.config.vocab_size)
+    rows = torch.from_numpy(np.stack([p for p in prompts for _ in range(job.group_size)])).long()
+    with torch.inference_mode():
+        model.generate(
+            rows,
+            attention_mask=torch.ones_like(rows),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=max(job.lengths),
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([_Lengths(job.lengths)]),
+        )
+
+
+async def run_engine(engine: NativeEngine, vocab_size: int, job: Job) -> None:
+    prompts = job.prompts(vocab_size)
+    requests = [
+        GenerateRequest(
+            request_id=str(i),
+            prompt_ids=prompts[i // job.group_size],
+            sampling=SamplingParams(max_response_tokens=length, ignore_eos=True),
+            seed=0,
+            group_id=i // job.group_size,
+            member_idx=i % job.group_size,
+        )
+        for i, length in enumerate(job.lengths)
+    ]
+    responses = await asyncio.gather(*(engine.generate(request) for request in requests))
+    assert sum(len(r.response_ids) for r in responses) == job.num_tokens
+
+
+async def started(model: PreTrainedModel, **settings: object) -> NativeEngine:
+    values = {"num_slots": 256, "kv_pool_tokens": 256 * 544, "num_threads": torch.get_num_threads(), **settings}
+    engine = NativeEngine(wrap_transformers(model), RolloutConfig.model_validate(values), share_weights=True)
+    await engine.start()
+    return engine
+
+
+async def bench_jobs(repeats: int, vocab_sizes: list[int]) -> None:
+    print("\nuseful tokens/s, Hugging Face generate against the engine (median; spread = max/min)")
+    for vocab_size in vocab_sizes:
+        model = tiny_llama(vocab_size)
+        for dtype_name, dtype in DTYPES.items():
+            model = model.to(dtype)
+            engine = await started(model)
+            for job in jobs():
+                taken: dict[str, list[float]] = {"generate": [], "engine": []}
+                for repeat in range(repeats + 1):
+                    for name in taken:
+                        began = time.perf_counter()
+                        if name == "generate":
+                            run_generate(model, job)
+                        else:
+                            await run_engine(engine, vocab_size, job)
+                        if repeat:  # the first round warms up
+                            taken[name].append(time.perf_counter() - began)
+                medians = {name: statistics.median(times) for name, times in taken.items()}
+                spread = {name: max(times) / min(times) for name, times in taken.items()}
+                print(
+                    f"  {dtype_name} vocab {vocab_size:5d} {job.name:32s}"
+                    + "".join(
+                        f"  {name} {medians[name]:6.2f} s {job.num_tokens / medians[name]:7.0f} tok/s (x{spread[name]:.2f})"
+                        for name in taken
+                    )
+                    + f"   ratio {medians['generate'] / medians['engine']:.2f}"
+                )
+            await engine.close()
+
+
+async def bench_decode(repeats: int, vocab_sizes: list[int]) -> None:
+    bandwidth = copy_bytes_per_s()
+    print(f"\ncopy bandwidth {bandwidth / 1e9:.1f} GB/s (read + write)")
+    print("decode of equal lengths (20 prompt + 108 new tokens, a prompt each), against the floor of the same run")
+    for vocab_size in vocab_sizes:
+        model = tiny_llama(vocab_size)
+        num_params = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+        for dtype_name, dtype in DTYPES.items():
+            model = model.to(dtype)
+            for num_slots in (1, 16, 64, 256):
+                engine = await started(model, num_slots=num_slots)
+                job = Job("", [108] * num_slots, group_size=1)
+                await run_engine(engine, vocab_size, job)
+                steps_s, floors_s, gemms = [], [], []
+                for _ in range(repeats):
+                    before = await engine.stats()
+                    await run_engine(engine, vocab_size, job)
+                    after = await engine.stats()
+                    steps_s.append((after.decode_s - before.decode_s) / (after.decode_steps - before.decode_steps))
+                    gemm_s = gemm_seconds(model, num_slots)
+                    kv_bytes = num_slots * (PROMPT_TOKENS + 54) * 2 * 5 * 128 * dtype.itemsize
+                    gemms.append(2 * num_params * num_slots / gemm_s)
+                    floors_s.append(gemm_s + kv_bytes / bandwidth)
+                step_s, floor_s = statistics.median(steps_s), statistics.median(floors_s)
+                print(
+                    f"  {dtype_name} vocab {vocab_size:5d} slots {num_slots:4d}: {num_slots / step_s:8.0f} tok/s, step "
+                    f"{step_s * 1e3:6.2f} ms (x{max(steps_s) / min(steps_s):.2f}), floor {floor_s * 1e3:6.2f} ms "
+                    f"({statistics.median(gemms) / 1e9:4.0f} GFLOP/s), {floor_s / step_s:4.0%} of it"
+                )
+                await engine.close()
+
+
+async def bench_invariant(repeats: int) -> None:
+    print("\ncost of batch_invariant, fp32, seconds for the job (median)")
+    model = tiny_llama(64)
+    for job in jobs():
+        taken: dict[bool, list[float]] = {False: [], True: []}
+        engines = {flag: await started(model, batch_invariant=flag) for flag in taken}
+        for repeat in range(repeats + 1):
+            for flag, engine in engines.items():
+                began = time.perf_counter()
+                await run_engine(engine, 64, job)
+                if repeat:
+                    taken[flag].append(time.perf_counter() - began)
+        plain, invariant = (statistics.median(taken[flag]) for flag in (False, True))
+        print(f"  {job.name:32s} off {plain:6.2f} s  on {invariant:6.2f} s  ratio {invariant / plain:.2f}")
+        for engine in engines.values():
+            await engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=[], help="decode, jobs, attention, invariant")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--vocab", type=int, nargs="*", default=[64, 4096])
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    parts = args.parts or ["decode", "jobs", "attention", "invariant"]
+    print(f"torch {torch.__version__}, {args.threads} threads, {torch.backends.cpu.get_cpu_capability()}")
+    if "decode" in parts:
+        asyncio.run(bench_decode(args.repeats, args.vocab))
+    if "jobs" in parts:
+        asyncio.run(bench_jobs(args.repeats, args.vocab))
+    if "invariant" in parts:
+        asyncio.run(bench_invariant(args.repeats))
+
+
+if __name__ == "__main__":
+    main()
