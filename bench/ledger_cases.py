@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollbook.errors import RunError
+from rollbook.errors import ConfigError, RunError
 from rollbook.ledger.account import Range
 from rollbook.ledger.assumptions import Assumptions
-from rollbook.ledger.decode import decode_step, prefill_s
+from rollbook.ledger.decode import decode_step, prefill_s, replica_weight_bytes
 from rollbook.ledger.flops import forward_flops, prefill_flops
 from rollbook.ledger.hardware import Accelerator, Cluster, load_accelerator
-from rollbook.ledger.layout import ReplicaLayout, TrainLayout
+from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
 from rollbook.ledger.model import ModelSpec, load_model
 from rollbook.ledger.step import Layouts, smallest_rollout_tp, step_account
+from rollbook.ledger.switch import hand_over
 from rollbook.ledger.sync import SyncMethod, SyncWork, sync_account
 from rollbook.ledger.train import train_tokens_per_s_per_gpu
 from rollbook.ledger.workload import Mode, Workload
@@ -82,6 +83,18 @@ def compare(case: Case, assumptions: Assumptions) -> list[Comparison]:
     return found
 
 
+def find_model(text: str) -> ModelSpec:
+    """The model that a free text such as "Kimi-K2 1T" or "DeepSeek-V3/R1" names, by its longest known start."""
+    words = re.split(r"[\s/]+", text.strip())
+    for start in range(len(words)):
+        for end in range(len(words), start, -1):
+            try:
+                return load_model("-".join(words[start:end]))
+            except ConfigError:
+                continue
+    return load_model(text)
+
+
 def middle(value: Any) -> float:
     """A number from a number, a range, or a summary that gives median or mean."""
     if isinstance(value, dict):
@@ -108,9 +121,9 @@ _DEVICES = (
 
 def accelerator_of(text: str) -> Accelerator:
     """The device that a free text such as "4x8 H100, CX-7 400 Gbps IB" names."""
-    flat = re.sub(r"[^a-z0-9]", "", text.lower())
+    flat = re.sub(r"[ _]", "-", text.lower())
     for name in _DEVICES:
-        if re.sub(r"[^a-z0-9]", "", name.lower()) in flat:
+        if re.search(re.escape(name.lower().replace(" ", "-")) + r"(?![0-9])", flat):
             return load_accelerator(name.replace("A100 PCIe", "A100-PCIe"))
     raise NotCovered(f"the device {text!r} is not in the table")
 
@@ -147,7 +160,7 @@ DECODE_ERROR_FRAC = 0.25
 def decode_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
     """Serving: speed of one stream or of many, steps per token, tokens per second and node."""
     config, measured = case["config"], case["measured"]
-    model = load_model(config["model"])
+    model = find_model(config["model"])
     accelerator = accelerator_of(config["gpu"])
     if "kv_length" in config:
         yield from _expert_parallel_decode(config, measured, model, accelerator, assumptions)
@@ -227,9 +240,9 @@ class _Serving:
 
     def compare(self, measured: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
         config, streams = self.config, self.num_streams
-        prompt = config.get("input_length")
-        output = config.get("output_length")
-        known = prompt is not None and output is not None
+        prompt = float(config.get("input_length", 0))
+        output = float(config.get("output_length", 0))
+        known = "input_length" in config and output > 0
         context = prompt + output / 2 if known else TYPICAL_CONTEXT_TOKENS
         if known:
             waves = -(-int(config.get("requests", streams)) // streams)
@@ -271,7 +284,7 @@ TRAIN_ERROR_FRAC = 0.35
 def train_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
     """Tokens per second of a trainer at a fixed sequence length."""
     config, measured = case["config"], case["measured"]
-    model = load_model(config["model"])
+    model = find_model(config["model"])
     accelerator = accelerator_of(config.get("gpu", config.get("system", "")))
     sequence = float(config["sequence_length"])
     cluster = Cluster(accelerator=accelerator, num_gpus=int(config["gpus"]))
@@ -329,7 +342,7 @@ def _fsdp_rate(
     stack = assumptions.stacks["fsdp" if "RL" in kind else "fsdp_plain"]
     if "FA2" in str(config.get("attention", "")) and cluster.accelerator.name.startswith("H"):
         stack = replace(stack, attention_frac={"default": assumptions.flash2_attention_frac})
-    recompute = "none" if str(config.get("activation", "")).lower() == "none" else "full"
+    recompute: Recompute = "none" if str(config.get("activation", "")).lower() == "none" else "full"
     layout = TrainLayout(recompute=recompute, lora="LoRA" in kind, cp_size=int(config.get("cp", 1)))
     rate = train_tokens_per_s_per_gpu(model, cluster, stack, layout, sequence_tokens=sequence)
     seconds = sequence / layout.cp_size / rate
@@ -355,7 +368,7 @@ _SYNC_METRICS: tuple[tuple[str, SyncMethod], ...] = (
 def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
     """Seconds of one publication, by method."""
     config, measured = case["config"], case["measured"]
-    model = load_model(config["model"])
+    model = find_model(config["model"])
     device = " ".join(str(config.get(key, "")) for key in ("gpu", "hardware", "device", "nodes"))
     if "910" in device or "ascend" in device.lower():
         raise NotCovered("Ascend links and rates are not in the table")
@@ -424,7 +437,7 @@ def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
     config, measured = case["config"], case["measured"]
     if config.get("max_agent_turns") or "agent" in str(config.get("mode", "")).lower():
         raise NotCovered("an agent's step without turns, tool seconds and full lengths")
-    model = load_model(config["model"])
+    model = find_model(config["model"])
     cluster = Cluster(accelerator=accelerator_of(config["gpu"]), num_gpus=int(config["gpus"]))
     workload = _workload(config, measured)
     mode, num_rollout, num_train = _split(config)
@@ -527,9 +540,35 @@ def _staleness(config: dict[str, Any]) -> int:
     return int(steps[1]) if steps else 1
 
 
+def switch_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
+    """Sleep and wake of an engine at level 1."""
+    config, measured = case["config"], case["measured"]
+    model = find_model(config["model"])
+    cluster = Cluster(accelerator=accelerator_of(config["gpu"]), num_gpus=int(config.get("tp", 1)))
+    layout = ReplicaLayout(tp_size=cluster.num_gpus, weight_dtype=dtype_of(config["model"]))
+    moves = hand_over(
+        model,
+        cluster,
+        assumptions.switch,
+        num_gpus=cluster.num_gpus,
+        rollout_weights_bytes_per_gpu=replica_weight_bytes(model, layout),
+        state_bytes_per_param=0.0,
+        sleep_level=1,
+    )
+    seconds = {move.name: move.seconds for move in moves}
+    for key, name in (
+        ("sleep_s", "engine sleeps"),
+        ("wake_s", "engine wakes"),
+        ("level1_wake_s", "engine wakes"),
+    ):
+        if key in measured:
+            yield key, middle(measured[key]), _within(seconds[name], 1.0)
+
+
 ADAPTERS: dict[str, Callable[[Case, Assumptions], Iterator[tuple[str, float, Range]]]] = {
     "decode": decode_case,
     "train_mfu": train_case,
     "weight_sync": sync_case,
     "rl_step": step_case,
+    "memory_switch": switch_case,
 }

@@ -17,7 +17,7 @@ from rollbook.ledger.flops import turn_prefill_flops
 from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.lengths import LengthDistribution
-from rollbook.ledger.memory import activation_bytes, logits_bytes, train_memory
+from rollbook.ledger.memory import activation_bytes, logits_bytes, memory_items, train_memory
 from rollbook.ledger.model import load_model
 from rollbook.ledger.quantity import parse_count
 from rollbook.ledger.step import step_account
@@ -334,3 +334,32 @@ def test_every_assumption_has_a_source() -> None:
     numbers = {k: v for k, v in DEFAULT.as_json().items() if isinstance(v, dict)}
     assert [name for name, entry in numbers.items() if not entry["source"]] == []
     assert len(numbers) > 60
+
+
+def test_memory_items_add_up_to_the_sides() -> None:
+    """State items are 16 B per parameter; the engine's items stay within the device."""
+    account = step_account(LLAMA, WORK, CLUSTER, DEFAULT)
+    items = memory_items(
+        LLAMA,
+        WORK,
+        CLUSTER,
+        DEFAULT,
+        rollout=account.rollout,
+        train=account.train,
+        layout=TrainLayout(),
+        shares_devices=True,
+    )
+    state = ("weights", "gradients", "master weights", "optimizer moments")
+    assert sum(i.bytes for i in items if i.name in state) == pytest.approx(16 * 8.03e9 / 64)
+    assert sum(i.bytes for i in items if i.place == "rollout device") < H100.hbm_bytes
+    assert any(i.place == "train host" for i in items)
+
+
+def test_a_generative_reward_reads_every_trajectory() -> None:
+    plain = step_account(LLAMA, WORK, CLUSTER, DEFAULT)
+    judged = step_account(
+        LLAMA, replace(WORK, reward="generative", reward_response_tokens=500), CLUSTER, DEFAULT
+    )
+    assert plain.seconds.reward == 0
+    assert judged.seconds.total == pytest.approx(plain.seconds.total + judged.seconds.reward)
+    assert judged.flops.reward_model > plain.flops.reference

@@ -83,6 +83,8 @@ class RolloutSide:
     weights_bytes_per_gpu: float
     kv_pool_bytes: float
     """Of one replica."""
+    reward_s: float = 0.0
+    """A generative reward model reading and judging every trajectory on the same devices."""
     env_wait_s: float = 0.0
     """Seconds that agents' environments add to the step beyond generation."""
     error_frac: float = 0.0
@@ -130,6 +132,7 @@ class Seconds:
     switch: float
     sync: float
     env: float
+    reward: float
     other: float
     """Rewards, data, logging, scheduling."""
     total: float
@@ -219,7 +222,7 @@ def combine(
     tail_s = rollout.tail_s if waits_for_all else 0.0
     throughput_s = rollout.throughput_s if waits_for_all else rollout.steady_s or rollout.throughput_s
     switch_s = switch_s if mode in ("sync", "colocate_async") else 0.0
-    rollout_s = rollout.prefill_s + throughput_s + tail_s
+    rollout_s = rollout.prefill_s + throughput_s + tail_s + rollout.reward_s
     if mode == "separate_async":
         total = max(rollout_s, train.total_s) + (0.0 if overlaps_sync else sync_s) + other_s
         idle = {"rollout": 1 - rollout_s / total, "train": 1 - train.total_s / total}
@@ -255,6 +258,7 @@ def combine(
             switch=switch_s,
             sync=sync_s,
             env=rollout.env_wait_s,
+            reward=rollout.reward_s,
             other=other_s,
             total=total,
         ),

@@ -142,10 +142,14 @@ class SyncAssumptions:
 class SwitchAssumptions:
     """Hand-over of a colocated device."""
 
-    copy_bytes_per_s: float
-    """Per GPU and direction, as frameworks copy; pinned memory reaches the link's rate."""
+    state_bytes_per_s: float
+    """Training state, per GPU and direction, as frameworks copy it; pinned memory reaches the link's rate."""
+    engine_bytes_per_s: float
+    """The engine's weights at sleep level 1, per GPU and direction."""
     sleep_s: float
     wake_s: float
+    base_s: float
+    """Everything else of one hand-over and back: caches dropped, pools mapped, processes told."""
     graphs_s: float
 
 

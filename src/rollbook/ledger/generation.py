@@ -149,6 +149,9 @@ def default_rollout_side(
         mfu_frac=rate * 2 * model.matmul_params / accelerator.peak(layout.weight_dtype),
         weights_bytes_per_gpu=room.weights_bytes_per_gpu,
         kv_pool_bytes=room.pool_bytes,
+        reward_s=_reward_s(
+            model, workload, cluster, assumptions, layout, num_replicas, steady_step_s / steady_rows
+        ),
         env_wait_s=(workload.agent.num_turns - 1) * workload.agent.env_s if workload.agent.env_s else 0.0,
         error_frac=error_frac,
         why_not=tuple(why_not),
@@ -232,6 +235,24 @@ def _reliability(model: ModelSpec, cluster: Cluster, assumptions: Assumptions) -
         )
         error_frac *= 2
     return notes, error_frac
+
+
+def _reward_s(
+    model: ModelSpec,
+    workload: Workload,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    layout: ReplicaLayout,
+    num_replicas: int,
+    row_s: float,
+) -> float:
+    """A generative reward model of the policy's size: prefill of every trajectory, and its verdict's tokens."""
+    if workload.reward != "generative":
+        return 0.0
+    flops = workload.num_sequences * float(prefill_flops(model, workload.sequence_tokens))
+    read_s = float(prefill_s(model, cluster, assumptions.decode, layout, flops=flops))
+    verdict_s = workload.num_sequences * workload.reward_response_tokens * row_s
+    return (read_s + verdict_s) / num_replicas
 
 
 def _prefill_s(

@@ -7,8 +7,11 @@ rollout    weights + KV pool + CUDA graphs
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from rollbook.ledger.account import RolloutSide, TrainSide
 from rollbook.ledger.assumptions import Assumptions
+from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import TrainLayout
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.workload import Workload
@@ -91,3 +94,119 @@ def gathered_bytes(model: ModelSpec, assumptions: Assumptions, layout: TrainLayo
     per_layer = (model.body_params + model.routed_params / layout.ep_size) / model.num_layers
     largest = max(per_layer, model.embedding_params)
     return 3 * assumptions.weight_bytes_per_param * largest / layout.tp_size
+
+
+Place = Literal["train device", "rollout device", "train host"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryItem:
+    """One owner of bytes on one GPU, or of the host memory that belongs to one GPU."""
+
+    place: Place
+    name: str
+    bytes: float
+    formula: str
+
+
+_CONTEXT_BYTES = 0.6e9
+"""CUDA context and libraries. Source: nvidia-smi of an idle process on H100 and H200."""
+_GRAPHS_BYTES = 1.0e9
+"""CUDA graphs of an engine over its batch sizes; vLLM logs 0.3 to 1.5 GiB at start."""
+_COMMUNICATION_BYTES = 1.0e9
+"""NCCL buffers of a handful of process groups."""
+
+
+def memory_items(
+    model: ModelSpec,
+    workload: Workload,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    *,
+    rollout: RolloutSide,
+    train: TrainSide,
+    layout: TrainLayout,
+    shares_devices: bool,
+) -> list[MemoryItem]:
+    """Who owns which bytes of each role's GPU, largest first within a place.
+
+    Where both roles share a device only one of them is awake; the trainer's state then needs its own pinned host
+    memory, which stands under "train host".
+    """
+    memory = train_memory(model, workload, assumptions, num_gpus=train.num_gpus, layout=layout)
+    per_param = model.params / train.num_gpus
+    overhead = assumptions.memory_overhead_frac * cluster.accelerator.hbm_bytes
+    fixed = min(_CONTEXT_BYTES + _COMMUNICATION_BYTES, overhead)
+    items = [
+        MemoryItem(place="train device", name="weights", bytes=2 * per_param, formula="2 N / GPUs"),
+        MemoryItem(place="train device", name="gradients", bytes=2 * per_param, formula="2 N / GPUs"),
+        MemoryItem(place="train device", name="master weights", bytes=4 * per_param, formula="4 N / GPUs"),
+        MemoryItem(
+            place="train device",
+            name="optimizer moments",
+            bytes=memory.policy_state - 8 * per_param,
+            formula="8 N / GPUs",
+        ),
+        MemoryItem(
+            place="train device", name="critic", bytes=memory.critic_state, formula="as the policy's state"
+        ),
+        MemoryItem(place="train device", name="reference", bytes=memory.reference, formula="2 N / GPUs"),
+        MemoryItem(
+            place="train device",
+            name="activations",
+            bytes=memory.activations,
+            formula=f"{layout.recompute} recomputation of one micro batch",
+        ),
+        MemoryItem(
+            place="train device",
+            name="logits chunk",
+            bytes=memory.logits,
+            formula=f"10 B x {LOGITS_CHUNK_TOKENS} tokens x vocabulary",
+        ),
+        MemoryItem(
+            place="train device",
+            name="gathered layers",
+            bytes=memory.buffers,
+            formula="2 layers of weights, 1 of gradients",
+        ),
+        MemoryItem(
+            place="train device",
+            name="context and communication",
+            bytes=fixed,
+            formula="CUDA context, NCCL buffers",
+        ),
+        MemoryItem(
+            place="rollout device",
+            name="rollout weights",
+            bytes=rollout.weights_bytes_per_gpu,
+            formula="weights / GPUs of a replica",
+        ),
+        MemoryItem(
+            place="rollout device",
+            name="KV pool",
+            bytes=rollout.kv_pool_bytes / rollout.tp_size,
+            formula="what weights and overhead leave",
+        ),
+        MemoryItem(
+            place="rollout device",
+            name="CUDA graphs",
+            bytes=min(_GRAPHS_BYTES, overhead - fixed),
+            formula="one per batch size",
+        ),
+        MemoryItem(
+            place="rollout device",
+            name="context and communication",
+            bytes=fixed,
+            formula="CUDA context, NCCL buffers",
+        ),
+    ]
+    if shares_devices:
+        items.append(
+            MemoryItem(
+                place="train host",
+                name="offloaded training state (pinned)",
+                bytes=memory.state + memory.reference,
+                formula="state and reference while the engine is awake",
+            )
+        )
+    return sorted((i for i in items if i.bytes > 0), key=lambda i: (i.place, -i.bytes))

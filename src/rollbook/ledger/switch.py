@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from rollbook.ledger.assumptions import SwitchAssumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Move:
     """One move of a hand-over, on one GPU."""
 
     name: str
     bytes: float
+    """Over the host link."""
     seconds: float
-    link: Literal["host", "none"]
 
 
 def hand_over(
@@ -41,17 +40,20 @@ def hand_over(
         num_gpus: over which the training state is sharded.
         state_bytes_per_param: weights, gradients, master weights and moments.
     """
-    rate = min(assumptions.copy_bytes_per_s, cluster.accelerator.host_link_bytes_per_s)
+    link = cluster.accelerator.host_link_bytes_per_s
+    state_rate = min(assumptions.state_bytes_per_s, link)
+    engine_rate = min(assumptions.engine_bytes_per_s, link)
     state = state_bytes_per_param * model.params / num_gpus if offloads_state else 0.0
     weights = rollout_weights_bytes_per_gpu if sleep_level == 1 else 0.0
     moves = [
-        Move(name="engine sleeps", bytes=weights, seconds=assumptions.sleep_s + weights / rate, link="host"),
-        Move(name="training state to device", bytes=state, seconds=state / rate, link="host"),
-        Move(name="training state to host", bytes=state, seconds=state / rate, link="host"),
-        Move(name="engine wakes", bytes=weights, seconds=assumptions.wake_s + weights / rate, link="host"),
+        Move("engine sleeps", bytes=weights, seconds=assumptions.sleep_s + weights / engine_rate),
+        Move("training state to device", bytes=state, seconds=state / state_rate),
+        Move("training state to host", bytes=state, seconds=state / state_rate),
+        Move("engine wakes", bytes=weights, seconds=assumptions.wake_s + weights / engine_rate),
+        Move("caches, pools, processes", bytes=0.0, seconds=assumptions.base_s),
     ]
     if assumptions.graphs_s:
-        moves.append(Move(name="graphs captured", bytes=0.0, seconds=assumptions.graphs_s, link="none"))
+        moves.append(Move("graphs captured", bytes=0.0, seconds=assumptions.graphs_s))
     return moves
 
 

@@ -145,7 +145,7 @@ def default_train_side(
 
     tokens_per_gpu = workload.trained_tokens / num_gpus
     forwards = int(workload.uses_reference) + int(workload.uses_proximal)
-    forwards += int(workload.reward in ("model", "generative")) + int(workload.algorithm == "ppo")
+    forwards += int(workload.reward == "model") + int(workload.algorithm == "ppo")
     num_models = 2 if workload.algorithm == "ppo" else 1
     updates = workload.num_epochs * workload.num_mini_batches
     train_s = num_models * (
