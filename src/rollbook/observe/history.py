@@ -287,8 +287,16 @@ class RunHistory:
             columns[name] = Column(mean, np.fmin.reduceat(values, edges), np.fmax.reduceat(values, edges))
         return Table(steps[ends - 1], int((ends - edges).max()), columns)
 
+    def steps_with_spans(self) -> list[int]:
+        """Finished steps that events.jsonl covers, ascending."""
+        return sorted(self._step_bytes)
+
     def spans(self, step: int) -> list[dict[str, Any]]:
         """Span events that ended while the step was open, the step's own span last; [] when unknown."""
+        return [event for event in self.events(step) if event["kind"] == "span"]
+
+    def events(self, step: int) -> list[dict[str, Any]]:
+        """Every event written while the step was open, the step's own span last; [] when unknown."""
         where = self._step_bytes.get(step)
         if where is None:
             return []
@@ -296,7 +304,7 @@ class RunHistory:
             file.seek(where[0])
             lines = file.read(where[1] - where[0]).split(b"\n")
         events = (_parsed(line) for line in lines)
-        return [event for event in events if event is not None and event.get("kind") == "span"]
+        return [event for event in events if event is not None and "kind" in event]
 
     def open_spans(self) -> list[dict[str, Any]]:
         """Spans announced and not ended: what the run is in now, or was in when it died."""
