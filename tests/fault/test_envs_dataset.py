@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -14,31 +15,29 @@ import pytest
 from rollbook.envs.config import DataConfig
 from rollbook.envs.dataset import Prompts, load_prompts, require_enough
 from rollbook.errors import ConfigError, DataError
+from rollbook.types import Ids
 
 
 class ByteTokenizer:
     """One token a byte; id 256 begins a text, 257 ends one."""
 
-    eos_token_id = 257
+    eos_ids = (257,)
 
     def __init__(self, *, chat: bool = False, adds_eos: bool = False) -> None:
-        self.chat_template = "{messages}" if chat else None
+        self.has_chat_template = chat
         self.adds_eos = adds_eos
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> Ids:
         ids = list(text.encode())
-        if not add_special_tokens:
-            return ids
-        return [256, *ids, 257] if self.adds_eos else [256, *ids]
+        if add_special_tokens:
+            ids = [256, *ids, 257] if self.adds_eos else [256, *ids]
+        return np.array(ids, np.int32)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return bytes(i for i in token_ids if i < 256).decode()
+    def decode(self, ids: Ids | Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(int(i) for i in ids if i < 256).decode()
 
-    def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        assert not tokenize and add_generation_prompt
-        return "".join(f"<{m['role'][0]}>{m['content']}" for m in conversation) + "<a>"
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> Ids:
+        return self.encode("".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>")
 
 
 def write(path: Path, rows: list[Any]) -> Path:

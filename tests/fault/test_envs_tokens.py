@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,25 +18,23 @@ from rollbook.types import FinishReason, Ids, Prompt, Trajectory, Turn, VersionR
 class MergingTokenizer:
     """Writes "today" as one id, so that the sampled "to" + "day" is not what it would encode."""
 
-    chat_template = None
-    eos_token_id = 0
+    has_chat_template = False
+    eos_ids = (0,)
     pieces = ("<eos>", "today", "to", "day", " ", "{", "}", '"b":', '"a":', "1", "ok", ",")
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> Ids:
         ids: list[int] = []
         while text:
             piece = next(p for p in self.pieces if text.startswith(p))
             ids.append(self.pieces.index(piece))
             text = text[len(piece) :]
-        return ids
+        return np.array(ids, np.int32)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(self.pieces[i] for i in token_ids if not (skip_special_tokens and i == 0))
+    def decode(self, ids: Ids | Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(self.pieces[i] for i in ids if not (skip_special_tokens and i == 0))
 
-    def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        raise NotImplementedError
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> Ids:
+        raise AssertionError("this tokenizer has no chat template")
 
 
 class ThreeTurnEnv:
@@ -46,13 +45,13 @@ class ThreeTurnEnv:
         self.seen: list[str] = []
 
     async def start(self) -> Ids:
-        return np.array(self.tokenizer.encode("today"), np.int32)
+        return self.tokenizer.encode("today")
 
     async def observe(self, response_ids: Ids, finish_reason: FinishReason) -> Observation:
         self.seen.append(self.tokenizer.decode(response_ids.tolist(), skip_special_tokens=True))
         if len(self.seen) == 3:
             return Observation(result=RewardResult(reward=1.0))
-        return Observation(observation_ids=np.array(self.tokenizer.encode("ok"), np.int32))
+        return Observation(observation_ids=self.tokenizer.encode("ok"))
 
     async def close(self) -> None:
         pass
@@ -62,7 +61,7 @@ async def test_br070_sampled_ids_survive_three_turns() -> None:
     tokenizer = MergingTokenizer()
     # "to"+"day"; a tool call with unusual key order and spacing; trailing blanks.
     sampled = [[2, 3, 0], [5, 7, 4, 4, 9, 11, 8, 9, 6, 0], [2, 3, 4, 4, 4]]
-    assert tokenizer.encode(tokenizer.decode(sampled[0][:2])) == [1]  # encoding again would change it
+    assert tokenizer.encode(tokenizer.decode(sampled[0][:2])).tolist() == [1]  # encoding again would change it
     env = ThreeTurnEnv(tokenizer)
     prompt = Prompt(prompt_id="row", prompt_ids=await env.start(), source="test")
     turns: list[Turn] = []

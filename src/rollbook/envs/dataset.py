@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import JsonValue
 
 from rollbook.envs import reasoning_gym
@@ -24,7 +23,7 @@ from rollbook.envs.config import DataConfig, SourceConfig
 from rollbook.envs.env import Tokenizer
 from rollbook.envs.tasks import problems
 from rollbook.errors import ConfigError, DataError
-from rollbook.types import Prompt
+from rollbook.types import Ids, Prompt
 
 Message = Mapping[str, str]
 
@@ -404,8 +403,7 @@ class _Encoder:
             if len(ids) > self.limit:
                 too_long.append((len(ids), row))
             else:
-                array = np.array(ids, np.int32)
-                made.append(Prompt(prompt_id=row.row_id, prompt_ids=array, source=row.source, task=row.task))
+                made.append(Prompt(prompt_id=row.row_id, prompt_ids=ids, source=row.source, task=row.task))
         if too_long and self.config.long_prompts == "refuse":
             longest, worst = max(too_long, key=lambda pair: pair[0])
             raise DataError(
@@ -417,20 +415,19 @@ class _Encoder:
         self.num_dropped += len(too_long)
         return made
 
-    def _encode(self, row: Row) -> list[int]:
+    def _encode(self, row: Row) -> Ids:
         messages = self._as_messages(row)
         if messages is None:
             assert isinstance(row.prompt, str)
-            ids = self.tokenizer.encode(row.prompt)
-            if ids and ids[-1] == self.tokenizer.eos_token_id:
+            ids = self.tokenizer.encode(row.prompt, add_special_tokens=True)
+            if len(ids) and int(ids[-1]) in self.tokenizer.eos_ids:
                 raise ConfigError(
                     "the tokenizer ends each prompt with the end-of-sequence token, after which nothing follows",
                     "set add_eos_token to false in the model's tokenizer_config.json",
                 )
         else:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-        if not ids:
+            ids = self.tokenizer.encode_chat(messages)
+        if not len(ids):
             raise DataError(f"{row.where}: the prompt has no tokens", "a prompt has at least one token")
         return ids
 
@@ -442,7 +439,7 @@ class _Encoder:
             messages: list[Message] = [{"role": "user", "content": row.prompt}]
         else:
             messages = row.prompt
-        if not self.tokenizer.chat_template:
+        if not self.tokenizer.has_chat_template:
             raise ConfigError(
                 f"{row.where} is a chat, and the model's tokenizer has no chat template",
                 "use a chat model, put a chat_template.jinja into its folder, or give plain prompts (prompt_column, "

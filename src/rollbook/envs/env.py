@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,18 +22,17 @@ from rollbook.types import FinishReason, Ids, Prompt
 
 
 class Tokenizer(Protocol):
-    """What prompts and environments need of a Hugging Face tokenizer."""
+    """What prompts and environments need of `modeling.tokenizer.Tokenizer`."""
 
-    chat_template: str | None
-    eos_token_id: int | None
+    eos_ids: tuple[int, ...]
+    has_chat_template: bool
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> Ids: ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+    def decode(self, ids: Ids | Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
-    def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str: ...
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> Ids:
+        """[n] int32: the messages by the chat template, ending where the assistant's answer begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

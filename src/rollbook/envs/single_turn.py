@@ -21,7 +21,7 @@ class SingleTurnEnv:
         return self.prompt.prompt_ids
 
     async def observe(self, response_ids: Ids, finish_reason: FinishReason) -> Observation:
-        self.text = self.tokenizer.decode(response_ids.tolist(), skip_special_tokens=True)
+        self.text = self.tokenizer.decode(response_ids)
         return Observation(result=await self.finish())
 
     async def finish(self) -> RewardResult:
