@@ -123,15 +123,27 @@ def test_fit_train_keeps_the_optimizer_per_parameter() -> None:
 
 
 def test_rollout_of_equal_lengths_is_worked_by_hand() -> None:
-    """32 sequences of 4 tokens in 64 slots: 3 decode steps after the prefill, contexts 6, 7 and 8 a row.
+    """32 sequences of 4 tokens in 64 slots: 4 decode steps, contexts 6 to 9 a row.
 
-    3 x 1 ms + 96 rows x 20 us + 32 x (6 + 7 + 8) x 10 ns, and one prefill call of 8 prompts.
+    4 x 1 ms + 128 rows x 20 us + 32 x (6 + 7 + 8 + 9) x 10 ns; one prefill call of 8 prompts but their last token.
     """
     rollout = predict_stages(TINY, MACHINE, WORK)["rollout"]
-    decode_s = 3e-3 + 96 * 2e-5 + 32 * 21 * 1e-8
-    prefill_s = 5e-3 + 8 * 6 / 2e4
+    decode_s = 4e-3 + 128 * 2e-5 + 32 * 30 * 1e-8
+    prefill_s = 5e-3 + 8 * 5 / 2e4
     assert rollout.seconds == pytest.approx(decode_s + prefill_s)
     assert rollout.seconds_low < rollout.seconds < rollout.seconds_high
+
+
+def test_first_token_from_the_prefill_saves_a_decode_step() -> None:
+    eager = predict_stages(TINY, MACHINE, replace(WORK, first_token_from_prefill=True))["rollout"]
+    assert eager.seconds == pytest.approx(3e-3 + 96 * 2e-5 + 32 * 21 * 1e-8 + 5e-3 + 8 * 6 / 2e4)
+
+
+def test_long_prompts_take_several_prefill_calls() -> None:
+    long = replace(WORK, prompt_tokens=1001.0, max_prefill_tokens=2000)
+    more = predict_stages(TINY, MACHINE, long)["rollout"].seconds
+    one = predict_stages(TINY, MACHINE, replace(long, max_prefill_tokens=10**6))["rollout"].seconds
+    assert more - one == pytest.approx(3 * 5e-3)  # 8 x 1,000 tokens: 4 calls instead of 1
 
 
 def test_train_counts_whole_micro_batches_per_mini_batch() -> None:

@@ -36,8 +36,11 @@ class StepWork:
     num_replicas: int = 1
     shares_prompt: bool = True
     """Members of a group share one prefill of their prompt."""
-    first_token_from_prefill: bool = True
-    """The first response token comes out of the prefill, so a response of n tokens takes n - 1 decode steps."""
+    first_token_from_prefill: bool = False
+    """The first response token comes out of the prefill, so n tokens take n - 1 decode steps. The native engine
+    prefills all but the last prompt token and takes n."""
+    max_prefill_tokens: int = 4096
+    """Most prompt tokens of one prefill call."""
     micro_batch_tokens: int
     num_mini_batches: int = 1
     num_epochs: int = 1
@@ -127,10 +130,9 @@ def _replica_s(fit: DecodeFit, work: StepWork, seed: int) -> float:
             + fit.per_row_token_s * float(context.sum())
         )
         num_prompts = len(mine) / (work.group_size if work.shares_prompt else 1)
-        prefill_s = (
-            fit.prefill_base_s * curve.num_admissions
-            + num_prompts * work.prompt_tokens / fit.prefill_tokens_per_s
-        )
+        prompt_tokens = num_prompts * (work.prompt_tokens - (not work.first_token_from_prefill))
+        num_calls = max(curve.num_admissions, math.ceil(prompt_tokens / work.max_prefill_tokens))
+        prefill_s = fit.prefill_base_s * num_calls + prompt_tokens / fit.prefill_tokens_per_s
         slowest = max(slowest, decode_s + prefill_s)
     return slowest
 
