@@ -140,6 +140,14 @@ def test_group_mean_over_the_batch_deviation() -> None:
     assert got == pytest.approx([0.29704, -0.29704, 1.18818, -1.18818], abs=1e-4)
 
 
+def test_group_baselines_are_not_centred_again_by_length() -> None:
+    """+1 on two tokens, -1 on one: the token mean is 1/3, and is left. Deviation sqrt((2 x 4/9 + 16/9)/2) =
+    1.1547: 0.86603 and -0.86603."""
+    batch = [sequence(reward=2.0), sequence(reward=0.0, mask=[0, 1])]
+    got = advantages_of(batch, AlgorithmConfig(name="grpo", scale="batch_std"))
+    assert [got[0][1], got[0][2], got[1][1]] == pytest.approx([0.86603, 0.86603, -0.86603], abs=1e-4)
+
+
 def test_kl_in_the_reward_is_charged_per_action_token() -> None:
     """k1 of proximal against reference: tokens 0.5 and 0.25 nats, coefficient 0.1; gamma 1, no baseline: the
     first token's return is 1 - 0.05 - 0.025, the second's 1 - 0.025. The prompt token's is never read."""

@@ -83,6 +83,21 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token() -> None:
     assert token.is_clipped_lower.tolist() == [True]
 
 
+def test_dual_clip_leaves_good_tokens_alone() -> None:
+    """Ratio 0.9, advantage 1: -0.9, far from -3."""
+    token, gradient = run("clip", log(0.45), log(0.5), [1.0], clip=Clip(eps_low=0.2, eps_high=0.2, dual=3.0))
+    assert token.losses.item() == pytest.approx(-0.9)
+    assert gradient == pytest.approx([-0.9])
+    assert token.is_clipped_lower.tolist() == [False]
+
+
+def test_one_broken_token_cannot_overflow_a_loss() -> None:
+    """A difference of 60 nats counts as 20: the unclipped side of a negative advantage is e^20, without gradient."""
+    token, gradient = run("clip", log(1.0), log(1.0) - 60, [-1.0])
+    assert token.losses.item() == pytest.approx(math.exp(20))
+    assert gradient == [0.0]
+
+
 def test_decoupled_loss_multiplies_weight_and_clipped_ratio() -> None:
     """Current 0.6, proximal 0.5, behavior 0.25: weight 2, ratio 1.2 held at 1.1: -2.2."""
     token, _ = run("clip", log(0.6), log(0.5), [1.0], clip=Clip(eps_low=0.1, eps_high=0.1), weights=[2.0])

@@ -115,7 +115,9 @@ async def test_logprobs_equal_one_eager_forward(family: str) -> None:
     )
     stats = await engine.stats()
     await engine.close()
-    assert stats.num_preemptions > 0  # the pool was too small for all at once: recomputing is part of the test
+    assert (
+        stats.num_preemptions > 0
+    )  # the pool was too small for all at once: recomputing is part of the test
     for idx, response in enumerate(found):
         expected = eager_logprobs(model, prompts[idx // 2], response)
         np.testing.assert_allclose(response.logprobs, expected, atol=2e-5)

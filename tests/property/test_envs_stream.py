@@ -132,6 +132,7 @@ def test_one_row_in_flight_for_two_epochs_is_consumed_twice() -> None:
     assert first.prompt_id == second.prompt_id
     running.acknowledge(first)
     assert not running.is_consumed
+    assert running.state()["floor"] == 1  # the earlier epoch's, whichever of the two was trained
     running.acknowledge(second)
     assert running.is_consumed
 
