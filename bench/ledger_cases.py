@@ -16,7 +16,7 @@ from rollbook.errors import ConfigError, RunError
 from rollbook.ledger.account import Range
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.decode import decode_step, prefill_s, replica_weight_bytes
-from rollbook.ledger.flops import forward_flops, prefill_flops
+from rollbook.ledger.flops import attention_flops, forward_flops, prefill_flops
 from rollbook.ledger.hardware import Accelerator, Cluster, load_accelerator
 from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
 from rollbook.ledger.model import ModelSpec, load_model
@@ -236,7 +236,15 @@ class _Serving:
 
     def prefill_s(self, prompt_tokens: float) -> float:
         flops = prefill_flops(self.model, prompt_tokens)
-        return float(prefill_s(self.model, self.cluster, self.assumptions.decode, self.replica, flops=flops))
+        seconds = prefill_s(
+            self.model,
+            self.cluster,
+            self.assumptions.decode,
+            self.replica,
+            flops=flops,
+            attention_flops=attention_flops(self.model, prompt_tokens),
+        )
+        return float(seconds)
 
     def compare(self, measured: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
         config, streams = self.config, self.num_streams

@@ -165,9 +165,17 @@ def prefill_s(
     layout: ReplicaLayout,
     *,
     flops: Curve | float,
+    attention_flops: Curve | float = 0.0,
 ) -> Curve:
-    """Seconds of `flops` of prefill on one replica, large enough to fill the GPUs."""
-    rate = cluster.accelerator.peak(layout.weight_dtype) * assumptions.prefill_frac_of(
-        cluster.accelerator, model
-    )
-    return np.asarray(flops, np.float64) / (rate * layout.num_gpus)
+    """Seconds of `flops` of prefill on one replica, large enough to fill the GPUs.
+
+    Args:
+        flops: all of them.
+        attention_flops: those among them that attention takes, which runs in bfloat16 whatever the weights.
+    """
+    frac = assumptions.prefill_frac_of(cluster.accelerator, model)
+    in_attention = np.asarray(attention_flops, np.float64)
+    in_matrices = np.asarray(flops, np.float64) - in_attention
+    peak = cluster.accelerator.peak
+    busy = in_matrices / peak(layout.weight_dtype) + in_attention / peak("bfloat16")
+    return np.asarray(busy / (frac * layout.num_gpus))

@@ -14,7 +14,7 @@ import numpy as np
 from rollbook.ledger.account import RolloutSide
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.decode import decode_step, kv_bytes_of, kv_shards, prefill_s, replica_weight_bytes
-from rollbook.ledger.flops import prefill_flops, turn_prefill_flops
+from rollbook.ledger.flops import attention_flops, prefill_flops, turn_prefill_flops
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import DTYPE_BYTES, ReplicaLayout
 from rollbook.ledger.lengths import Curve, LengthDistribution
@@ -249,8 +249,10 @@ def _reward_s(
     """A generative reward model of the policy's size: prefill of every trajectory, and its verdict's tokens."""
     if workload.reward != "generative":
         return 0.0
-    flops = workload.num_sequences * float(prefill_flops(model, workload.sequence_tokens))
-    read_s = float(prefill_s(model, cluster, assumptions.decode, layout, flops=flops))
+    tokens = workload.sequence_tokens
+    flops = workload.num_sequences * float(prefill_flops(model, tokens))
+    pairs = workload.num_sequences * float(attention_flops(model, tokens))
+    read_s = float(prefill_s(model, cluster, assumptions.decode, layout, flops=flops, attention_flops=pairs))
     verdict_s = workload.num_sequences * workload.reward_response_tokens * row_s
     return (read_s + verdict_s) / num_replicas
 
@@ -266,4 +268,8 @@ def _prefill_s(
     """Prompts once per group; observations of every trajectory, and all before them when the prefix is lost."""
     flops = workload.num_prompts * float(prefill_flops(model, workload.prompt_tokens))
     flops += workload.num_sequences * turn_prefill_flops(model, workload)
-    return float(prefill_s(model, cluster, assumptions.decode, layout, flops=flops)) / num_replicas
+    pairs = workload.num_prompts * float(attention_flops(model, workload.prompt_tokens))
+    return (
+        float(prefill_s(model, cluster, assumptions.decode, layout, flops=flops, attention_flops=pairs))
+        / num_replicas
+    )

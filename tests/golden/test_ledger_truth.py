@@ -1,0 +1,59 @@
+"""The default assumptions against the published measurements that ship with the repository."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("yaml")
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+
+from ledger_cases import Case, NotCovered, compare, find_model  # noqa: E402
+from ledger_truth import load_cases, predict_all, quantiles  # noqa: E402
+from rollbook.ledger.assumptions import load_assumptions  # noqa: E402
+
+CATEGORIES = ("decode", "rl_step", "train_mfu", "weight_sync")
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    return load_cases(BENCH / "data" / "measurements.yaml", CATEGORIES, "A")
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+def test_published_measurements_are_predicted(cases: list[Case], category: str) -> None:
+    """Median error at most 15 %, nine in ten within 40 %, and most measurements inside the range given."""
+    mine = [case for case in cases if case["category"] == category]
+    found, left_out = predict_all(mine, load_assumptions("default"))
+    median, high = quantiles([item.error_frac for item in found])
+    assert median <= 0.15 and high <= 0.40
+    assert sum(item.is_in_range for item in found) >= 0.85 * len(found)
+    assert len(left_out) <= 3
+    assert all(reason for _, _, reason in left_out)
+
+
+def test_what_was_not_published_is_not_guessed() -> None:
+    case = {
+        "id": "x",
+        "family": "f",
+        "category": "rl_step",
+        "config": {"model": "Qwen3-8B", "gpu": "H100", "gpus": 8, "prompts_per_step": 8, "rollout_n": 8},
+        "measured": {"step_s": 100.0},
+    }
+    with pytest.raises(NotCovered, match="response length"):
+        compare(case, load_assumptions("default"))
+    with pytest.raises(NotCovered, match="not in the table"):
+        compare({**case, "config": {**case["config"], "gpu": "abacus"}}, load_assumptions("default"))
+
+
+def test_models_are_found_in_free_text() -> None:
+    assert find_model("DeepSeek-V3/R1").name == "DeepSeek-V3"
+    assert find_model("Kimi-K2 1T").name == "Kimi-K2"
+    assert (
+        find_model("Qwen3Guard-Gen-8B (Qwen3-8B arch)").computed_params
+        == find_model("Qwen3-8B").computed_params
+    )
