@@ -155,7 +155,7 @@ def _cover_counts(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, in
 
 def module_weights(module: nn.Module) -> MappedWeights:
     """The live weights of a Hugging Face module: every parameter once, tied names counted as dropped."""
-    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    parameters: dict[str, Tensor] = dict(module.named_parameters())
     every_name = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     places = {name: Place(parameter=name, shape=tuple(p.shape)) for name, p in parameters.items()}
     return MappedWeights(parameters, places, dropped=every_name - set(parameters))

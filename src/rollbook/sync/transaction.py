@@ -85,6 +85,11 @@ class ReplicaTransaction:
         self._fault = ""
         self._has_written = False
 
+    @property
+    def pending_version(self) -> int:
+        """The version under way; the proven one when nothing is."""
+        return self._manifest.weight_version if self._manifest is not None else self.weight_version
+
     # ---- open
 
     def open(self, manifest: Manifest) -> dict[str, int]:

@@ -1,0 +1,185 @@
+"""The port of an engine in this process: the transaction runs beside it, the swap runs on its thread.
+
+Staged: buckets are received on a worker thread while the engine decodes; only the commit runs on the engine's
+thread, between two steps. Direct: the engine is paused from `open` to `commit`, and every write runs on its thread.
+
+A replica whose live weights are of no version must not take another step. It is put to sleep (level 2: "serves
+only once a publication committed") and woken again, so that nothing but a proven re-sync lets it decode: a
+`resume` by somebody else does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Literal, Protocol, TypeVar
+
+from rollbook.errors import RunError, SyncError
+from rollbook.sync.transaction import ReplicaTransaction, Staging, State
+from rollbook.weights import Bucket, CommitReport, Digests, LiveWeights, Manifest
+
+Result = TypeVar("Result")
+
+ADOPT_WAIT_S = 60.0
+"""How long the engine's thread is held for the event loop to queue the new version label."""
+
+
+class SwapEngine(Protocol):
+    """What a port needs of an engine; `rollout.engine.Engine` with the methods for weights.
+
+    Calls are carried out between steps, in the order in which they were queued; several that are queued together
+    are carried out without a step in between.
+    """
+
+    replica_id: int
+
+    async def pause(self, mode: Literal["keep", "abort"] = "keep") -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self, level: int = 1) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def run_between_steps(self, fn: Callable[[], Result]) -> Result: ...
+
+    async def adopt_version(self, weight_version: int) -> None: ...
+
+    async def live_weights(self) -> LiveWeights: ...
+
+    async def weight_version(self) -> int: ...
+
+
+class InprocPort:
+    """A `WeightPort` for an engine of this process. Tensors by reference (`Bucket.shared`) are not copied where the
+    trainer's tensor and the engine's are the same memory; digests and transaction stay the same."""
+
+    def __init__(self, engine: SwapEngine, *, staging: Staging = "staged") -> None:
+        self.engine = engine
+        self.replica_id = engine.replica_id
+        self.staging = staging
+        self.transaction: ReplicaTransaction | None = None
+        """Made at the first `open`; its state says whether the replica is sound."""
+        self._holds_pause = False
+        self._beside_engine: asyncio.Future[None] | None = None
+
+    async def weight_version(self) -> int:
+        if self.transaction is not None and self.transaction.state is State.BROKEN:
+            raise SyncError(
+                f"replica {self.replica_id} holds no proven version",
+                "re-sync it in full",
+            )
+        return await self.engine.weight_version()
+
+    async def open(self, manifest: Manifest) -> None:
+        if self.transaction is None:
+            self.transaction = ReplicaTransaction(
+                await self.engine.live_weights(),
+                replica_id=self.replica_id,
+                weight_version=await self.engine.weight_version(),
+                staging=self.staging,
+            )
+        transaction = self.transaction
+        if manifest.is_resync and transaction.state in (State.OPEN, State.PROVEN):
+            await self.abort()  # left behind by a trainer that is gone
+        await self.engine.run_between_steps(lambda: transaction.open(manifest))
+        if self.staging == "direct":
+            self._holds_pause = True
+            await self.engine.pause("keep")
+
+    async def receive(self, bucket: Bucket) -> None:
+        transaction = self._opened()
+        if self.staging == "direct" or any(entry.encoding != "dense" for entry in bucket.entries):
+            await self.engine.run_between_steps(lambda: transaction.receive(bucket))
+        else:
+            await self._beside(lambda: transaction.receive(bucket))
+
+    async def prove(self, digests: Digests) -> None:
+        transaction = self._opened()
+        await self._beside(lambda: transaction.prove(digests))
+
+    async def commit(self) -> CommitReport:
+        """Swap, prove, adopt, without a step in between. Cancelled on the way, the replica is taken out of service:
+        nobody could say under which version its next token was sampled."""
+        transaction = self._opened()
+        version = transaction.pending_version
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[CommitReport] = loop.create_future()
+        labeled = threading.Event()
+
+        def swap() -> None:
+            try:
+                report = transaction.commit()
+            except BaseException as error:
+                loop.call_soon_threadsafe(_fail, outcome, error)
+            else:
+                loop.call_soon_threadsafe(_answer, outcome, report)
+                labeled.wait(ADOPT_WAIT_S)  # no step before the label is queued behind this call
+
+        swapping = asyncio.ensure_future(self.engine.run_between_steps(swap))
+        try:
+            report = await outcome
+            adopting = asyncio.ensure_future(self.engine.adopt_version(version))
+            await asyncio.sleep(0)
+            labeled.set()
+            await adopting
+            await swapping
+        except BaseException as error:
+            if transaction.state is State.BROKEN or not isinstance(error, SyncError):
+                await self._block(labeled)
+            raise
+        await self._end_pause()
+        return report
+
+    async def abort(self) -> None:
+        transaction = self.transaction
+        if transaction is None:
+            return
+        if self._beside_engine is not None:  # a call that was cancelled still runs on its thread
+            await asyncio.wait([self._beside_engine])
+        await self.engine.run_between_steps(transaction.abort)
+        if transaction.state is State.BROKEN:
+            await self._block()
+        await self._end_pause()
+
+    async def _beside(self, work: Callable[[], None]) -> None:
+        """Run on a worker thread, while the engine goes on; a cancelled caller does not end the work."""
+        self._beside_engine = asyncio.get_running_loop().run_in_executor(None, work)
+        await asyncio.shield(self._beside_engine)
+
+    async def _block(self, held: threading.Event | None = None) -> None:
+        """No step until a publication was committed; `held` lets go of the engine's thread once that is queued."""
+        sleeping = asyncio.ensure_future(self.engine.sleep(2))
+        await asyncio.sleep(0)
+        if held is not None:
+            held.set()
+        with contextlib.suppress(RunError):  # an engine that is dead takes no step either
+            await asyncio.shield(sleeping)
+            await self.engine.wake()
+        if self.transaction is not None:
+            self.transaction.state = State.BROKEN
+
+    async def _end_pause(self) -> None:
+        if self._holds_pause:
+            self._holds_pause = False
+            await self.engine.resume()
+
+    def _opened(self) -> ReplicaTransaction:
+        if self.transaction is None:
+            raise SyncError(
+                f"replica {self.replica_id} has no publication open",
+                "the order is open, receive, prove, commit",
+            )
+        return self.transaction
+
+
+def _answer(future: asyncio.Future[Result], result: Result) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Result], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

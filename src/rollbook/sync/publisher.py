@@ -1,0 +1,518 @@
+"""The trainer's side of a publication: one export pass, two phases over all replicas, one new version.
+
+    publish(v):  open ──► stream ──────────────────────────► prove ──► commit ──► report
+                 all      export thread: gather, pack, digest   all       all
+                 replicas event loop:    send bucket i while    must      each proves
+                                         bucket i+1 is packed   agree     its live weights
+
+No replica commits before every replica still in the publication has proven what it received. A replica that
+fails or misses a deadline leaves the publication: it is asked to abort, put into `quarantined`, and re-synced in
+full by the next publication. When the trainer itself fails, every replica is asked to abort and goes on serving
+the version it held. The version of this object advances when at least one replica committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeVar
+
+from torch import Tensor
+
+from rollbook.errors import DeadlineError, RunError, SyncError
+from rollbook.observe.values import Peak, Total, Values
+from rollbook.sync.bucket import Buffers, Packer
+from rollbook.sync.delta import AcknowledgedWeights
+from rollbook.sync.digest import fold
+from rollbook.sync.handshake import Handshake
+from rollbook.weights import Bucket, CommitReport, Digests, Manifest, WeightPort, WeightSource
+
+Result = TypeVar("Result")
+
+
+class PublisherSettings(Protocol):
+    """The part of `SyncConfig` that the publisher reads."""
+
+    @property
+    def bucket_bytes(self) -> int: ...
+    @property
+    def delta(self) -> bool: ...
+    @property
+    def on_replica_failure(self) -> Literal["quarantine", "abort"]: ...
+    @property
+    def export_deadline_s(self) -> float: ...
+    @property
+    def open_deadline_s(self) -> float: ...
+    @property
+    def receive_deadline_s(self) -> float: ...
+    @property
+    def prove_deadline_s(self) -> float: ...
+    @property
+    def commit_deadline_s(self) -> float: ...
+    @property
+    def abort_deadline_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicationReport:
+    """What one publication did."""
+
+    weight_version: int
+    base_version: int | None
+    num_tensors: int
+    num_adapter_tensors: int
+    """Of them LoRA tensors, by name; 0 when adapters were merged."""
+    num_bytes: int
+    """Bytes of all tensors, once."""
+    sent_bytes: int
+    """Bytes in buckets, once; fewer than `num_bytes` for a delta, 0 when tensors went by reference."""
+    num_buckets: int
+    changed_frac: float
+    """Elements that changed against the base (delta), else bytes of the tensors whose digest changed."""
+    export_s: float
+    """Trainer's side: gather, pack and digest; overlaps the transfer."""
+    open_s: float
+    stream_s: float
+    """From the first export to the last bucket's arrival."""
+    prove_s: float
+    commit_s: float
+    total_s: float
+    replicas: tuple[CommitReport, ...]
+    """One for each replica that committed."""
+    quarantined: Mapping[int, str]
+    """Replica -> why it is out of service after this publication."""
+    superseded: Mapping[int, tuple[int, ...]]
+    """Replica -> offered versions that it will never hold, because this one took their place."""
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        """Replicas that hold this version, proven."""
+        return tuple(report.replica_id for report in self.replicas)
+
+    @property
+    def gb_per_s(self) -> float:
+        """Weights delivered to one replica, over the whole publication."""
+        return self.num_bytes / self.total_s / 1e9 if self.total_s > 0 else 0.0
+
+    def values(self) -> Values:
+        """Readings for the catalogue's `sync/...` metrics."""
+        return {
+            "sync/num_bytes": Total((self.sent_bytes or self.num_bytes) * len(self.replicas)),
+            "sync/num_publications": Total(1),
+            "sync/export_s": Total(self.export_s),
+            "sync/write_s": Peak(max(r.write_s for r in self.replicas)),
+            "sync/digest_s": Peak(max(r.digest_s for r in self.replicas)),
+            "sync/pause_s": Peak(max(r.write_s + r.digest_s for r in self.replicas)),
+        }
+
+    def as_event(self) -> dict[str, object]:
+        """JSON values for the event log."""
+        return {
+            "weight_version": self.weight_version,
+            "base_version": self.base_version,
+            "num_tensors": self.num_tensors,
+            "num_adapter_tensors": self.num_adapter_tensors,
+            "num_bytes": self.num_bytes,
+            "sent_bytes": self.sent_bytes,
+            "changed_frac": self.changed_frac,
+            "export_s": self.export_s,
+            "open_s": self.open_s,
+            "stream_s": self.stream_s,
+            "prove_s": self.prove_s,
+            "commit_s": self.commit_s,
+            "total_s": self.total_s,
+            "committed": list(self.committed),
+            "coverage": {str(r.replica_id): dict(r.coverage) for r in self.replicas},
+            "quarantined": {str(replica_id): why for replica_id, why in self.quarantined.items()},
+            "superseded": {str(replica_id): list(old) for replica_id, old in self.superseded.items()},
+        }
+
+
+@dataclass(slots=True)
+class _Publication:
+    """One publication under way."""
+
+    version: int
+    base: int | None
+    ports: dict[int, WeightPort]
+    """Replicas still in it."""
+    failed: dict[int, Exception] = field(default_factory=dict)
+    superseded: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    marks_s: dict[str, float] = field(default_factory=dict)
+    export_s: float = 0.0
+    num_buckets: int = 0
+
+
+class Publisher:
+    """Publishes a trainer's weights to its replicas, one version at a time.
+
+    Args:
+        source: the trainer's export.
+        ports: one per replica.
+        config: sizes and deadlines (`SyncConfig`).
+        buffers: where buckets are packed (a transport's `buffer`); None passes tensors by reference, for replicas
+            in this process.
+        weight_version: the trainer's version now. The first publication of this object re-syncs every replica in
+            full, at this version or a later one, whatever they held.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        ports: Sequence[WeightPort],
+        config: PublisherSettings,
+        *,
+        buffers: Buffers | None = None,
+        weight_version: int = 0,
+    ) -> None:
+        self.source = source
+        self.ports = {port.replica_id: port for port in ports}
+        self.config = config
+        self.weight_version = weight_version
+        """The newest version that a replica holds."""
+        self.quarantined: dict[int, str] = {}
+        """Replicas out of service, and why. The next publication re-syncs them in full."""
+        self.handshakes = {port.replica_id: Handshake(port.replica_id, weight_version) for port in ports}
+        self._buffers = buffers
+        self._digests: Digests | None = None
+        self._acknowledged = AcknowledgedWeights() if config.delta else None
+        self._under_way: int | None = None
+        self._export = ThreadPoolExecutor(1, thread_name_prefix="export")
+
+    async def attach(self) -> dict[int, int]:
+        """Ask every replica what it holds, after a start. One that holds another version than the trainer, or does
+        not answer, is quarantined. Returns replica -> version."""
+        held = {}
+        for replica_id, port in self.ports.items():
+            try:
+                held[replica_id] = await self._within("version", replica_id, port.weight_version())
+            except (RunError, OSError, EOFError) as error:
+                self.quarantined[replica_id] = str(error)
+                continue
+            if held[replica_id] != self.weight_version:
+                self.quarantined[replica_id] = (
+                    f"it holds version {held[replica_id]}, the trainer is at {self.weight_version}"
+                )
+        return held
+
+    async def publish(self, weight_version: int, *, moved: bool = True) -> PublicationReport:
+        """Bring every replica to `weight_version`, quarantined ones included (in full).
+
+        Args:
+            moved: the trainer has updated its weights since the last publication. Bits that are all the same are
+                then an error: the export missed the update.
+        Raises:
+            SyncError: the export is at fault, or no replica could take the version. Every replica that answers is
+                back at the version it held.
+            DeadlineError: the trainer's export hangs.
+        """
+        is_first = self._digests is None
+        if weight_version < self.weight_version or (weight_version == self.weight_version and not is_first):
+            raise SyncError(
+                f"version {weight_version} was to be published after version {self.weight_version}",
+                "versions only grow: publish the next one, or `resync` a replica at this one",
+            )
+        base = None
+        if self._acknowledged is not None and not self.quarantined and not is_first:
+            base = self._acknowledged.weight_version
+        return await self._transact(weight_version, list(self.ports), base=base, moved=moved)
+
+    async def resync(self, replica_id: int) -> PublicationReport:
+        """Send the newest version in full to one replica, which is then back in service.
+
+        Raises:
+            SyncError: nothing was published yet, the trainer has moved on, or the replica failed again.
+        """
+        if self._digests is None:
+            raise SyncError(
+                f"replica {replica_id} was to be re-synced before the first publication",
+                "publish first: it brings every replica along",
+            )
+        return await self._transact(self.weight_version, [replica_id], base=None, moved=False, is_resync=True)
+
+    def close(self) -> None:
+        """End the export thread."""
+        self._export.shutdown(wait=False)
+
+    # ---- one publication
+
+    async def _transact(
+        self,
+        version: int,
+        replica_ids: Sequence[int],
+        *,
+        base: int | None,
+        moved: bool,
+        is_resync: bool = False,
+    ) -> PublicationReport:
+        if self._under_way is not None:
+            raise SyncError(
+                f"version {version} was to be published while version {self._under_way} is under way",
+                "one publication at a time: await the first one",
+            )
+        self._under_way = version
+        publication = _Publication(version, base, {i: self.ports[i] for i in replica_ids})
+        acknowledged = None if is_resync else self._acknowledged
+        packer = Packer(
+            specs={spec.name: spec for spec in self.source.weight_specs()},
+            stream=iter(self.source.export_weights()),
+            weight_version=version,
+            bucket_bytes=self.config.bucket_bytes,
+            buffers=self._buffers,
+            acknowledged=acknowledged,
+        )
+        try:
+            if acknowledged is not None:
+                acknowledged.begin(base)
+            started_at_s = time.perf_counter()
+            await self._open(publication, packer)
+            publication.marks_s["open"] = time.perf_counter()
+            await self._stream(publication, packer)
+            digests = await self._in_export_thread(publication, "the digests", packer.digests)
+            publication.marks_s["stream"] = time.perf_counter()
+            self._check_digests(version, digests, moved=moved, must_equal=is_resync)
+            await self._each(
+                publication, "prove", lambda port: port.prove(digests), self.config.prove_deadline_s
+            )
+            publication.marks_s["prove"] = time.perf_counter()
+            commits = await self._each(
+                publication, "commit", lambda port: port.commit(), self.config.commit_deadline_s
+            )
+            publication.marks_s["commit"] = time.perf_counter()
+        except BaseException:
+            await asyncio.shield(self._abort_all(publication))
+            raise
+        finally:
+            self._under_way = None
+        report = self._report(publication, packer, digests, list(commits.values()), started_at_s)
+        self.weight_version = version
+        self._digests = digests
+        if acknowledged is not None:
+            acknowledged.acknowledge(version)
+        return report
+
+    async def _open(self, publication: _Publication, packer: Packer) -> None:
+        base = publication.base
+        base_digest = fold(self._digests) if base is not None and self._digests is not None else None
+        is_first = self._digests is None
+
+        async def open_one(port: WeightPort) -> None:
+            is_resync = is_first or publication.version == self.weight_version
+            is_resync = is_resync or port.replica_id in self.quarantined
+            self.handshakes[port.replica_id].offer(publication.version)
+            await port.open(
+                Manifest(
+                    weight_version=publication.version,
+                    base_version=base,
+                    tensors=tuple(packer.specs.values()),
+                    base_digest=base_digest,
+                    is_resync=is_resync,
+                )
+            )
+
+        await self._each(publication, "open", open_one, self.config.open_deadline_s)
+
+    async def _stream(self, publication: _Publication, packer: Packer) -> None:
+        """Pack bucket i+1 while bucket i travels; a slot is filled again only after its bucket has arrived."""
+        buckets: Iterator[Bucket | None] = iter(packer.buckets())
+        travelling: asyncio.Task[object] | None = None
+        try:
+            while True:
+                label = f"bucket {publication.num_buckets}"
+                bucket = await self._in_export_thread(publication, label, lambda: next(buckets, None))
+                if travelling is not None:
+                    await travelling
+                if bucket is None:
+                    return
+                publication.num_buckets += 1
+                travelling = asyncio.create_task(self._deliver(publication, bucket))
+        except SyncError:
+            await self._in_export_thread(publication, "the rest of the export", lambda: _drain(packer.stream))
+            raise
+        finally:
+            if travelling is not None and not travelling.done():
+                travelling.cancel()
+                await asyncio.gather(travelling, return_exceptions=True)
+
+    async def _deliver(self, publication: _Publication, bucket: Bucket) -> None:
+        await self._each(
+            publication, "receive", lambda port: port.receive(bucket), self.config.receive_deadline_s
+        )
+
+    def _check_digests(self, version: int, digests: Digests, *, moved: bool, must_equal: bool) -> None:
+        is_same = self._digests is not None and dict(digests) == dict(self._digests)
+        if moved and is_same:
+            raise SyncError(
+                f"all {len(digests)} tensors of version {version} equal version {self.weight_version} bit for bit, "
+                "and the trainer says that it has moved",
+                "the export misses the update (adapters not merged, a stale copy, a learning rate of 0); if "
+                "nothing was trained on purpose, publish with moved=False",
+            )
+        if must_equal and not is_same:
+            raise SyncError(
+                f"the trainer's weights are no longer those published as version {version}",
+                "publish the next version instead: it re-syncs quarantined replicas as well",
+            )
+
+    # ---- replicas
+
+    async def _each(
+        self,
+        publication: _Publication,
+        phase: str,
+        call: Callable[[WeightPort], Awaitable[Result]],
+        deadline_s: float,
+    ) -> dict[int, Result]:
+        """One phase over all replicas at once; those that fail leave the publication."""
+        ports = list(publication.ports.values())
+        outcomes = await asyncio.gather(
+            *(self._within(phase, port.replica_id, call(port), deadline_s, publication) for port in ports),
+            return_exceptions=True,
+        )
+        results = {}
+        for port, outcome in zip(ports, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                publication.failed[port.replica_id] = outcome
+                del publication.ports[port.replica_id]
+                self.quarantined[port.replica_id] = _one_line(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                results[port.replica_id] = outcome
+                if phase == "commit":
+                    acknowledge = self.handshakes[port.replica_id].acknowledge
+                    publication.superseded[port.replica_id] = acknowledge(publication.version)
+                    self.quarantined.pop(port.replica_id, None)
+        lost = [port for port in ports if port.replica_id not in results]
+        if lost and phase != "commit":
+            await self._abort(lost)
+        if not results or (lost and self.config.on_replica_failure == "abort" and phase != "commit"):
+            raise self._refused(publication, phase)
+        return results
+
+    def _refused(self, publication: _Publication, phase: str) -> SyncError:
+        replica_id, first = next(iter(publication.failed.items()))
+        others = len(publication.failed) - 1
+        what = first.what if isinstance(first, RunError) else f"{type(first).__name__}: {first}"
+        remedy = first.remedy if isinstance(first, RunError) else "look at the replica's own log"
+        more = f" (and {others} more)" if others else ""
+        error = SyncError(
+            f"version {publication.version} was not published: {phase} failed on replica {replica_id}{more}: {what}",
+            remedy,
+        )
+        error.__cause__ = first
+        return error
+
+    async def _within(
+        self,
+        phase: str,
+        replica_id: int,
+        call: Awaitable[Result],
+        deadline_s: float | None = None,
+        publication: _Publication | None = None,
+    ) -> Result:
+        deadline_s = self.config.open_deadline_s if deadline_s is None else deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await call
+        except TimeoutError:
+            subject = f" of version {publication.version}" if publication is not None else ""
+            raise DeadlineError(
+                f"replica {replica_id} did not answer to {phase}{subject} within {deadline_s:g} s "
+                f"({self.handshakes[replica_id].waits_for()})",
+                f"look at replica {replica_id}: a long step, a dead process, or raise sync.{phase}_deadline_s",
+            ) from None
+
+    async def _abort(self, ports: Sequence[WeightPort]) -> None:
+        """Ask replicas to drop the publication; one that does not answer is quarantined already, or is now."""
+        outcomes = await asyncio.gather(
+            *(
+                self._within("abort", port.replica_id, port.abort(), self.config.abort_deadline_s)
+                for port in ports
+            ),
+            return_exceptions=True,
+        )
+        for port, outcome in zip(ports, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                self.quarantined.setdefault(port.replica_id, _one_line(outcome))
+
+    async def _abort_all(self, publication: _Publication) -> None:
+        if self._acknowledged is not None:
+            self._acknowledged.forget()
+        await self._abort(list(publication.ports.values()))
+
+    # ---- the trainer
+
+    async def _in_export_thread(
+        self, publication: _Publication, what: str, work: Callable[[], Result]
+    ) -> Result:
+        """Run trainer's work on the export thread; collectives stay on one thread, in one order."""
+        began_at_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(self.config.export_deadline_s):
+                return await asyncio.get_running_loop().run_in_executor(self._export, work)
+        except TimeoutError:
+            raise DeadlineError(
+                f"the trainer did not export {what} of version {publication.version} within "
+                f"{self.config.export_deadline_s:g} s",
+                "a rank hangs in the gather, or sync.export_deadline_s is too short for this model",
+            ) from None
+        except (RunError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise SyncError(
+                f"the trainer's export of version {publication.version} failed at {what}: "
+                f"{type(error).__name__}: {error}",
+                "the replicas keep their version; mend the trainer and publish again",
+            ) from error
+        finally:
+            publication.export_s += time.perf_counter() - began_at_s
+
+    def _report(
+        self,
+        publication: _Publication,
+        packer: Packer,
+        digests: Digests,
+        commits: list[CommitReport],
+        started_at_s: float,
+    ) -> PublicationReport:
+        num_bytes = sum(spec.num_bytes for spec in packer.specs.values())
+        if packer.acknowledged is not None and publication.base is not None:
+            changed_frac = packer.acknowledged.num_changed / max(1, packer.acknowledged.num_elements)
+        else:
+            held = self._digests or {}
+            changed = sum(s.num_bytes for s in packer.specs.values() if held.get(s.name) != digests[s.name])
+            changed_frac = changed / max(1, num_bytes)
+        marks_s = publication.marks_s
+        return PublicationReport(
+            weight_version=publication.version,
+            base_version=publication.base,
+            num_tensors=len(packer.specs),
+            num_adapter_tensors=sum("lora_" in name for name in packer.specs),
+            num_bytes=num_bytes,
+            sent_bytes=packer.sent_bytes,
+            num_buckets=publication.num_buckets,
+            changed_frac=changed_frac,
+            export_s=publication.export_s,
+            open_s=marks_s["open"] - started_at_s,
+            stream_s=marks_s["stream"] - marks_s["open"],
+            prove_s=marks_s["prove"] - marks_s["stream"],
+            commit_s=marks_s["commit"] - marks_s["prove"],
+            total_s=marks_s["commit"] - started_at_s,
+            replicas=tuple(commits),
+            quarantined=dict(self.quarantined),
+            superseded={i: old for i, old in publication.superseded.items() if old},
+        )
+
+
+def _drain(stream: Iterator[tuple[str, Tensor]]) -> None:
+    """Go through the rest of an export: other ranks take part in its collectives."""
+    for _ in stream:
+        pass
+
+
+def _one_line(error: Exception) -> str:
+    return error.what if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
