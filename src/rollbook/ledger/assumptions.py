@@ -73,6 +73,8 @@ class StackAssumptions:
 
     gemm_frac: Mapping[str, float]
     """Of the dtype's peak, for the matrices alone."""
+    expert_factor: float
+    """On `gemm_frac`, for the grouped matrices of experts."""
     attention_frac: Mapping[str, float]
     """Of the bfloat16 peak, by accelerator."""
     dense_bytes: float

@@ -40,8 +40,9 @@ def token_s(
     spread = (mean_square_tokens / sequence_tokens**2) if mean_square_tokens else 1.0
     recomputes = backward and layout.recompute == "full"
     passes = 1.0 + (0.0 if not backward else 1.0 if layout.lora else 2.0) + recomputes
-    matrices = 2.0 * model.matmul_params * passes
-    matrices_s = matrices / (accelerator.peak(layout.dtype) * stack.gemm_frac_of(accelerator, layout.dtype))
+    weighted = model.matmul_params + model.active_routed_params * (1 / stack.expert_factor - 1)
+    rate = accelerator.peak(layout.dtype) * stack.gemm_frac_of(accelerator, layout.dtype)
+    matrices_s = 2.0 * weighted * passes / rate
     attention = float(attention_flops(model, sequence_tokens)) / sequence_tokens * spread
     attention_passes = 3.5 if backward else 1.0
     attention_s = (
