@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollbook.ledger.asynchrony import AsyncAccount, async_account
 from rollbook.planner.publication import Publication
@@ -355,11 +355,12 @@ def _publication(
         )
     else:
         ages = expected_staleness(request, chosen, publication)
+        by_bound = step_by_bound(request, chosen)
         outputs |= {
             "max_staleness_steps": request.max_staleness_steps,
             "mean_staleness_steps": ages.mean_staleness_steps,
             "max_in_flight": ages.max_in_flight,
-            "over_bound_frac": ages.over_bound_frac,
+            "step_s_by_bound": {str(bound): step_s for bound, step_s in by_bound.items()},
         }
         plural = "s" if request.max_staleness_steps > 1 else ""
         because += (
@@ -367,14 +368,28 @@ def _publication(
             f"trajectories are under way; a token is {ages.mean_staleness_steps:.1f} versions old on average when it "
             "trains, and the importance weights correct for it."
         )
-        if ages.max_generation_steps > request.max_staleness_steps + 1:
-            because += (
-                f" The longest responses span {ages.max_generation_steps:.1f} steps: in admission order the trainer "
-                "waits for them, which is what the bound costs."
-            )
+        if ages.max_generation_steps > 1:
+            because += f" The longest responses span {ages.max_generation_steps:.1f} steps"
+            if request.assumptions.method == "paper":
+                because += "; the paper account does not charge the wait for them (`rollbook simulate` does)."
+            else:
+                told = ", ".join(f"{seconds(s)} at {bound}" for bound, s in by_bound.items())
+                because += f", and the trainer waits for them as far as the bound demands: {told}."
     return Reasoned(
         step=6, title="Publication and staleness", inputs=inputs, outputs=outputs, because=because
     )
+
+
+_BOUNDS = (1, 2, 4, 8)
+
+
+def step_by_bound(request: PlanRequest, chosen: Candidate) -> dict[int, float]:
+    """Step time of the chosen topology under wider staleness bounds."""
+    steps = {}
+    for bound in _BOUNDS:
+        search = Search(replace(request, max_staleness_steps=bound), layouts=[chosen.rollout_layout])
+        steps[bound] = search.candidate(chosen.mode, *chosen.split).step_s
+    return steps
 
 
 def expected_staleness(request: PlanRequest, chosen: Candidate, publication: Publication) -> AsyncAccount:

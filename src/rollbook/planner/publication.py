@@ -18,8 +18,6 @@ _METHOD_TITLES: dict[SyncMethod, str] = {
     "disk": "safetensors on a shared disk",
     "delta": "bitwise difference to the last version",
 }
-_WORTH_ANOTHER_METHOD = 0.05
-"""Share of the step below which the plainest method stands, whatever a cleverer one would save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +51,7 @@ class Publication:
 
 
 def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
-    """The plainest method that costs little; a cleverer one only where it saves a visible share of the step."""
+    """The method the search settled on, beside what the others would take."""
     colocated = is_colocated(chosen.mode)
     work = SyncWork(
         method="in_process",
@@ -68,17 +66,11 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
         m: sync_account(request.model, request.cluster, request.assumptions.sync, replace(work, method=m))
         for m in methods
     }
-    plain = methods[0]
-    fastest = min(methods, key=lambda m: accounts[m].seconds)
-    is_paper = request.assumptions.method == "paper"
-    plain_s = paper_sync_s(request.model, request.assumptions) if is_paper else accounts[plain].seconds
-    share = plain_s / chosen.step_s
-    method = (
-        fastest
-        if not is_paper and share > _WORTH_ANOTHER_METHOD and fastest in ("broadcast", "delta")
-        else plain
-    )
-    method_s = plain_s if method == plain else accounts[method].seconds
+    method, plain = chosen.sync_method, methods[0]
+    options_s: dict[str, float] = {m: a.seconds for m, a in accounts.items()}
+    if request.assumptions.method == "paper":
+        options_s = {plain: paper_sync_s(request.model, request.assumptions)}
+    method_s = options_s[method]
     update_s = chosen.step_s / request.workload.num_mini_batches
     every = 1
     if chosen.mode == "separate_async":
@@ -89,10 +81,10 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
         f"{percent(method_s / chosen.step_s)} of the step"
     )
     if method != plain:
-        because += f"; {_METHOD_TITLES[plain]} would take {seconds(plain_s)}"
+        because += f"; {_METHOD_TITLES[plain]} would take {seconds(options_s[plain])}"
     elif colocated:
         because += "; engine and trainer share their devices, so no byte crosses a network but the gather"
-    elif share <= _WORTH_ANOTHER_METHOD:
+    elif method_s <= 0.05 * chosen.step_s:
         because += "; little enough that the plainest transport is the right one"
     else:
         because += "; no other transport was asked to do better"
@@ -101,6 +93,6 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
         account=accounts[method],
         seconds=method_s,
         sync_every=every,
-        options_s={m: plain_s if m == plain else a.seconds for m, a in accounts.items()},
+        options_s=options_s,
         because=because,
     )

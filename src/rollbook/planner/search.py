@@ -21,13 +21,17 @@ from rollbook.ledger.step import (
     smallest_rollout_tp,
     train_side,
 )
+from rollbook.ledger.sync import SyncMethod
 from rollbook.ledger.workload import Mode
 from rollbook.planner.layouts import replica_layouts, train_layouts
 from rollbook.planner.request import PlanRequest
+from rollbook.planner.staleness import within_bound
 
 _MOST_UNITS_LISTED = 64
 """Above this many nodes only a grid and the neighbourhood of the optimum are joined."""
 _ON_POLICY: tuple[Mode, ...] = ("sync", "separate_sync")
+_VISIBLE_SYNC_FRAC = 0.05
+"""Share of the step up to which a broadcast, the plainest transport, is not questioned."""
 _HOST_STATE_BYTES_PER_PARAM = 12.0
 """Master weights and two moments in float32: what optimizer offload moves to the host."""
 
@@ -49,6 +53,7 @@ class Candidate:
     account: StepAccount
     rollout_layout: ReplicaLayout
     train: TrainChoice
+    sync_method: SyncMethod
     why_not: tuple[str, ...] = ()
     """All reasons against it; empty when it fits."""
 
@@ -167,14 +172,10 @@ class Search:
             r = self.request
             self._rollouts[key] = rollout_side(
                 r.model, r.workload, r.cluster, r.assumptions,
-                mode=mode, num_gpus=num_gpus, layouts=self._joint(layout, TrainLayout()),
+                mode=mode, num_gpus=num_gpus,
+                layouts=Layouts(replica=layout, max_staleness_steps=max(r.max_staleness_steps, 1)),
             )  # fmt: skip
         return self._rollouts[key]
-
-    def _joint(self, replica: ReplicaLayout, train: TrainLayout) -> Layouts:
-        return Layouts(
-            replica=replica, train=train, max_staleness_steps=max(self.request.max_staleness_steps, 1)
-        )
 
     def train(self, num_gpus: int) -> TrainChoice:
         """The trainer layout for `num_gpus`, with its optimizer state where the request wants it."""
@@ -209,15 +210,36 @@ class Search:
         """The best layouts of one mode and split."""
         rollout, layout = self.rollout(num_rollout_gpus, mode)
         train = self.train(num_train_gpus)
+        method: SyncMethod = "in_process" if is_colocated(mode) else "broadcast"
+        account = self._account(mode, rollout, layout, train, method)
+        if method == "broadcast" and account.seconds.sync > _VISIBLE_SYNC_FRAC * account.seconds.total:
+            by_difference = self._account(mode, rollout, layout, train, "delta")
+            if by_difference.seconds.total < account.seconds.total:
+                account, method = by_difference, "delta"
+        why_not = account.why_not
+        if mode.startswith("separate") and (num_rollout_gpus, num_train_gpus) != self.request.split:
+            why_not += self._not_whole(num_rollout_gpus, num_train_gpus)
+        return Candidate(
+            account=account, rollout_layout=layout, train=train, sync_method=method, why_not=why_not
+        )
+
+    def _account(
+        self, mode: Mode, rollout: RolloutSide, layout: ReplicaLayout, train: TrainChoice, method: SyncMethod
+    ) -> StepAccount:
         r = self.request
+        layouts = Layouts(
+            replica=layout,
+            train=train.layout,
+            sync_method=method,
+            max_staleness_steps=max(r.max_staleness_steps, 1),
+        )
         account = join_sides(
             r.model, r.workload, r.cluster, r.assumptions,
-            mode=mode, layouts=self._joint(layout, train.layout), rollout=rollout, train=train.side,
+            mode=mode, layouts=layouts, rollout=rollout, train=train.side,
         )  # fmt: skip
-        why_not = account.why_not
-        if mode.startswith("separate") and (num_rollout_gpus, num_train_gpus) != r.split:
-            why_not += self._not_whole(num_rollout_gpus, num_train_gpus)
-        return Candidate(account=account, rollout_layout=layout, train=train, why_not=why_not)
+        if mode in _ON_POLICY or r.assumptions.method == "paper":
+            return account
+        return within_bound(r, account, layout)
 
     def _not_whole(self, num_rollout_gpus: int, num_train_gpus: int) -> tuple[str, ...]:
         unit = node_unit(self.request)

@@ -94,6 +94,12 @@ def _why_tail(account: StepAccount) -> str:
 def _why_waiting(account: StepAccount) -> str:
     idle = account.idle_frac
     if account.mode == "separate_async":
+        if min(idle["rollout"], idle["train"]) > 0.05:
+            return (
+                "the longest responses of a batch hold up both sides, and the staleness bound lets nothing newer "
+                f"take their place: rollout GPUs idle {percent(idle['rollout'])}, training GPUs "
+                f"{percent(idle['train'])} of the step"
+            )
         side = "rollout" if idle["rollout"] > idle["train"] else "training"
         frac = max(idle["rollout"], idle["train"])
         return f"the {side} GPUs are faster than the other side and idle {percent(frac)} of the step"

@@ -1,0 +1,212 @@
+"""`rollbook simulate`: a topology event by event, where sums and averages are not exact."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollbook.cli.plan import (
+    AlgorithmOption,
+    AssumeOption,
+    ContextOption,
+    DtypeOption,
+    EnvOption,
+    EnvP99Option,
+    GpuOption,
+    GroupOption,
+    LengthsOption,
+    MaxResponseOption,
+    MiniBatchOption,
+    ModelOption,
+    NodeOption,
+    NumGpusOption,
+    ObservationOption,
+    OffloadOption,
+    PromptsOption,
+    PromptTokensOption,
+    ProximalOption,
+    ReferenceOption,
+    ResponseTokensOption,
+    RewardOption,
+    RolloutTpOption,
+    SigmaOption,
+    StalenessOption,
+    TurnsOption,
+    request_from_options,
+)
+
+if TYPE_CHECKING:
+    from rollbook.planner.request import PlanRequest
+    from rollbook.planner.search import Candidate
+    from rollbook.planner.simulate import SimResult
+
+
+def command(
+    model: ModelOption,
+    gpu: GpuOption = "H100",
+    num_gpus: NumGpusOption = "8",
+    gpus_per_node: NodeOption = 0,
+    prompts: PromptsOption = "512",
+    group_size: GroupOption = "16",
+    prompt_tokens: PromptTokensOption = "1024",
+    response_tokens: ResponseTokensOption = "4096",
+    max_response_tokens: MaxResponseOption = "",
+    length_sigma: SigmaOption = 0.6,
+    lengths: LengthsOption = None,
+    algorithm: AlgorithmOption = "grpo",
+    reward: RewardOption = "rule",
+    reference: ReferenceOption = True,
+    proximal: ProximalOption = True,
+    mini_batches: MiniBatchOption = 1,
+    turns: TurnsOption = 1.0,
+    observation_tokens: ObservationOption = "0",
+    env_seconds: EnvOption = 0.0,
+    env_p99_seconds: EnvP99Option = 0.0,
+    rollout_tp: RolloutTpOption = 0,
+    rollout_dtype: DtypeOption = "bfloat16",
+    offload: OffloadOption = "auto",
+    max_staleness: StalenessOption = 1,
+    max_context: ContextOption = "0",
+    assume: AssumeOption = "default",
+    mode: Annotated[
+        str,
+        typer.Option(
+            "--mode",
+            help="sync, colocate_async, separate_sync or separate_async; empty: the recommended one.",
+        ),
+    ] = "",
+    split: Annotated[
+        str, typer.Option("--split", help="Rollout:train GPUs of a separated mode; empty: the best one.")
+    ] = "",
+    steps: Annotated[int, typer.Option("--steps", help="Steps; 0: enough for steady averages.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the lengths, environments and failures.")] = 0,
+    take: Annotated[str, typer.Option("--take", help="Order of a step's groups: admission or arrival.")] = (
+        "admission"
+    ),
+    on_stale: Annotated[
+        str, typer.Option("--on-stale", help="In arrival order: drop groups that are too old, or wait.")
+    ] = "drop",
+    on_publish: Annotated[
+        str, typer.Option("--on-publish", help="Running responses at a publication: keep, drain or abort.")
+    ] = "keep",
+    recompute_kv: Annotated[
+        bool, typer.Option("--recompute-kv", help="Prefill running responses again under new weights.")
+    ] = False,
+    sync_every: Annotated[int, typer.Option("--sync-every", help="Updates between publications.")] = 1,
+    lend: Annotated[
+        float, typer.Option("--lend", help="Lend waiting training GPUs to generation; seconds of a switch.")
+    ] = 0.0,
+    failure_frac: Annotated[
+        float, typer.Option("--failure-frac", help="Share of trajectories that fail without a reward.")
+    ] = 0.0,
+    replica_mtbf_hours: Annotated[
+        float,
+        typer.Option("--replica-mtbf-hours", help="Mean hours between failures of one replica; 0: never."),
+    ] = 0.0,
+    replica_recovery_seconds: Annotated[
+        float, typer.Option("--replica-recovery-seconds", help="Until a failed replica serves again.")
+    ] = 120.0,
+    length_growth: Annotated[
+        float, typer.Option("--length-growth", help="Growth of the responses a step, such as 0.01.")
+    ] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Simulate a topology event by event on a length distribution, beside the closed form.
+
+    Example: rollbook simulate --model Qwen3-8B --num-gpus 32 --mode separate_async --split 16:16
+    """
+    from rollbook.planner.request import choice_of
+    from rollbook.planner.scenario import scenario_of, with_lending
+    from rollbook.planner.simulate import simulate
+
+    if mode:
+        choice_of("--mode", mode, "sync", "colocate_async", "separate_sync", "separate_async")
+    request = request_from_options(
+        model=model, gpu=gpu, num_gpus=num_gpus, gpus_per_node=gpus_per_node, prompts=prompts,
+        group_size=group_size, prompt_tokens=prompt_tokens, response_tokens=response_tokens,
+        max_response_tokens=max_response_tokens, length_sigma=length_sigma, lengths=lengths,
+        algorithm=algorithm, reward=reward, reference=reference, proximal=proximal, mini_batches=mini_batches,
+        turns=turns, observation_tokens=observation_tokens, env_seconds=env_seconds,
+        env_p99_seconds=env_p99_seconds, rollout_tp=rollout_tp, rollout_dtype=rollout_dtype, offload=offload,
+        max_staleness=max_staleness, max_context=max_context, assume=assume, split=split,
+    )  # fmt: skip
+    candidate = _candidate(request, mode)
+    scenario = replace(
+        scenario_of(request, candidate, num_steps=steps),
+        seed=seed,
+        take=take,
+        on_stale=on_stale,
+        on_publish=on_publish,
+        recomputes_kv=recompute_kv,
+        sync_every=sync_every,
+        trajectory_failure_frac=failure_frac,
+        replica_mtbf_s=replica_mtbf_hours * 3600 if replica_mtbf_hours > 0 else float("inf"),
+        replica_recovery_s=replica_recovery_seconds,
+        length_growth_frac=length_growth,
+    )
+    if lend > 0:
+        scenario = with_lending(scenario, candidate, lend)
+    result = simulate(scenario)
+    if as_json:
+        typer.echo(json.dumps(_json(result, candidate)))
+        return
+    from rich.console import Console
+
+    from rollbook.planner.show_simulation import show_simulation
+
+    show_simulation(result, candidate, Console(highlight=False))
+
+
+def _candidate(request: PlanRequest, mode: str) -> Candidate:
+    """The asked-for topology, or the recommended one.
+
+    Raises:
+        PlanError: the mode does not fit, with the reason.
+    """
+    from rollbook.errors import PlanError
+    from rollbook.planner.plan import make_plan
+
+    plan = make_plan(request, is_brief=True)
+    if request.split is not None and not mode:
+        mode = "separate_async"
+    if not mode:
+        return plan.require_chosen()
+    wanted = [c for c in plan.candidates if c.mode == mode]
+    if request.split is not None and mode.startswith("separate"):
+        wanted = [c for c in wanted if c.split == request.split]
+    fitting = [c for c in wanted if c.fits]
+    if fitting:
+        return fitting[0]
+    reason = wanted[0].why_not[0] if wanted else f"{request.cluster.num_gpus} GPU has nothing to separate"
+    raise PlanError(
+        f"{mode} does not fit: {reason}", "; or ".join(plan.smallest_changes) or "use another mode"
+    )
+
+
+def _json(result: SimResult, candidate: Candidate) -> dict[str, Any]:
+    return {
+        "topology": candidate.as_json(),
+        "step_s": result.step_s,
+        "closed_form_step_s": candidate.step_s,
+        "idle_frac": {"rollout": result.rollout_idle_frac, "train": result.train_idle_frac},
+        "occupancy_frac": result.occupancy_frac,
+        "bubble_s": result.bubble_s,
+        "tail_s": result.tail_s,
+        "tokens_per_s": result.tokens_per_s,
+        "staleness": {str(age): number for age, number in result.staleness.items()},
+        "num_trained": result.num_trained,
+        "num_failed": result.num_failed,
+        "num_evicted": result.num_evicted,
+        "num_running": result.num_running,
+        "lost_tokens": result.lost_tokens,
+        "trained_mean_tokens": result.trained_mean_tokens,
+        "steps": [asdict(step) for step in result.steps],
+        "trainer": [
+            {"name": i.name, "start_s": i.start_s, "end_s": i.end_s}
+            for i in result.intervals
+            if i.lane == "trainer"
+        ],
+    }

@@ -1,0 +1,60 @@
+"""From a planned topology to a scenario of the simulator: the same seconds, event by event instead of summed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rollbook.planner.decoding import decode_step_s, prefill_token_s
+from rollbook.planner.request import PlanRequest
+from rollbook.planner.search import Candidate
+from rollbook.planner.simulate import DecodeTable, Scenario, constant, lengths, lognormal
+from rollbook.planner.staleness import in_flight_slots
+
+
+def scenario_of(request: PlanRequest, candidate: Candidate, *, num_steps: int = 0) -> Scenario:
+    """The scenario of a candidate: its replicas, slots, decode seconds and trainer seconds.
+
+    Args:
+        num_steps: 0 takes enough for the averages: batches admitted together at the start stay together for a
+            while, in cycles of the staleness bound + 1 steps.
+    """
+    cycle = 1 if candidate.is_on_policy else request.max_staleness_steps + 1
+    warmup = 1 + 2 * cycle if cycle > 1 else 1
+    num_steps = num_steps or warmup + 4 * cycle
+    work, account = request.workload, candidate.account
+    rollout, train = account.rollout, account.train
+    agent = work.agent
+    is_agent = agent.num_turns > 1
+    slots = rollout.slots_per_replica if candidate.is_on_policy else in_flight_slots(request, rollout)
+    context = work.prompt_tokens + work.response_tokens
+    return Scenario(
+        mode=candidate.mode,
+        num_replicas=rollout.num_replicas,
+        slots_per_replica=slots,
+        decode=DecodeTable.of(
+            decode_step_s(request, candidate.rollout_layout), num_slots=slots, context_tokens=context
+        ),
+        groups_per_step=work.num_prompts,
+        group_size=work.group_size,
+        prompt_tokens=work.prompt_tokens,
+        response_tokens=lengths(work.lengths()),
+        prefill_token_s=prefill_token_s(request, candidate.rollout_layout),
+        num_turns=constant(agent.num_turns) if is_agent else None,
+        env_s=lognormal(agent.env_s, agent.env_p99_s) if is_agent and agent.env_s > 0 else None,
+        observation_tokens=agent.observation_tokens if is_agent else 0.0,
+        holds_slot_in_env=agent.keeps_prefix,
+        forward_s=train.forward_s,
+        train_s=train.train_s,
+        switch_s=account.seconds.switch,
+        gather_s=0.0 if request.assumptions.method == "paper" else request.assumptions.step_base_s,
+        sync_pause_s=account.seconds.sync,
+        max_staleness_steps=request.max_staleness_steps,
+        num_steps=num_steps,
+        num_warmup_steps=min(warmup, num_steps - 1),
+    )
+
+
+def with_lending(scenario: Scenario, candidate: Candidate, switch_s: float) -> Scenario:
+    """The trainer's GPUs form replicas of their own while they wait."""
+    lent = candidate.split[1] // candidate.rollout_layout.num_gpus
+    return replace(scenario, num_lent_replicas=lent, lend_switch_s=switch_s)

@@ -1,0 +1,138 @@
+"""A simulated job in a terminal: averages beside the closed form, staleness, and the timeline of some steps."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rollbook.planner.search import Candidate
+from rollbook.planner.simulate import SimResult, is_colocated
+from rollbook.planner.words import MODE_TITLES, capitalized, count, percent, seconds, split
+
+_WIDTH = 68
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_LETTERS = {
+    "wait": "·",
+    "train": "T",
+    "forward": "F",
+    "sync": "s",
+    "switch": "x",
+    "gather": "g",
+    "drain": "d",
+}
+
+
+def show_simulation(result: SimResult, candidate: Candidate, console: Console) -> None:
+    """Print the simulated averages, the histogram and the timeline."""
+    scenario = result.scenario
+    kept = scenario.num_steps - scenario.num_warmup_steps
+    console.print(
+        Text.assemble(
+            (
+                f"{capitalized(MODE_TITLES[candidate.mode])}, {split(*candidate.split, candidate.mode)}",
+                "bold",
+            ),
+            f": {scenario.num_replicas} replicas x {scenario.slots_per_replica} slots, "
+            f"{scenario.groups_per_step} x {scenario.group_size} trajectories a step; mean of {kept} steps "
+            f"after {scenario.num_warmup_steps} of warm-up",
+        )
+    )
+    console.print()
+    console.print(Padding(_averages(result, candidate), (0, 0, 0, 2)))
+    if scenario.staleness_bound:
+        _title(console, "Staleness of trained trajectories, in versions")
+        console.print(Padding(_histogram(result.staleness), (0, 0, 0, 2)))
+    _title(console, "Timeline")
+    console.print(Padding(_timeline(result), (0, 0, 0, 2)))
+
+
+def _title(console: Console, title: str) -> None:
+    console.print()
+    console.print(Text(title, style="bold"))
+
+
+def _averages(result: SimResult, candidate: Candidate) -> Table:
+    account, idle = candidate.account, candidate.account.idle_frac
+    colocated = is_colocated(candidate.mode)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("")
+    for name in ("simulated", "closed form", "difference"):
+        table.add_column(name, justify="right")
+    difference = f"{100 * (result.step_s / account.seconds.total - 1):+.1f} %"
+    table.add_row("step", seconds(result.step_s), seconds(account.seconds.total), difference, style="bold")
+    rows = [
+        (
+            "rollout GPUs idle",
+            percent(result.rollout_idle_frac),
+            "" if colocated else percent(idle["rollout"]),
+        ),
+        ("training GPUs idle", percent(result.train_idle_frac), "" if colocated else percent(idle["train"])),
+        ("slots in use while busy", percent(result.occupancy_frac), ""),
+        ("bubble", seconds(result.bubble_s), ""),
+        ("tail", seconds(result.tail_s), seconds(account.seconds.generate_tail) if account.tail_frac else ""),
+        ("response tokens a second", count(result.tokens_per_s), ""),
+    ]
+    for name, simulated, closed in rows:
+        table.add_row(name, simulated, closed, "")
+    counts = [
+        ("trajectories failed", result.num_failed),
+        ("trajectories evicted as too old", result.num_evicted),
+        ("tokens sampled and lost", result.lost_tokens),
+    ]
+    for name, number in counts:
+        if number:
+            table.add_row(name, count(number), "", "")
+    if result.num_evicted:
+        bias = result.evicted_mean_tokens / result.trained_mean_tokens
+        table.add_row("mean length, evicted over trained", f"{bias:.2f}", "", "")
+    return table
+
+
+def _histogram(staleness: dict[int, int]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    total = sum(staleness.values())
+    for age, number in sorted(staleness.items()):
+        bar = "█" * max(round(40 * number / total), 1)
+        table.add_row(str(age), f"{percent(number / total):>7}", Text(bar, style="cyan"))
+    return table
+
+
+def _timeline(result: SimResult) -> Text:
+    """The last steps that fit: live sequences of all replicas as a curve, the trainer as letters."""
+    scenario = result.scenario
+    cycle = 1 if not scenario.staleness_bound else scenario.staleness_bound + 1
+    shown = result.steps[-min(max(2, cycle), len(result.steps)) :]
+    start_s, end_s = shown[0].start_s, shown[-1].end_s
+    edges = np.linspace(start_s, end_s, _WIDTH + 1)
+    middle = (edges[1:] + edges[:-1]) / 2
+    at = np.clip(np.searchsorted(result.curve_at_s, middle, side="right") - 1, 0, len(result.curve_at_s) - 1)
+    share = result.curve_live[at] / (scenario.num_replicas * scenario.slots_per_replica)
+    letters = [" "] * _WIDTH
+    for interval in sorted(result.intervals, key=lambda i: i.start_s - i.end_s):  # short ones stay visible
+        if interval.lane == "trainer":
+            first = np.searchsorted(edges, interval.start_s, side="right") - 1
+            last = np.searchsorted(edges, interval.end_s, side="left")
+            for i in range(max(int(first), 0), min(int(last), _WIDTH)):
+                letters[i] = _LETTERS[interval.name]
+    if is_colocated(scenario.mode):
+        share = np.where(np.array(letters) == "·", share, 0.0)  # paused while the trainer has the GPUs
+    curve = "".join(_LEVELS[math.ceil(min(max(x, 0.0), 1.0) * 8)] for x in share)
+    marks = [" "] * (_WIDTH + 1)
+    for step in shown:
+        marks[min(int((step.start_s - start_s) / (end_s - start_s) * _WIDTH), _WIDTH)] = "|"
+    used = sorted({x for x in letters if x != " "})
+    names = {letter: name for name, letter in _LETTERS.items()}
+    legend = ", ".join(f"{letter} {names[letter]}" for letter in used)
+    lines = [
+        f"engines  {curve}",
+        f"trainer  {''.join(letters)}",
+        f"steps    {''.join(marks)}".rstrip(),
+        f"{seconds(start_s)} to {seconds(end_s)}; engines: share of slots in use; trainer: {legend}",
+    ]
+    return Text("\n".join(lines))
