@@ -14,6 +14,8 @@ class ObserveConfig(Section):
 
     terminal: Literal["auto", "lines", "off"] = "auto"
     """Progress on stderr: a live view where it is a terminal, one line a step elsewhere; or lines; or nothing."""
+    trajectories_every_steps: int = Field(1, ge=0)
+    """Steps between two that keep their trajectories in the run directory; 0 keeps none."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that also receive every metric; each needs the extra of its name."""
     project: str = "rollbook"

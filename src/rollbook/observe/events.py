@@ -44,15 +44,25 @@ EVENT_KINDS: dict[str, EventKind] = {
         (
             "weight_version",
             "base_version",
-            "transport",
             "num_bytes",
+            "sent_bytes",
             "num_tensors",
-            "duration_s",
             "changed_frac",
-            "ok",
-            "error",
+            "total_s",
+            "committed",
+            "quarantined",
         ),
-        "A weight publication committed or failed.",
+        "A weight publication was committed by the replicas named.",
+    ),
+    "publication_failed": EventKind(
+        ("weight_version", "error"), "A weight publication failed; it is repeated once."
+    ),
+    "quarantined": EventKind(
+        ("replica_id", "why"), "A replica is out of service until a publication is proven."
+    ),
+    "preflight": EventKind(
+        ("signals", "notes", "trial_reward", "trial_response_tokens"),
+        "The checks before the first step passed.",
     ),
     "commit": EventKind(
         ("replica_id", "weight_version", "num_bytes", "write_s", "digest_s"),

@@ -59,7 +59,8 @@ class Recorder:
 
     Args:
         run_dir: the folder; see `RunDir.open` for what `resume` means and which errors it raises.
-        sinks: told of every event and every step. A failing sink never stops the run.
+        sinks: told of every event and every step. A failing sink never stops the run. A function makes
+            them once the directory is held.
         clock: time, passed in.
         resume: take up the run that is there.
         strict: an unknown metric name is an error (tests) instead of a warning and a counter.
@@ -70,7 +71,7 @@ class Recorder:
     def __init__(
         self,
         run_dir: Path | str,
-        sinks: Sequence[Sink] = (),
+        sinks: Sequence[Sink] | Callable[[Path], Sequence[Sink]] = (),
         *,
         clock: Clock | None = None,
         resume: bool = False,
@@ -79,7 +80,11 @@ class Recorder:
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.run_dir = RunDir.open(Path(run_dir), resume=resume)
-        self.sinks = list(sinks)
+        try:
+            self.sinks = list(sinks(self.run_dir.path) if callable(sinks) else sinks)
+        except BaseException:
+            self.run_dir.close()
+            raise
         self.clock = clock or SystemClock()
         self.strict = strict
         self.num_gpus = num_gpus

@@ -128,8 +128,8 @@ class RunDir:
         """Create `path`, or with `resume` take up the run that is there.
 
         Raises:
-            RunError: another process holds it; or it already holds a run and `resume` is False; or it holds
-                none and `resume` is True; or it cannot be written.
+            RunError: another process holds it; or it already holds finished steps or a checkpoint and
+                `resume` is False; or there is none and `resume` is True; or it cannot be written.
         """
         path = Path(path)
         if resume and not path.is_dir():
@@ -144,9 +144,8 @@ class RunDir:
         except OSError as error:
             raise storage_error(path / LOCK, error) from error
         try:
-            holds_run = any(
-                (path / name).exists() and (path / name).stat().st_size for name in (METRICS, EVENTS)
-            )
+            metrics = path / METRICS
+            holds_run = (metrics.exists() and metrics.stat().st_size) or any(path.glob("checkpoints/step_*"))
             if holds_run and not resume:
                 raise RunError(
                     f"run directory {path} already holds a run ({last_step_line(path)})",

@@ -28,7 +28,14 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 NUM_SPARK_STEPS = 400
 MAX_SOURCES = 4
 """Data sources with a row of their own; the rest share one."""
-_NOTICES = {"finding": "summary", "step_failed": "error", "sink_failed": "error", "fault": "fault"}
+_NOTICES = {
+    "finding": "summary",
+    "step_failed": "error",
+    "publication_failed": "error",
+    "quarantined": "why",
+    "sink_failed": "error",
+    "fault": "fault",
+}
 """Event kinds that are said aloud, and the field that says it."""
 
 
@@ -100,6 +107,7 @@ class TerminalView:
         run_dir: named in the title and the summary.
         num_steps: for "step 3/100" and the time left.
         console: where to draw; stderr by default.
+        is_live: a panel where the console is a terminal; False prints lines everywhere.
     """
 
     def __init__(
@@ -108,6 +116,7 @@ class TerminalView:
         *,
         num_steps: int | None = None,
         console: Console | None = None,
+        is_live: bool = True,
         clock: Clock | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
@@ -115,7 +124,7 @@ class TerminalView:
         self.clock = clock or SystemClock()
         self.progress = Progress(num_steps=num_steps)
         self._live: Live | None = None
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
+        if is_live and self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(
                 get_renderable=self.render, console=self.console, refresh_per_second=4, transient=False
             )

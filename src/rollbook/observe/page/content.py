@@ -21,9 +21,11 @@ from rollbook.types import Trajectory
 Json = dict[str, Any]
 
 SHOWN_EVENTS = (
-    "finding", "fault", "step_failed", "publication", "commit", "engine_state", "eviction", "failure",
+    "finding", "fault", "step_failed", "publication",
+    "publication_failed", "quarantined", "preflight", "commit", "engine_state", "eviction", "failure",
     "checkpoint", "nonfinite", "sink_failed", "repair", "run_started", "run_resumed", "run_ended", "memory",
 )  # fmt: skip
+IMPORTANT_EVENTS = ("finding", "fault", "step_failed", "publication_failed", "quarantined")
 MAX_EVENTS = 80
 MAX_TRAJECTORIES = 256
 
@@ -80,9 +82,7 @@ def _planned_steps(path: Path) -> int | None:
 def _events(history: RunHistory) -> list[Json]:
     events = [event for kind in SHOWN_EVENTS for event in history.notable.get(kind, ())]
     events.sort(key=lambda event: float(event.get("at_s", 0.0)))
-    important = [
-        e for e in events if e["kind"] in ("finding", "fault", "step_failed") or e.get("ok") is False
-    ]
+    important = [e for e in events if e["kind"] in IMPORTANT_EVENTS]
     latest = events[-MAX_EVENTS:]
     return [e for e in important[-MAX_EVENTS:] if e not in latest] + latest
 

@@ -625,9 +625,9 @@ function drawHead() {
 }
 function drawEvents() {
   const events = [...state.overview.events].reverse();
-  const important = events.filter((e) => ["finding", "fault", "step_failed"].includes(e.kind) || e.ok === false).slice(0, 3);
+  const important = events.filter((e) => ["finding", "fault", "step_failed", "publication_failed", "quarantined"].includes(e.kind)).slice(0, 3);
   $("notices").replaceChildren(...important.map((e) => el("div", { class: `notice ${e.severity === "error" || e.kind === "step_failed" ? "error" : ""}` },
-    `${e.kind.replace("_", " ")}${e.step !== undefined ? ` at step ${e.step}` : ""}: ${e.summary || e.error || e.fault || ""}`, e.remedy ? el("small", {}, e.remedy) : null)));
+    `${e.kind.replace("_", " ")}${e.step !== undefined ? ` at step ${e.step}` : ""}: ${e.summary || e.error || e.fault || (e.why ? `replica ${e.replica_id}, ${e.why}` : "")}`, e.remedy ? el("small", {}, e.remedy) : null)));
   const detail = (e) => Object.entries(e).filter(([k]) => !["kind", "at_s", "mono_s", "step"].includes(k))
     .map(([k, v]) => `${k}=${typeof v === "object" && v !== null ? JSON.stringify(v) : k.endsWith("_bytes") ? bytes(v) : v}`).join("  ");
   $("event-list").replaceChildren(events.length ? el("table", {}, ...events.map((e) => el("tr", {}, el("td", { class: "num" }, new Date(e.at_s * 1000).toISOString().slice(0, 19).replace("T", " ")),
