@@ -20,10 +20,10 @@ from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.memory import activation_bytes, logits_bytes, memory_items, train_memory
 from rollbook.ledger.model import load_model
 from rollbook.ledger.quantity import parse_count
-from rollbook.ledger.step import step_account
+from rollbook.ledger.step import Layouts, step_account
 from rollbook.ledger.switch import hand_over, pinned_bytes
 from rollbook.ledger.sync import SyncWork, best_sync_every, published_bytes, sync_account
-from rollbook.ledger.train import bubble_frac, token_s
+from rollbook.ledger.train import bubble_frac, gather_s, token_s
 from rollbook.ledger.workload import AgentWork, Workload
 
 DEFAULT = load_assumptions("default")
@@ -363,3 +363,23 @@ def test_a_generative_reward_reads_every_trajectory() -> None:
     assert plain.seconds.reward == 0
     assert judged.seconds.total == pytest.approx(plain.seconds.total + judged.seconds.reward)
     assert judged.flops.reward_model > plain.flops.reference
+
+
+def test_fully_sharded_training_moves_its_weights_thrice_a_micro_batch() -> None:
+    """3 x 16 GB x 63/64 over 70 % of 50 GB/s; nothing moves on one GPU, and experts in place stay."""
+    stack = DEFAULT.stacks["fsdp"]
+    seconds = gather_s(LLAMA, CLUSTER, DEFAULT, stack, TrainLayout(), num_gpus=64, backward=True)
+    assert seconds == pytest.approx(3 * 2 * LLAMA.computed_params * 63 / 64 / 35e9)
+    assert gather_s(LLAMA, CLUSTER, DEFAULT, stack, TrainLayout(), num_gpus=1, backward=True) == 0.0
+    whole = gather_s(QWEN_MOE, CLUSTER, DEFAULT, stack, TrainLayout(), num_gpus=64, backward=True)
+    placed = gather_s(QWEN_MOE, CLUSTER, DEFAULT, stack, TrainLayout(ep_size=8), num_gpus=64, backward=True)
+    assert placed < whole / 4
+
+
+def test_a_micro_batch_too_large_for_any_number_of_gpus_says_so() -> None:
+    long = replace(WORK, max_response_tokens=120_000)
+    layouts = Layouts(replica=ReplicaLayout(tp_size=8), train=TrainLayout(recompute="selective"))
+    account = step_account(
+        load_model("Llama-3.1-70B"), long, Cluster(accelerator=H100, num_gpus=512), DEFAULT, layouts=layouts
+    )
+    assert "whatever the number of GPUs" in " ".join(account.why_not)

@@ -93,6 +93,10 @@ class StackAssumptions:
     """Of the traffic, when there is no backward."""
     exposed_frac: float
     """Of tensor-parallel exchange, not hidden behind computation."""
+    gather_passes: float
+    """Times that a micro batch moves the weights: 3 for fully sharded training, 0 where they stay in place."""
+    link_frac: float
+    """Of a link's rate, for gathering weights."""
     balance_frac: float
     """Work of the mean GPU over work of the fullest, with sequences packed by length."""
 

@@ -106,6 +106,35 @@ def exchange_s(
     return layout.tp_size * moved / link * stack.exposed_frac
 
 
+def gather_s(
+    model: ModelSpec,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    stack: StackAssumptions,
+    layout: TrainLayout,
+    *,
+    num_gpus: int,
+    backward: bool,
+) -> float:
+    """Seconds in which a fully sharded trainer moves its weights for one micro batch on one GPU.
+
+    Each GPU receives (g - 1)/g of the weights it computes with, twice with a backward, and sends as many
+    gradients; experts that stay in place (expert parallelism) are not moved.
+    """
+    group = num_gpus // layout.model_parallel_size
+    if stack.gather_passes == 0 or group <= 1:
+        return 0.0
+    share = (group - 1) / group
+    params = model.computed_params - model.routed_params + model.routed_params / layout.ep_size
+    params /= layout.tp_size * layout.pp_size
+    accelerator = cluster.accelerator
+    link = (
+        cluster.nic_bytes_per_s if num_gpus > accelerator.scale_up_gpus else accelerator.scale_up_bytes_per_s
+    )
+    passes = stack.gather_passes if backward else 1.0
+    return passes * assumptions.weight_bytes_per_param * params * share / (stack.link_frac * link)
+
+
 def bubble_frac(layout: TrainLayout) -> float:
     """Idle share of an interleaved pipeline: (p - 1) / (v m + p - 1).
 
@@ -142,7 +171,12 @@ def default_train_side(
             backward=backward,
         )
         busy += exchange_s(model, cluster, stack, layout, backward=backward)
-        return busy / (1 - bubble_frac(layout)) / stack.balance_frac
+        busy = busy / (1 - bubble_frac(layout)) / stack.balance_frac
+        gather = gather_s(model, cluster, assumptions, stack, layout, num_gpus=num_gpus, backward=backward)
+        # Gathering the next layer overlaps with computing this one, so the slower of the two sets the pace.
+        return max(
+            busy, gather / max(assumptions.micro_batch_tokens, sequence) * layout.tp_size * layout.cp_size
+        )
 
     tokens_per_gpu = workload.trained_tokens / num_gpus
     forwards = int(workload.uses_reference) + int(workload.uses_proximal)
@@ -160,8 +194,13 @@ def default_train_side(
         why_not.append(
             f"{num_gpus} train GPUs are no multiple of TP x PP x CP = {layout.model_parallel_size}: change the layout"
         )
-    if memory.total > usable:
-        enough = math.ceil(num_gpus * memory.state / max(usable - memory.fixed, 1.0))
+    if memory.fixed > usable:
+        why_not.append(
+            f"one micro batch takes {format_bytes(memory.fixed)} a GPU of {format_bytes(usable)} usable, whatever "
+            f"the number of GPUs: recompute fully, or raise tensor or context parallelism"
+        )
+    elif memory.total > usable:
+        enough = math.ceil(num_gpus * (memory.state + memory.reference) / (usable - memory.fixed))
         why_not.append(
             f"training takes {format_bytes(memory.total)} a GPU of {format_bytes(usable)} usable "
             f"({format_bytes(memory.state)} of it training state on {num_gpus} GPUs): it takes about {enough}"
