@@ -123,6 +123,21 @@ def test_what_an_algorithm_needs(name: str, needs: tuple[bool, ...]) -> None:
     assert made(name=name, kl={"placement": "loss", "coef": 0.01}).needs_reference
 
 
+@pytest.mark.parametrize(
+    ("fields", "needs"),
+    [
+        ({}, False),
+        ({"correction": {"level": "token"}}, True),
+        ({"kl": {"placement": "reward", "estimator": "k1", "coef": 0.1}}, True),
+        ({"kl": {"placement": "loss", "coef": 0.1}}, False),
+        ({"name": "distill"}, True),
+        ({"name": "distill", "proximal": "behavior"}, False),
+    ],
+)
+def test_who_reads_proximal_logprobs_before_the_update(fields: dict[str, Any], needs: bool) -> None:
+    assert made(**fields).needs_proximal_first is needs
+
+
 def test_reading_the_config_loads_no_torch() -> None:
     code = "import sys, rollbook.algos.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

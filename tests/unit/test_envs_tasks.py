@@ -69,9 +69,11 @@ def test_a_task_refuses_by_name(name: str, options: dict[str, Any], num_prompts:
 def test_exact_and_digits() -> None:
     assert exact(" 640\n", {"answer": "640"}) == 1.0
     assert exact("64", {"answer": 64}) == 1.0
-    assert digits("640", {"answer": "641"}) == pytest.approx(1 / 3)  # half of two right out of three
-    assert digits("6401", {"answer": "640"}) == pytest.approx(3 / 8)  # half of three right out of four
-    assert digits("", {"answer": "640"}) == 0.0
+    cases = [("640", "641", 1 / 3), ("6401", "640", 3 / 8), ("", "640", 0.0), ("640", "640", 1.0)]
+    for given, wanted, expected in cases:  # half of: two right of three, three of four, none, all and exact
+        got = digits(given, {"answer": wanted})
+        assert got["score"] == pytest.approx(expected)
+        assert got["exact"] == float(given == wanted)
 
 
 @pytest.mark.parametrize(

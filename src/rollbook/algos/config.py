@@ -303,6 +303,15 @@ class AlgorithmConfig(Section):
         return self.estimator == "gae"
 
     @property
+    def needs_proximal_first(self) -> bool:
+        """Whether proximal logprobs are read before the first update, so that the shortcut of taking the current
+        policy's own (one update a step, on policy) cannot be used."""
+        reads = (
+            self.correction.is_on or self.kl.placement == "reward" or self.distill.placement == "advantage"
+        )
+        return reads and self.proximal == "recompute"
+
+    @property
     def needs_reference(self) -> bool:
         return self.kl.placement != "none"
 

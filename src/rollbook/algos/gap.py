@@ -22,6 +22,9 @@ from rollbook.types import TrainSequence
 
 Array = NDArray[np.float64]
 
+PART_STATISTICS = ("mean", "p99", "max", "geometric_mean_ratio")
+"""What is reported of each replica and each age; the whole batch has every statistic."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobGap:
@@ -103,18 +106,21 @@ class GapReport:
 
     def values(self) -> Values:
         """Metrics. Means merge over batches; quantiles and correlations are of this batch alone."""
-        named = {"training/logprob_gap_all": self.total}
+        whole = {"training/logprob_gap_all": self.total}
         if self.on_policy is not None:
-            named["training/logprob_gap"] = self.on_policy
-        named |= {f"training/logprob_gap_by_replica/{key}": gap for key, gap in self.by_replica.items()}
+            whole["training/logprob_gap"] = self.on_policy
+        parts = {f"training/logprob_gap_by_replica/{key}": gap for key, gap in self.by_replica.items()}
         # By age, not by version: a run has thousands of versions and a handful of ages.
-        named |= {
+        parts |= {
             f"training/logprob_gap_by_staleness/{self.weight_version - version}": gap
             for version, gap in self.by_version.items()
         }
         values: Values = {}
-        for prefix, gap in named.items():
+        for prefix, gap in whole.items():
             values |= {f"{prefix}/{statistic}": value for statistic, value in gap.values().items()}
+        for prefix, gap in parts.items():
+            held = gap.values()
+            values |= {f"{prefix}/{statistic}": held[statistic] for statistic in PART_STATISTICS}
         return values | {
             "training/rollout_probs_diff_valid": Low(1.0),
             "training/rollout_probs_diff_mean": Ratio(float(self.probs_diff.sum()), len(self.probs_diff)),

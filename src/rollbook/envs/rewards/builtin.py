@@ -27,15 +27,16 @@ def exact(response: str, task: Mapping[str, JsonValue], **_: JsonValue) -> float
     return float(response.strip() == answer_of(task).strip())
 
 
-def digits(response: str, task: Mapping[str, JsonValue], **_: JsonValue) -> float:
+def digits(response: str, task: Mapping[str, JsonValue], **_: JsonValue) -> dict[str, float]:
     """Half for an exact match, half for the share of characters that are right in their place.
 
-    >>> digits("640", {"answer": "641"}), digits("64", {"answer": "641"}), digits("641", {"answer": "641"})
-    (0.3333333333333333, 0.3333333333333333, 1.0)
+    >>> digits("64", {"answer": "641"})["score"], digits("641", {"answer": "641"})["score"]
+    (0.3333333333333333, 1.0)
     """
     given, wanted = response.strip(), answer_of(task).strip()
-    right = sum(a == b for a, b in zip(given, wanted))
-    return 0.5 * (given == wanted) + 0.5 * right / max(len(given), len(wanted), 1)
+    is_exact = float(given == wanted)
+    right_frac = sum(a == b for a, b in zip(given, wanted)) / max(len(given), len(wanted), 1)
+    return {"score": 0.5 * is_exact + 0.5 * right_frac, "exact": is_exact, "right_frac": right_frac}
 
 
 def last_number(text: str) -> float | None:
