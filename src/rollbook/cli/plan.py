@@ -217,6 +217,7 @@ def request_from_options(
     )
     return PlanRequest(
         model=load_model(model),
+        model_path=str(Path(model).parent) if model.endswith("config.json") else model,
         workload=workload,
         cluster=Cluster(
             accelerator=load_accelerator(gpu),

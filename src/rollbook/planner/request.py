@@ -24,6 +24,8 @@ class PlanRequest:
     workload: Workload
     cluster: Cluster
     assumptions: Assumptions
+    model_path: str = ""
+    """Folder or hub name that a written config should load; empty: the model's name."""
     rollout_tp: int = 0
     """GPUs of one replica; 0 leaves it to the planner."""
     split: tuple[int, int] | None = None

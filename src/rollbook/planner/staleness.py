@@ -65,6 +65,12 @@ def bounded_step_s(request: PlanRequest, account: StepAccount, layout: ReplicaLa
     return s.total + high - pace_s, latency.at(high)
 
 
+def batch_latency_s(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> float:
+    """G of any mode: seconds from the admission of a step's groups to their last response."""
+    decode_s = account.seconds.prefill + account.seconds.generate_throughput + account.seconds.generate_tail
+    return _Latency(request, account.rollout, layout, prefill_s=account.seconds.prefill).at(decode_s)
+
+
 class _Latency:
     """G as a function of the seconds in which the engines decode one step's worth of tokens."""
 

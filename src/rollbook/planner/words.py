@@ -24,9 +24,11 @@ def seconds(value: float) -> str:
 
 def percent(frac: float) -> str:
     """
-    >>> percent(0.2871), percent(0.004)
-    ('28.7 %', '0.4 %')
+    >>> percent(0.2871), percent(0.004), percent(0.0001)
+    ('28.7 %', '0.4 %', '< 0.1 %')
     """
+    if 0 < frac < 0.0005:
+        return "< 0.1 %"
     return f"{100 * frac:.1f} %" if frac < 0.9995 else "100 %"
 
 

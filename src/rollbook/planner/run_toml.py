@@ -1,0 +1,245 @@
+"""The plan as a `run.toml` that `rollbook train` runs: every value with the reason that put it there."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from dataclasses import dataclass, field
+
+from rollbook.ledger.step import is_colocated
+from rollbook.planner.plan import Plan, staleness_bound
+from rollbook.planner.publication import Publication
+from rollbook.planner.search import Candidate
+from rollbook.planner.staleness import batch_latency_s
+from rollbook.planner.words import MODE_TITLES, capitalized, count, format_bytes, percent, seconds, split
+
+_WIDTH = 100
+_NUM_STEPS = 200
+_MOST_BUCKET_BYTES = 256 * 2**20
+
+
+@dataclass(slots=True)
+class _Table:
+    """One table of the file: keys in order, each with its reason above it. "[name]" is an array's element."""
+
+    name: str
+    lines: list[str] = field(default_factory=list)
+
+    def put(self, key: str, value: object, because: str = "") -> None:
+        self.lines += _comment(because) if because else []
+        self.lines.append(f"{key} = {json.dumps(value)}")
+
+    def text(self) -> str:
+        return "\n".join([f"[{self.name}]", *self.lines])
+
+
+def run_toml(plan: Plan) -> str:
+    """TOML text of the recommended topology.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+    chosen = plan.require_chosen()
+    publication = plan.publication
+    assert publication is not None
+    tables = [
+        _run(plan, chosen),
+        _model(plan),
+        *_data(),
+        _rollout(plan, chosen),
+        *_algorithm(plan, chosen),
+        _trainer(plan, chosen),
+        _buffer(plan, chosen),
+        _sync(chosen, publication),
+        _checkpoint(chosen),
+        _plan(plan),
+    ]
+    return "\n\n".join([_header(plan, chosen), *(table.text() for table in tables)]) + "\n"
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(text, _WIDTH)]
+
+
+def _header(plan: Plan, chosen: Candidate) -> str:
+    r = plan.request
+    low, high = chosen.account.step_s.low, chosen.account.step_s.high
+    lines = [
+        f"# {r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}: "
+        f"{MODE_TITLES[chosen.mode]}, {split(*chosen.split, chosen.mode)} GPUs.",
+        *_comment(
+            f"Expected: {seconds(chosen.step_s)} a step ({seconds(low)} to {seconds(high)}), whole-step MFU "
+            f"{percent(chosen.account.mfu_frac)}, under the assumptions `{r.assumptions.name}`."
+        ),
+    ]
+    for reasoned in plan.derivation:
+        lines += ["#", f"# {reasoned.step}. {reasoned.title}", *_comment(reasoned.because)]
+    return "\n".join(lines)
+
+
+def _run(plan: Plan, chosen: Candidate) -> _Table:
+    work = plan.request.workload
+    table = _Table("run")
+    table.put("name", _run_name(plan))
+    table.put("num_steps", _NUM_STEPS)
+    table.put("groups_per_step", work.num_prompts)
+    if chosen.mode == "separate_sync":
+        table.put(
+            "schedule", "separate_async", "Separated devices; a staleness bound of 0 keeps it on-policy."
+        )
+    else:
+        table.put("schedule", chosen.mode, f"{capitalized(plan.choice_because)}.")
+    if work.agent.num_turns > 1:
+        table.put("max_turns", math.ceil(work.agent.num_turns * 2), "Twice the mean number of turns.")
+    return table
+
+
+def _run_name(plan: Plan) -> str:
+    return f"{plan.request.model.name.lower()}-{plan.request.cluster.num_gpus}gpu"
+
+
+def _model(plan: Plan) -> _Table:
+    table = _Table("model")
+    table.put("path", plan.request.model_path or plan.request.model.name)
+    table.put("dtype", "bfloat16")
+    table.put("device", "cuda")
+    return table
+
+
+def _data() -> list[_Table]:
+    source = _Table("[data.sources]")
+    source.put("path", "train.jsonl", "Your prompts: JSONL or Parquet with the columns below.")
+    source.put("prompt_column", "prompt")
+    source.put("answer_column", "answer")
+    term = _Table("[reward.terms]")
+    term.put("function", "exact", "Or numeric, math_verify, reasoning_gym, or your own `module:function`.")
+    return [source, term]
+
+
+def _rollout(plan: Plan, chosen: Candidate) -> _Table:
+    r, rollout, layout = plan.request, chosen.account.rollout, chosen.rollout_layout
+    table = _Table("rollout")
+    table.put("engine", "vllm")
+    gpus = f"TP {layout.tp_size}" + (f", EP {layout.ep_size}" if layout.ep_size > 1 else "")
+    table.put(
+        "num_replicas",
+        rollout.num_replicas,
+        f"{rollout.num_gpus} GPUs in replicas of {layout.num_gpus} ({gpus}).",
+    )
+    table.put("group_size", r.workload.group_size)
+    table.put("max_response_tokens", r.workload.max_response_tokens)
+    table.put(
+        "num_slots",
+        rollout.slots_per_replica,
+        f"A decode step of {seconds(rollout.decode_step_s)} with all slots full; more would not fit in the KV pool, "
+        "or no more sequences come.",
+    )
+    per_token = r.model.kv_bytes_per_token(r.assumptions.kv_bytes_per_number)
+    pool_tokens = max(int(rollout.kv_pool_bytes // per_token), 1)
+    table.put(
+        "kv_pool_tokens",
+        pool_tokens,
+        f"{format_bytes(rollout.kv_pool_bytes)} beside the weights, {format_bytes(per_token)} a token.",
+    )
+    table.put("dtype", "auto")
+    table.put("device", "cuda")
+    if not chosen.is_on_policy:
+        table.put(
+            "kv_policy", "keep", "Recomputing the KV of running responses stalls decoding at each sync."
+        )
+    latency_s = batch_latency_s(r, chosen.account, layout)
+    table.put(
+        "response_deadline_s",
+        _deadline(latency_s),
+        f"A step's responses take about {seconds(latency_s)}; four times that is a fault.",
+    )
+    return table
+
+
+def _deadline(expected_s: float) -> float:
+    return float(max(600, math.ceil(4 * expected_s / 60) * 60))
+
+
+def _algorithm(plan: Plan, chosen: Candidate) -> list[_Table]:
+    work = plan.request.workload
+    table = _Table("algorithm")
+    table.put("name", work.algorithm)
+    if not work.uses_proximal:
+        table.put("proximal", "behavior", "The engine's own logprobs anchor the step: one forward less.")
+    tables = [table]
+    if work.uses_reference:
+        kl = _Table("algorithm.kl")
+        kl.put(
+            "placement", "loss", "A reference policy was planned for; without this table it is not loaded."
+        )
+        kl.put("estimator", "k3")
+        kl.put("coef", 0.001)
+        tables.append(kl)
+    if not chosen.is_on_policy and work.uses_proximal:
+        correction = _Table("algorithm.correction")
+        correction.put("level", "token", "Importance weights for tokens of older versions, capped.")
+        correction.put("upper", 2.0)
+        tables.append(correction)
+    return tables
+
+
+def _trainer(plan: Plan, chosen: Candidate) -> _Table:
+    r, layout = plan.request, chosen.train.layout
+    table = _Table("trainer")
+    degrees = {"TP": layout.tp_size, "PP": layout.pp_size, "CP": layout.cp_size, "EP": layout.ep_size}
+    used = [f"{name} {size}" for name, size in degrees.items() if size > 1]
+    spread = f"state sharded over {chosen.split[1]} GPUs" + (f", {', '.join(used)}" if used else "")
+    longest = r.workload.prompt_tokens + r.workload.max_response_tokens + r.workload.observation_tokens
+    table.put(
+        "micro_batch_tokens",
+        max(r.assumptions.micro_batch_tokens, math.ceil(longest)),
+        f"Planned: {spread}. The longest sequence of {count(longest)} tokens must fit one micro batch.",
+    )
+    table.put("num_mini_batches", r.workload.num_mini_batches)
+    table.put("num_epochs", r.workload.num_epochs)
+    if layout.recompute == "full":
+        table.put("gradient_checkpointing", True, "Activations of whole layers would not fit.")
+    return table
+
+
+def _buffer(plan: Plan, chosen: Candidate) -> _Table:
+    table = _Table("buffer")
+    bound = staleness_bound(chosen, plan.request)
+    ages = (
+        "Every token is trained by the version that sampled it."
+        if bound == 0
+        else f"Asynchrony pays for itself at {bound}; the derivation above has the step time of wider bounds."
+    )
+    table.put("max_staleness_steps", bound, ages)
+    table.put(
+        "order", "admission", "No bias against long responses, and members that do not depend on timing."
+    )
+    latency_s = batch_latency_s(plan.request, chosen.account, chosen.rollout_layout)
+    table.put("group_deadline_s", _deadline(latency_s))
+    table.put("step_deadline_s", _deadline(latency_s + chosen.step_s))
+    return table
+
+
+def _sync(chosen: Candidate, publication: Publication) -> _Table:
+    table = _Table("sync")
+    table.put("every_steps", 1)
+    transport = "ipc" if is_colocated(chosen.mode) else "broadcast"
+    table.put("transport", transport, f"{capitalized(publication.because)}.")
+    if publication.method == "delta":
+        table.put("delta", True)
+    table.put("bucket_bytes", _MOST_BUCKET_BYTES)
+    return table
+
+
+def _checkpoint(chosen: Candidate) -> _Table:
+    table = _Table("checkpoint")
+    every = max(1, round(3600 / chosen.step_s))
+    table.put("every_steps", every, "About once an hour: what a failure may cost.")
+    return table
+
+
+def _plan(plan: Plan) -> _Table:
+    table = _Table("plan")
+    table.put("response_tokens", float(plan.request.workload.response_tokens), "What the plan assumed.")
+    return table
