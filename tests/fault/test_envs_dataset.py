@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ class ByteTokenizer:
     def decode(self, ids: Ids | Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(int(i) for i in ids if i < 256).decode()
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> Ids:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
+    ) -> Ids:
         return self.encode("".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>")
 
 
@@ -245,3 +248,25 @@ def test_more_prompts_than_rows(tmp_path: Path) -> None:
 def test_a_tokenizer_that_ends_prompts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="end-of-sequence"):
         load(write(tmp_path / "rows.jsonl", ROWS), tokenizer=ByteTokenizer(adds_eos=True))
+
+
+def hub(path: Path) -> DataConfig:
+    return DataConfig.model_validate({"sources": [{"hub": str(path), "split": "train", "name": "sums"}]})
+
+
+def test_hub_datasets_load_through_their_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local folder takes the library's same path."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write(tmp_path / "train.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    loaded = load_prompts(hub(tmp_path), ByteTokenizer(), max_prompt_tokens=99)
+    assert texts(loaded) == ["1+1="]
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load_prompts(hub(tmp_path / "nothing"), ByteTokenizer(), max_prompt_tokens=99)
+
+
+def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="not installed") as caught:
+        load_prompts(hub(tmp_path), ByteTokenizer(), max_prompt_tokens=99)
+    assert "rollbook[datasets]" in caught.value.remedy

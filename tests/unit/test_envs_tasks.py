@@ -122,6 +122,7 @@ def test_scalars_of_numpy_are_numbers() -> None:
         (SourceConfig, {}, "given: none"),
         (SourceConfig, {"task": "addition", "path": "x"}, "given: task, path"),
         (SourceConfig, {"reasoning_gym": "chain_sum"}, "set num_prompts"),
+        (SourceConfig, {"hub": "openai/gsm8k"}, "needs a split"),
         (SourceConfig, {"path": "x", "template": "no place"}, "no {prompt}"),
         (SourceConfig, {"path": "x", "answer_pattern": "####"}, "no group"),
         (SourceConfig, {"path": "x", "answer_pattern": "("}, "no regular expression"),

@@ -13,7 +13,7 @@ from rollbook.section import Section
 
 
 class SourceConfig(Section):
-    """One source of prompts: a built-in task, a reasoning-gym task, or a file or folder."""
+    """One source of prompts: a built-in task, a reasoning-gym task, a file or folder, or a hub dataset."""
 
     name: str = ""
     """Rewards and failures are reported by it; empty: the task's name, or the file's without its ending."""
@@ -23,8 +23,12 @@ class SourceConfig(Section):
     """Name of a reasoning-gym dataset (extra `tasks`)."""
     path: str = ""
     """JSONL or Parquet file, or a folder of them, or one written by `datasets.save_to_disk`."""
+    hub: str = ""
+    """Dataset of the Hugging Face hub, such as openai/gsm8k (extra `datasets`)."""
+    hub_config: str = ""
+    """Its configuration, such as main."""
     split: str = ""
-    """Split of a folder that holds several, such as train."""
+    """Split of a folder that holds several, or of a hub dataset, such as train."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of the built-in or reasoning-gym task, such as num_digits."""
     seed: int = 0
@@ -73,23 +77,22 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> Self:
-        given = [
-            f
-            for f, v in (("task", self.task), ("reasoning_gym", self.reasoning_gym), ("path", self.path))
-            if v
-        ]
+        kinds = {"task": self.task, "reasoning_gym": self.reasoning_gym, "path": self.path, "hub": self.hub}
+        given = [kind for kind, value in kinds.items() if value]
         if len(given) != 1:
             raise ValueError(
                 f"a source needs exactly one of task, reasoning_gym and path; given: {', '.join(given) or 'none'}"
             )
         if self.reasoning_gym and self.num_prompts == 0:
             raise ValueError("a reasoning_gym source is endless; set num_prompts")
+        if self.hub and not self.split:
+            raise ValueError(f"source {self.hub!r} of the hub needs a split, such as train")
         return self
 
     @property
     def label(self) -> str:
         """`name`, or what stands for it."""
-        return self.name or self.task or self.reasoning_gym or PurePath(self.path).stem
+        return self.name or self.task or self.reasoning_gym or self.hub or PurePath(self.path).stem
 
 
 class DataConfig(Section):

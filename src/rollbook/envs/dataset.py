@@ -20,6 +20,7 @@ from pydantic import JsonValue
 
 from rollbook.envs import reasoning_gym
 from rollbook.envs.config import DataConfig, SourceConfig
+from rollbook.envs.datasets_hub import hub_records
 from rollbook.envs.env import Tokenizer
 from rollbook.envs.tasks import problems
 from rollbook.errors import ConfigError, DataError
@@ -126,7 +127,7 @@ def read_rows(source: SourceConfig) -> list[Row]:
             source.reasoning_gym, source.options, num_prompts=source.num_prompts, seed=source.seed
         )
     else:
-        return list(_file_rows(source))
+        return list(_table_rows(source))
     return [
         Row(
             row_id=f"{source.label}/{number}",
@@ -142,21 +143,32 @@ def read_rows(source: SourceConfig) -> list[Row]:
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
-def _file_rows(source: SourceConfig) -> Iterator[Row]:
+def _table_rows(source: SourceConfig) -> Iterator[Row]:
     num_rows = 0
-    for path in _files(source):
-        for where, record in _records(path):
-            if source.num_prompts and num_rows == source.num_prompts:
-                return
-            yield _row(source, record, where, num_rows)
-            num_rows += 1
+    for where, record in _source_records(source):
+        if source.num_prompts and num_rows == source.num_prompts:
+            return
+        yield _row(source, record, where, num_rows)
+        num_rows += 1
     if num_rows == 0:
-        raise DataError(f"{source.path} has no rows", "give data.sources a file with one problem a row")
+        raise DataError(
+            f"{source.path or source.hub} has no rows", "give data.sources a file with one problem a row"
+        )
     if num_rows < source.num_prompts:
         raise DataError(
-            f"{source.path} has {num_rows} rows and num_prompts of source {source.label!r} is {source.num_prompts}",
+            f"{source.path or source.hub} has {num_rows} rows and num_prompts of source {source.label!r} is "
+            f"{source.num_prompts}",
             "lower num_prompts; 0 takes every row",
         )
+
+
+def _source_records(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, columns) of each row."""
+    if source.hub:
+        yield from hub_records(source.hub, config=source.hub_config, split=source.split)
+        return
+    for path in _files(source):
+        yield from _records(path)
 
 
 def _files(source: SourceConfig) -> list[Path]:
