@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,31 @@ def test_before_the_first_step_it_says_what_is_going_on(tmp_path: Path) -> None:
     screen = Screen(tmp_path, 80)
     with screen.recorder.span("warmup"):
         assert "warmup" in screen.draw()
+        screen.recorder.metrics({"warmup/loss": 1.25, "warmup/exact_match": 0.5}, step=3)
+        assert "warm-up  exact_match 0.500  loss 1.250" in screen.draw()
+
+
+def test_the_panel_may_be_drawn_while_readings_arrive(tmp_path: Path) -> None:
+    """The live panel has a thread of its own."""
+    screen = Screen(tmp_path, 80)
+    errors: list[BaseException] = []
+    ends = threading.Event()
+
+    def draw() -> None:
+        while not ends.is_set():
+            try:
+                screen.view.render()
+            except BaseException as error:
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    for step in range(30):
+        screen.step(step, tuple(f"source-{step}-{i}" for i in range(5)))
+    ends.set()
+    thread.join()
+    assert errors == []
 
 
 def test_without_a_terminal_it_prints_one_line_a_step(tmp_path: Path) -> None:

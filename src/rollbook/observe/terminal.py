@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -123,6 +124,8 @@ class TerminalView:
         self.console = console or Console(stderr=True, highlight=False)
         self.clock = clock or SystemClock()
         self.progress = Progress(num_steps=num_steps)
+        # The panel is drawn by a thread of its own. Never print while holding this: printing waits for the panel.
+        self._lock = threading.Lock()
         self._live: Live | None = None
         if is_live and self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(
@@ -132,7 +135,8 @@ class TerminalView:
     def on_event(self, event: Event) -> None:
         if self._live is not None and not self._live.is_started:
             self._live.start()
-        self.progress.take_event(event)
+        with self._lock:
+            self.progress.take_event(event)
         kind = str(event["kind"])
         if kind in _NOTICES:
             style = "red" if event.get("severity") == "error" or kind == "step_failed" else "yellow"
@@ -142,7 +146,8 @@ class TerminalView:
             self.console.print(notice)
 
     def on_step(self, step: int, data: Mapping[str, float]) -> None:
-        self.progress.take_step(step, data)
+        with self._lock:
+            self.progress.take_step(step, data)
         if self._live is None:
             print(self.line(step, data), file=self.console.file, flush=True)
 
@@ -185,6 +190,10 @@ class TerminalView:
 
     def render(self) -> RenderableType:
         """The whole view at the console's width."""
+        with self._lock:
+            return self._panel()
+
+    def _panel(self) -> RenderableType:
         now = self.clock.mono_s()
         width = min(self.console.width, 120)
         inner = width - 4
@@ -219,6 +228,11 @@ class TerminalView:
     def _rewards(self, width: int) -> list[RenderableType]:
         p = self.progress
         if not p.rewards:
+            warmup = {n.removeprefix("warmup/"): v for n, v in p.data.items() if n.startswith("warmup/")}
+            if warmup:
+                return [
+                    Text("warm-up  " + "  ".join(f"{name} {value:.3f}" for name, value in warmup.items()))
+                ]
             return [Text("reward   waiting for the first step", style="dim")]
         names = list(p.rewards)
         shown = names if len(names) <= MAX_SOURCES else names[: MAX_SOURCES - 1]
