@@ -26,5 +26,3 @@ class ObserveConfig(Section):
     """Address of the Prometheus endpoint. The default is reachable from this machine only."""
     strict_metrics: bool = False
     """Whether a metric that the catalogue does not know stops the run instead of being counted."""
-    trajectories_every_steps: int = Field(1, ge=0)
-    """Steps between files of sampled trajectories; 0: none."""
