@@ -24,9 +24,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
-from rollbook.modeling.load import wrap_transformers
+from rollbook.modeling.config import ModelConfig, NewModelConfig
+from rollbook.modeling.decoder import write_config
+from rollbook.modeling.load import LoadedModel, load_model
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import GenerateRequest
 from rollbook.rollout.native.engine import NativeEngine
@@ -36,22 +44,27 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPT_TOKENS = 20
 
 
-def tiny_llama(vocab_size: int) -> PreTrainedModel:
-    """About 4 M parameters."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def tiny_llama(vocab_size: int) -> LoadedModel:
+    """About 4 M parameters, on the built-in decoder: what a run with such a model uses."""
+    new = NewModelConfig(
+        alphabet="0123456789",
         vocab_size=vocab_size,
         hidden_size=256,
         intermediate_size=768,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
+        num_layers=5,
+        num_heads=4,
+        num_kv_heads=2,
+        max_position=1024,
     )
-    return AutoModelForCausalLM.from_config(config).eval()
+    return load_model(ModelConfig(new=new))
+
+
+def as_transformers(model: LoadedModel) -> PreTrainedModel:
+    """The same weights in transformers' class, with its own attention."""
+    config = LlamaConfig(**(write_config(model.module.config) | {"bos_token_id": None, "eos_token_id": None}))
+    module = AutoModelForCausalLM.from_config(config).eval()
+    module.load_state_dict(model.module.state_dict())
+    return module.to(model.dtype)
 
 
 def seconds(fn: Callable[[], object], repeats: int) -> float:
@@ -68,9 +81,9 @@ def seconds(fn: Callable[[], object], repeats: int) -> float:
 # ---- the floor
 
 
-def gemm_seconds(model: PreTrainedModel, num_rows: int) -> float:
+def gemm_seconds(model: LoadedModel, num_rows: int) -> float:
     """Seconds of one forward's matrix products at `num_rows` rows, over distinct weights as the model has them."""
-    weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    weights = [m.weight for m in model.module.modules() if isinstance(m, torch.nn.Linear)]
     inputs = {w.shape[1]: torch.randn(num_rows, w.shape[1], dtype=w.dtype) for w in weights}
     with torch.inference_mode():
         return seconds(lambda: [F.linear(inputs[w.shape[1]], w) for w in weights], 11)
@@ -104,7 +117,10 @@ class Job:
 def jobs() -> list[Job]:
     rng = np.random.default_rng(0)
     tail = np.clip(rng.lognormal(np.log(64) - 0.5, 1.0, 256).astype(int), 1, 512)  # mean 64
-    return [Job("equal 32 x 8 x 24 tokens", [24] * 256), Job("long tail 256, mean 64, max 512", tail.tolist())]
+    return [
+        Job("equal 32 x 8 x 24 tokens", [24] * 256),
+        Job("long tail 256, mean 64, max 512", tail.tolist()),
+    ]
 
 
 class _Lengths(StoppingCriteria):
@@ -152,9 +168,14 @@ async def run_engine(engine: NativeEngine, vocab_size: int, job: Job) -> None:
     assert sum(len(r.response_ids) for r in responses) == job.num_tokens
 
 
-async def started(model: PreTrainedModel, **settings: object) -> NativeEngine:
-    values = {"num_slots": 256, "kv_pool_tokens": 256 * 544, "num_threads": torch.get_num_threads(), **settings}
-    engine = NativeEngine(wrap_transformers(model), RolloutConfig.model_validate(values), share_weights=True)
+async def started(model: LoadedModel, **settings: object) -> NativeEngine:
+    values = {
+        "num_slots": 256,
+        "kv_pool_tokens": 256 * 544,
+        "num_threads": torch.get_num_threads(),
+        **settings,
+    }
+    engine = NativeEngine(model, RolloutConfig.model_validate(values), share_weights=True)
     await engine.start()
     return engine
 
@@ -164,7 +185,8 @@ async def bench_jobs(repeats: int, vocab_sizes: list[int]) -> None:
     for vocab_size in vocab_sizes:
         model = tiny_llama(vocab_size)
         for dtype_name, dtype in DTYPES.items():
-            model = model.to(dtype)
+            model.module.to(dtype)
+            baseline = as_transformers(model)
             engine = await started(model)
             for job in jobs():
                 taken: dict[str, list[float]] = {"generate": [], "engine": []}
@@ -172,7 +194,7 @@ async def bench_jobs(repeats: int, vocab_sizes: list[int]) -> None:
                     for name in taken:
                         began = time.perf_counter()
                         if name == "generate":
-                            run_generate(model, job)
+                            run_generate(baseline, job)
                         else:
                             await run_engine(engine, vocab_size, job)
                         if repeat:  # the first round warms up
@@ -182,7 +204,8 @@ async def bench_jobs(repeats: int, vocab_sizes: list[int]) -> None:
                 print(
                     f"  {dtype_name} vocab {vocab_size:5d} {job.name:32s}"
                     + "".join(
-                        f"  {name} {medians[name]:6.2f} s {job.num_tokens / medians[name]:7.0f} tok/s (x{spread[name]:.2f})"
+                        f"  {name} {medians[name]:6.2f} s "
+                        f"{job.num_tokens / medians[name]:7.0f} tok/s (x{spread[name]:.2f})"
                         for name in taken
                     )
                     + f"   ratio {medians['generate'] / medians['engine']:.2f}"
@@ -193,12 +216,14 @@ async def bench_jobs(repeats: int, vocab_sizes: list[int]) -> None:
 async def bench_decode(repeats: int, vocab_sizes: list[int]) -> None:
     bandwidth = copy_bytes_per_s()
     print(f"\ncopy bandwidth {bandwidth / 1e9:.1f} GB/s (read + write)")
-    print("decode of equal lengths (20 prompt + 108 new tokens, a prompt each), against the floor of the same run")
+    print(
+        "decode of equal lengths (20 prompt + 108 new tokens, a prompt each), against the floor of the same run"
+    )
     for vocab_size in vocab_sizes:
         model = tiny_llama(vocab_size)
-        num_params = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+        num_params = sum(m.weight.numel() for m in model.module.modules() if isinstance(m, torch.nn.Linear))
         for dtype_name, dtype in DTYPES.items():
-            model = model.to(dtype)
+            model.module.to(dtype)
             for num_slots in (1, 16, 64, 256):
                 engine = await started(model, num_slots=num_slots)
                 job = Job("", [108] * num_slots, group_size=1)
@@ -208,7 +233,9 @@ async def bench_decode(repeats: int, vocab_sizes: list[int]) -> None:
                     before = await engine.stats()
                     await run_engine(engine, vocab_size, job)
                     after = await engine.stats()
-                    steps_s.append((after.decode_s - before.decode_s) / (after.decode_steps - before.decode_steps))
+                    steps_s.append(
+                        (after.decode_s - before.decode_s) / (after.decode_steps - before.decode_steps)
+                    )
                     gemm_s = gemm_seconds(model, num_slots)
                     kv_bytes = num_slots * (PROMPT_TOKENS + 54) * 2 * 5 * 128 * dtype.itemsize
                     gemms.append(2 * num_params * num_slots / gemm_s)
@@ -241,7 +268,9 @@ async def bench_invariant(repeats: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=[], help="decode, jobs, attention, invariant")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=5)

@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollbook.errors import SyncError, nearest_name
+from rollbook.modeling.load import LoadedModel
 from rollbook.weights import TensorSpec
 
 
-class HuggingFaceWeights:
-    """`LiveWeights` over a module whose parameters carry Hugging Face names.
+class NativeWeights:
+    """`LiveWeights` over the engine's model: its parameters and saved buffers, tied tensors once."""
 
-    Tied tensors appear once, under the first of their names. Buffers that the model saves are part of it.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        saved = set(model.state_dict(keep_vars=True))
-        tensors: dict[str, Tensor] = dict(model.named_parameters())
-        tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
-        self._tensors = tensors
+    def __init__(self, model: LoadedModel) -> None:
+        self._tensors = model.named_tensors()
         self._specs = {
             name: TensorSpec(
                 name=name,
@@ -29,7 +24,7 @@ class HuggingFaceWeights:
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 num_bytes=tensor.numel() * tensor.element_size(),
             )
-            for name, tensor in tensors.items()
+            for name, tensor in self._tensors.items()
         }
 
     def specs(self) -> Mapping[str, TensorSpec]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rollbook.errors import EngineError
 from rollbook.modeling.load import LoadedModel
-from rollbook.rollout.native.live_weights import HuggingFaceWeights
+from rollbook.rollout.native.live_weights import NativeWeights
 from rollbook.rollout.native.paged_attention import (
     ATTENTION_NAME,
     KVPool,
@@ -49,7 +49,7 @@ def engine_model(
                 raise EngineError(
                     f"weights can't be shared: {name} is {parameter.dtype} on {parameter.device}, the engine runs "
                     f"{dtype} on {device}",
-                    'set rollout.dtype = "auto" and the trainer\'s device, or don\'t share weights',
+                    "set rollout.dtype = \"auto\" and the trainer's device, or don't share weights",
                 )
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     module = copy.deepcopy(model.module, memo)
@@ -72,9 +72,11 @@ class ModelRunner:
         EngineError: the model keeps state that isn't attention's keys and values, or shares layers' keys and values.
     """
 
-    def __init__(self, model: LoadedModel, *, num_pages: int, page_tokens: int, fixed_rows: int | None) -> None:
+    def __init__(
+        self, model: LoadedModel, *, num_pages: int, page_tokens: int, fixed_rows: int | None
+    ) -> None:
         self.model = model
-        self.weights = HuggingFaceWeights(model.module)
+        self.weights = NativeWeights(model)
         self.fixed_rows = fixed_rows
         self._num_pages, self._page_tokens = num_pages, page_tokens
         self.device, self.dtype = model.device, model.dtype
@@ -119,8 +121,8 @@ class ModelRunner:
             self.model.hidden_states(zero, zero)
         if sorted(seen) != list(range(self.model.facts.num_layers)):
             raise EngineError(
-                f"{type(self.model.module).__name__} has {self.model.facts.num_layers} layers and {len(seen)} of them attend "
-                "through the attention interface",
+                f"a {self.model.facts.model_type} model has {self.model.facts.num_layers} layers and {len(seen)} of "
+                "them attend through transformers' AttentionInterface",
                 'use rollout.engine = "vllm" for this model',
             )
         return [seen[idx] for idx in range(self.model.facts.num_layers)]

@@ -1,0 +1,361 @@
+"""Laws of the native engine's books, under random requests, cancellations, weight changes and pool sizes.
+
+The keys and values are simulated: what a token writes is the exact prefix that made it and the weight version, so a
+wrong copy, a page given to two owners or a stale cache entry shows as a wrong prefix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollbook.errors import EngineError
+from rollbook.rollout.engine import GenerateRequest, KVPolicy, Response
+from rollbook.rollout.native.pages import CopyPages
+from rollbook.rollout.native.scheduler import Scheduler, StepPlan
+from rollbook.types import FinishReason, SamplingParams
+
+EOS = 0
+
+
+@dataclass(frozen=True)
+class Written:
+    """What stands for the key and value of one token."""
+
+    prefix: tuple[int, ...]
+    version: int
+
+
+class FakePool:
+    """Pages that hold `Written`, and the laws that every step must obey."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        size = scheduler.page_tokens
+        self.pages: list[list[Written | None]] = [[None] * size for _ in range(scheduler.pool.num_pages)]
+
+    def carry_out(self) -> None:
+        for operation in self.scheduler.pool.operations:
+            if isinstance(operation, CopyPages):
+                assert not set(operation.sources) & set(operation.targets)
+                for source, target in zip(operation.sources, operation.targets, strict=True):
+                    self.pages[target] = list(self.pages[source])
+            else:
+                for page in operation.pages:
+                    self.pages[page] = [None] * self.scheduler.page_tokens
+        self.scheduler.pool.operations.clear()
+
+    def run(self, plan: StepPlan) -> None:
+        scheduler, size = self.scheduler, self.scheduler.page_tokens
+        known = [self._known(int(slot)) for slot in plan.slots]
+        prefixes = [tuple(tokens) for tokens in known]
+        for span in plan.spans:
+            tokens = scheduler._known_ids(span.sequence).tolist()
+            prefixes += [tuple(tokens[: span.start + i + 1]) for i in range(span.num_tokens)]
+        written = zip(prefixes, plan.write_pages, plan.write_offsets, plan.token_ids, strict=True)
+        for prefix, page, offset, token in written:
+            assert prefix[-1] == token
+            self.pages[page][offset] = Written(prefix, scheduler.weight_version)
+        for row, tokens in enumerate(known):
+            end = plan.page_list_starts[row + 1] if row + 1 < plan.num_decode else len(plan.page_lists)
+            listed = plan.page_lists[plan.page_list_starts[row] : end]
+            assert len(listed) == (len(tokens) - 1) // size + 1
+            self._check_prefix(listed, tokens)
+            for idx, page in enumerate(listed):
+                assert plan.page_owner[page] == row
+                assert plan.page_start[page] == idx * size
+        for span in plan.spans:
+            tokens = scheduler._known_ids(span.sequence).tolist()
+            self._check_prefix(span.pages, tokens[: span.start + span.num_tokens])
+
+    def _known(self, slot: int) -> list[int]:
+        sequence = self.scheduler.slots.sequences[slot]
+        assert sequence is not None
+        return self.scheduler._known_ids(sequence).tolist()
+
+    def _check_prefix(self, pages: np.ndarray, tokens: list[int]) -> None:
+        """Position i holds what the first i + 1 tokens write: attention sees exactly this sequence."""
+        size = self.scheduler.page_tokens
+        for position in range(len(tokens)):
+            held = self.pages[pages[position // size]][position % size]
+            assert held is not None and held.prefix == tuple(tokens[: position + 1])
+
+
+class Run:
+    """Drives a scheduler with a fake model whose next token is a function of the prefix."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.pool = FakePool(scheduler)
+        self.responses: dict[str, Response] = {}
+        self.num_steps = 0
+
+    def step(self) -> bool:
+        plan = self.scheduler.plan()
+        self.pool.carry_out()
+        if plan is None:
+            return False
+        if self.scheduler.fixed_rows is not None:
+            assert plan.num_rows <= self.scheduler.fixed_rows
+        self.pool.run(plan)
+        tokens = np.array([next_token(self.pool._known(int(slot))) for slot in plan.slots], np.int64)
+        finished, failed = self.scheduler.commit(plan, tokens, np.zeros(len(tokens), np.float32))
+        assert not failed
+        for response in finished:
+            assert response.request_id not in self.responses
+            self.responses[response.request_id] = response
+        self.num_steps += 1
+        self.check_books()
+        return True
+
+    def check_books(self) -> None:
+        """Every page has one owner, every slot one sequence."""
+        scheduler = self.scheduler
+        running = scheduler.running()
+        cached = [node.page for node in scheduler.cache._by_key.values()] if scheduler.cache else []
+        owned = Counter([page for sequence in running for page in sequence.pages] + cached)
+        assert all(count == 1 for count in owned.values())
+        assert len(owned) + scheduler.pool.num_free == scheduler.pool.num_pages
+        assert len({sequence.slot for sequence in running}) == len(running) == scheduler.num_running
+        assert scheduler.num_running + scheduler.num_waiting == len(scheduler.by_request)
+        assert scheduler.num_running <= scheduler.num_slots
+
+
+def next_token(prefix: list[int]) -> int:
+    return (sum((i + 1) * token for i, token in enumerate(prefix)) * 7 + len(prefix)) % 11
+
+
+def expected_response(request: GenerateRequest) -> list[int]:
+    """The response that the prompt alone decides."""
+    tokens = request.prompt_ids.tolist()
+    response: list[int] = []
+    while len(response) < request.sampling.max_response_tokens:
+        response.append(next_token(tokens + response))
+        if response[-1] == EOS:
+            break
+    return response
+
+
+def request(request_id: str, prompt_ids: list[int], max_response_tokens: int) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_ids=np.array(prompt_ids, np.int32),
+        sampling=SamplingParams(max_response_tokens=max_response_tokens),
+        seed=0,
+        group_id=0,
+        member_idx=0,
+    )
+
+
+prompts = st.lists(st.integers(1, 3), min_size=1, max_size=14)
+
+
+@st.composite
+def schedulers(draw: st.DrawFn) -> Scheduler:
+    num_slots = draw(st.integers(1, 6))
+    page_tokens = draw(st.integers(1, 5))
+    return Scheduler(
+        num_slots=num_slots,
+        num_pages=-(-26 // page_tokens) + draw(st.integers(0, 12)),
+        page_tokens=page_tokens,
+        max_prefill_tokens=draw(st.integers(1, 20)),
+        max_context_tokens=100,
+        use_prefix_cache=draw(st.booleans()),
+        fixed_rows=draw(st.sampled_from([None, num_slots])),
+        eos_token_ids=(EOS,),
+    )
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), prompts, st.integers(1, 12), st.integers(1, 4)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.tuples(st.just("adopt"), st.sampled_from(["keep", "recompute"])),
+        st.tuples(st.just("next turn"), st.integers(0, 30), prompts),
+        st.tuples(st.just("reset cache")),
+        st.tuples(st.just("sleep")),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schedulers(), events)
+def test_books_balance_and_every_row_sees_its_own_prefix(scheduler: Scheduler, script: list) -> None:
+    run, submitted, cancelled = Run(scheduler), {}, set()
+
+    def submit(prompt_ids: list[int], max_response_tokens: int) -> None:
+        new = request(str(len(submitted)), prompt_ids, max_response_tokens)
+        submitted[new.request_id] = new
+        scheduler.submit(new)
+
+    for event, *args in script:
+        if event == "submit":
+            for _ in range(args[2]):  # the members of a group
+                submit(args[0], args[1])
+        elif event == "step":
+            for _ in range(args[0]):
+                run.step()
+        elif event == "cancel" and str(args[0]) in submitted:
+            if str(args[0]) not in run.responses:
+                cancelled.add(str(args[0]))
+            scheduler.cancel(str(args[0]))
+        elif event == "adopt":
+            scheduler.adopt_version(scheduler.weight_version + 1, args[0])
+        elif event == "next turn" and str(args[0]) in run.responses:
+            before = submitted[str(args[0])].prompt_ids.tolist()
+            before += run.responses[str(args[0])].response_ids.tolist()
+            if len(before) + len(args[1]) <= 20:
+                submit(before + args[1], 4)
+        elif event == "reset cache":
+            scheduler.reset_cache()
+        elif event == "sleep":
+            scheduler.drop_kv()
+            run.pool = FakePool(scheduler)
+        run.check_books()
+    while run.step():
+        assert run.num_steps < 10_000
+    assert set(run.responses) == set(submitted) - cancelled  # nothing lost, nothing twice, nobody starves
+    for request_id, response in run.responses.items():
+        wanted = expected_response(submitted[request_id])
+        assert response.response_ids.tolist() == wanted
+        ended_by = FinishReason.STOP if wanted[-1] == EOS else FinishReason.LENGTH
+        assert response.finish_reason is ended_by
+        assert sum(run_.num_tokens for run_ in response.version_runs) == len(wanted)
+        versions = [run_.weight_version for run_ in response.version_runs]
+        assert versions == sorted(set(versions))
+    assert scheduler.num_running == scheduler.num_waiting == 0
+    cached = len(scheduler.cache) if scheduler.cache else 0
+    assert scheduler.pool.num_free + cached == scheduler.pool.num_pages
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schedulers(), st.lists(prompts, min_size=1, max_size=5), st.sampled_from(["keep", "recompute"]))
+def test_nothing_computed_before_a_publication_serves_a_request_admitted_after_it(
+    scheduler: Scheduler, prompt_list: list[list[int]], kv_policy: KVPolicy
+) -> None:
+    """BR-026, in the books: with the same prompts running and cached, later requests read new keys only."""
+    run = Run(scheduler)
+    for idx, prompt_ids in enumerate(prompt_list * 2):
+        scheduler.submit(request(f"old {idx}", prompt_ids, 6))
+    for _ in range(4):
+        run.step()
+    scheduler.adopt_version(1, kv_policy)
+    for idx, prompt_ids in enumerate(prompt_list * 2):
+        scheduler.submit(request(f"new {idx}", prompt_ids, 6))
+    while True:
+        plan = scheduler.plan()
+        run.pool.carry_out()
+        if plan is None:
+            break
+        run.pool.run(plan)
+        for row, slot in enumerate(plan.slots):
+            sequence = scheduler.slots.sequences[slot]
+            assert sequence is not None
+            if kv_policy == "keep" and sequence.request.request_id.startswith("old"):
+                continue
+            listed, size = plan.page_lists[plan.page_list_starts[row] :], scheduler.page_tokens
+            for position in range(int(plan.positions[row]) + 1):
+                held = run.pool.pages[listed[position // size]][position % size]
+                assert held is not None and held.version == 1
+        tokens = np.array([next_token(run.pool._known(int(slot))) for slot in plan.slots], np.int64)
+        scheduler.commit(plan, tokens, np.zeros(len(tokens), np.float32))
+
+
+def test_group_computes_its_prompt_once() -> None:
+    """8 members of a 13-token prompt: 12 tokens of prefill, the 13th runs once per member as its first decode row."""
+    scheduler = Scheduler(
+        num_slots=8, num_pages=64, page_tokens=4, max_prefill_tokens=100, max_context_tokens=64
+    )
+    run = Run(scheduler)
+    for member in range(8):
+        scheduler.submit(request(str(member), [1] * 13, 3))
+    while run.step():
+        pass
+    assert scheduler.counters.prefill_tokens == 12
+    assert scheduler.counters.cached_prompt_tokens == 7 * 12
+    assert [run.responses[str(m)].num_cached_prompt_tokens for m in range(8)] == [0] + [12] * 7
+
+
+def test_next_turn_computes_only_what_is_new() -> None:
+    """Turn 1: 9 prompt tokens and 6 sampled. Of these 15, 14 are in the pool when it ends; turn 2 adds 3 tokens."""
+    scheduler = Scheduler(
+        num_slots=2, num_pages=32, page_tokens=4, max_prefill_tokens=100, max_context_tokens=64
+    )
+    run = Run(scheduler)
+    scheduler.submit(request("first", [2] * 9, 6))
+    while run.step():
+        pass
+    history = [2] * 9 + run.responses["first"].response_ids.tolist()
+    scheduler.submit(request("second", [*history, 5, 5, 5], 4))
+    while run.step():
+        pass
+    assert run.responses["second"].num_cached_prompt_tokens == 14
+    assert scheduler.counters.prefill_tokens == 8 + (18 - 1 - 14)
+
+
+def test_youngest_is_put_off_and_the_oldest_never_is() -> None:
+    scheduler = Scheduler(
+        num_slots=4, num_pages=8, page_tokens=2, max_prefill_tokens=100, max_context_tokens=64
+    )
+    run = Run(scheduler)
+    for idx in range(4):
+        scheduler.submit(request(str(idx), [idx + 1, 1], 12))
+    while run.step():
+        pass
+    preemptions = [run.responses[str(idx)].num_preemptions for idx in range(4)]
+    assert preemptions[0] == 0 and sum(preemptions) == scheduler.counters.num_preemptions > 0
+
+
+def test_pages_in_use_stay_at_the_start_of_the_pool() -> None:
+    """After most of 32 sequences ended, attention reads about as many pages as the survivors own."""
+    scheduler = Scheduler(
+        num_slots=32, num_pages=256, page_tokens=2, max_prefill_tokens=1000, max_context_tokens=200
+    )
+    run = Run(scheduler)
+    for idx in range(32):
+        scheduler.submit(request(str(idx), [1 + idx % 3, 2], 100 if idx == 31 else 3))
+    for _ in range(20):
+        run.step()
+    plan = scheduler.plan()
+    assert plan is not None and plan.num_decode == 1
+    assert len(plan.page_owner) <= len(plan.page_lists) + len(plan.page_lists) // 4 + 8
+
+
+def test_a_request_that_can_never_fit_is_refused_with_its_size() -> None:
+    scheduler = Scheduler(
+        num_slots=4, num_pages=8, page_tokens=2, max_prefill_tokens=100, max_context_tokens=64
+    )
+    for bad, words in (
+        (request("a", [1] * 10, 30), "10 + 30 tokens of keys and values and the pool holds 16"),
+        (request("b", [1] * 64, 1), "64 tokens, the model's context is 64"),
+        (request("c", [], 1), "0 prompt tokens"),
+    ):
+        try:
+            scheduler.submit(bad)
+        except EngineError as error:
+            assert words in str(error)
+        else:
+            raise AssertionError("not refused")
+    scheduler.submit(request("d", [1] * 10, 7))  # 16 tokens are written: it just fits
+
+
+def test_members_go_on_when_the_one_that_computes_their_prompt_is_cancelled() -> None:
+    """The first of 4 is cancelled in the middle of a prefill in chunks; the second takes over for the others."""
+    scheduler = Scheduler(
+        num_slots=4, num_pages=64, page_tokens=4, max_prefill_tokens=5, max_context_tokens=64
+    )
+    run = Run(scheduler)
+    for member in range(4):
+        scheduler.submit(request(str(member), [1] * 13, 3))
+    run.step()
+    scheduler.cancel("0")
+    while run.step():
+        pass
+    assert set(run.responses) == {"1", "2", "3"}
+    assert scheduler.counters.prefill_tokens == 5 + 12
