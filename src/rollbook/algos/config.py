@@ -31,7 +31,7 @@ PRESETS: Mapping[AlgorithmName, Mapping[str, Any]] = {
     "dapo": {
         "aggregation": "token_mean",
         "clip_eps_high": 0.28,
-        "filter": {"drop_flat": True},
+        "filter": {"drop_flat": True, "refill": True},
         "overlong": {"buffer_frac": 0.2, "penalty": 1.0},
     },
     # arXiv:2402.14740: leave-one-out baseline; the constant divisor only scales the sum over tokens.
@@ -99,6 +99,9 @@ class FilterConfig(Section):
 
     drop_flat: bool = False
     """Drop groups whose members all have the same `metric` (dynamic sampling): they carry no signal."""
+    refill: bool = False
+    """Replace a dropped group by another prompt's, so that every step trains as many groups (DAPO). False: the
+    step is smaller."""
     metric: str = "score"
     """What is compared: `score` (the raw task score), `reward` (after shaping), or the name of a reward term."""
     min_scored: int = Field(default=1, ge=1)

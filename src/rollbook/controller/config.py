@@ -24,6 +24,8 @@ class RunSection(Section):
     """Groups (prompts) the trainer consumes in one step."""
     schedule: Literal["sync", "colocate_async", "separate_async"] = "sync"
     """Who owns the device when; see docs/architecture.md."""
+    max_failure_frac: float = Field(default=0.25, ge=0, le=1)
+    """Share of recent trajectories that may fail before the run stops. Failures are never rewards of zero."""
     max_turns: int = Field(default=1, ge=1)
     """Turns of one trajectory: more than 1 for environments that answer."""
 

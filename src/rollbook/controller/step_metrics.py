@@ -92,7 +92,9 @@ def staleness_values(taken: Taken, weight_version: int) -> Values:
     scored = [t for group in taken.groups for t in group.scored]
     prefix = "training/off_policy"
     values = spread(f"{prefix}/trajectory_staleness", [weight_version - t.newest_version for t in scored])
-    values |= spread(f"{prefix}/trajectory_staleness_worst", [weight_version - t.oldest_version for t in scored])
+    values |= spread(
+        f"{prefix}/trajectory_staleness_worst", [weight_version - t.oldest_version for t in scored]
+    )
     values |= spread(f"{prefix}/trajectory_spans", [t.newest_version - t.oldest_version + 1 for t in scored])
     for group, staleness in zip(taken.groups, taken.staleness_steps, strict=True):
         name = f"{prefix}/staleness_hist/{staleness}"
@@ -143,7 +145,9 @@ def engine_values(
             f"{prefix}/num_running": Last(now.num_running),
             f"{prefix}/num_waiting": Last(now.num_waiting),
             f"{prefix}/tokens_per_s": Ratio(delta["decode_tokens"], busy_s),
-            f"{prefix}/kv_used_frac": Peak(now.kv_used_tokens / now.kv_pool_tokens if now.kv_pool_tokens else 0.0),
+            f"{prefix}/kv_used_frac": Peak(
+                now.kv_used_tokens / now.kv_pool_tokens if now.kv_pool_tokens else 0.0
+            ),
             f"{prefix}/num_preemptions": Total(delta["num_preemptions"]),
             f"{prefix}/idle_frac": Ratio(max(step_s - busy_s, 0.0), step_s),
         }

@@ -1,0 +1,141 @@
+"""The whole configuration of a run: the folders' sections, and the relations between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rollbook.algos.config import AlgorithmConfig
+from rollbook.buffer.config import BufferConfig
+from rollbook.checkpoint.config import CheckpointConfig
+from rollbook.controller.config import EvalSection, PlanSection, RunSection, WarmupSection
+from rollbook.controller.schedule import SCHEDULES
+from rollbook.envs.config import DataConfig, RewardConfig
+from rollbook.errors import ConfigError
+from rollbook.modeling.config import ModelConfig
+from rollbook.observe.config import ObserveConfig
+from rollbook.rollout.config import RolloutConfig
+from rollbook.section import Section
+from rollbook.sync.config import SyncConfig
+from rollbook.trainer.config import CriticConfig, TrainerConfig
+
+
+class RunConfig(Section):
+    """One run. A run started from the resolved file in a run directory is the same run."""
+
+    run: RunSection
+    """Name, length, schedule."""
+    model: ModelConfig
+    """The policy."""
+    data: DataConfig
+    """Prompts."""
+    reward: RewardConfig = RewardConfig()
+    """How responses are scored."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Engines and sampling."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantages, loss, filters, corrections."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Optimizer and batches."""
+    critic: CriticConfig = CriticConfig()
+    """Value model, for estimators that need one."""
+    buffer: BufferConfig = BufferConfig()
+    """Staleness and the life of groups."""
+    sync: SyncConfig = SyncConfig()
+    """Weight publications."""
+    warmup: WarmupSection = WarmupSection()
+    """Supervised phase before the first step."""
+    eval: EvalSection = EvalSection()
+    """Held-out evaluation."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
+    observe: ObserveConfig = ObserveConfig()
+    """Where readings go."""
+    plan: PlanSection = PlanSection()
+    """Where expectations come from."""
+
+    def check(self) -> None:
+        """Relations between sections, all problems at once, before any device is touched.
+
+        Raises:
+            ConfigError: lists every relation that does not hold, with values and remedies.
+        """
+        problems = list(self._problems())
+        if len(problems) == 1:
+            raise ConfigError(*problems[0])
+        if problems:
+            lines = [f"  {what} ({remedy})" for what, remedy in problems]
+            raise ConfigError(f"{len(problems)} problems:\n" + "\n".join(lines), "mend each of them")
+
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        yield from self._schedule_problems()
+        yield from self._group_problems()
+        yield from self._sampling_problems()
+
+    def _schedule_problems(self) -> Iterator[tuple[str, str]]:
+        schedule, staleness = SCHEDULES[self.run.schedule], self.buffer.max_staleness_steps
+        if schedule.is_on_policy and staleness > 0:
+            yield (
+                f"run.schedule is 'sync' and buffer.max_staleness_steps is {staleness}",
+                "a synchronous run is on-policy: set it to 0, or choose colocate_async or separate_async",
+            )
+        if self.run.schedule == "colocate_async" and staleness < 1:
+            yield (
+                "run.schedule is 'colocate_async' and buffer.max_staleness_steps is 0",
+                "responses that continue under the next version are one step stale: set at least 1, or use sync",
+            )
+        if staleness < self.sync.every_steps - 1:
+            yield (
+                f"sync.every_steps is {self.sync.every_steps} and buffer.max_staleness_steps is {staleness}",
+                f"weights published every {self.sync.every_steps} steps make tokens up to "
+                f"{self.sync.every_steps - 1} steps stale: raise the bound to that, or publish more often",
+            )
+        if self.buffer.order == "arrival" and staleness == 0:
+            yield (
+                "buffer.order is 'arrival' and buffer.max_staleness_steps is 0",
+                "on-policy every step takes exactly what was admitted: use order = 'admission'",
+            )
+        if self.buffer.group_deadline_s > self.buffer.step_deadline_s:
+            yield (
+                f"buffer.group_deadline_s is {self.buffer.group_deadline_s:g}, longer than "
+                f"buffer.step_deadline_s {self.buffer.step_deadline_s:g}",
+                "a late group must be failed before its step is given up: lower the group's deadline",
+            )
+        running = self.buffer.max_running_groups
+        if running and running < self.run.groups_per_step and not schedule.is_on_policy:
+            yield (
+                f"buffer.max_running_groups is {running}, fewer than run.groups_per_step {self.run.groups_per_step}",
+                "a step could never be generated at once: raise it, or leave it at 0",
+            )
+
+    def _group_problems(self) -> Iterator[tuple[str, str]]:
+        if self.algorithm.needs_group and self.rollout.group_size < 2:
+            yield (
+                f"algorithm.name '{self.algorithm.name}' compares the members of a group, and rollout.group_size "
+                f"is {self.rollout.group_size}",
+                "use a group_size of at least 2, or an algorithm without a group baseline (reinforce_pp, ppo)",
+            )
+        num_sequences = self.run.groups_per_step * self.rollout.group_size
+        mini_batches = self.trainer.num_mini_batches
+        if num_sequences < mini_batches:
+            yield (
+                f"trainer.num_mini_batches is {mini_batches} and a step has {num_sequences} sequences",
+                "use fewer mini batches or more sequences",
+            )
+
+    def _sampling_problems(self) -> Iterator[tuple[str, str]]:
+        if self.rollout.temperature == 0:
+            yield (
+                "rollout.temperature is 0: greedy responses of a group are all equal",
+                "use a temperature above 0 for training; eval.temperature = 0 evaluates greedily",
+            )
+        if self.rollout.engine == "openai":
+            yield (
+                "rollout.engine is 'openai', whose weights cannot be updated",
+                "train with the native or vllm engine; an OpenAI-compatible server can judge or teach",
+            )
+        if self.model.new is not None and self.rollout.max_response_tokens >= self.model.new.max_position:
+            yield (
+                f"rollout.max_response_tokens is {self.rollout.max_response_tokens} and the model's context "
+                f"(model.new.max_position) is {self.model.new.max_position}",
+                "leave room for the prompt: lower the response limit or raise the context",
+            )

@@ -1,0 +1,216 @@
+"""Makes the parts of a run from its config, and takes them down again. No part knows another's class: here they meet.
+
+model ─┬─► trainer ──(WeightSource)──► publisher ──(WeightPort)──► engines ◄── router ◄── rollout ◄── stream
+       └─► engines (own copy, or the trainer's memory where dtype and device allow)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from rollbook.algos.filters import drop_reason
+from rollbook.algos.shaping import shape_rewards
+from rollbook.buffer.buffer import GroupBuffer
+from rollbook.config.run_config import RunConfig
+from rollbook.controller.evaluate import Evaluator
+from rollbook.controller.loop import Controller
+from rollbook.controller.rollout import Member, Rollout
+from rollbook.controller.saving import Saver
+from rollbook.controller.schedule import SCHEDULES
+from rollbook.envs.dataset import Prompts, load_prompts, require_enough
+from rollbook.envs.env import EnvFactory
+from rollbook.envs.rewards.scorer import Scorer
+from rollbook.envs.single_turn import SingleTurnEnv
+from rollbook.envs.stream import PromptStream
+from rollbook.errors import ConfigError
+from rollbook.modeling.load import LoadedModel
+from rollbook.modeling.tokenizer import Tokenizer
+from rollbook.observe.recorder import Recorder, Sink
+from rollbook.rollout.agent_loop import run_trajectory
+from rollbook.rollout.native.engine import NativeEngine
+from rollbook.rollout.router import Router
+from rollbook.sync.inproc import InprocPort
+from rollbook.sync.publisher import Publisher
+from rollbook.trainer.trainer import Trainer
+from rollbook.types import Group, Prompt, SamplingParams, Trajectory
+
+
+def open_recorder(config: RunConfig, folder: Path, *, resume: bool) -> Recorder:
+    """The run directory with the sinks of `[observe]`."""
+    sinks: list[Sink] = []
+    if config.observe.terminal != "off":
+        from rollbook.observe.terminal import TerminalView
+
+        is_live = config.observe.terminal == "auto"
+        sinks.append(TerminalView(folder, num_steps=config.run.num_steps, is_live=is_live))
+    if config.observe.prometheus_port is not None:
+        from rollbook.observe.prometheus import PrometheusSink
+
+        port, host = config.observe.prometheus_port, config.observe.prometheus_host
+        sinks.append(PrometheusSink(config.run.name, host=host, port=port))
+    if config.observe.trackers:
+        from rollbook.observe.sinks.table import SinkTarget, open_sink
+
+        plain = config.model_dump(mode="json")
+        target = SinkTarget(
+            run_dir=folder, project=config.observe.project, name=config.run.name, config=plain
+        )
+        sinks += [open_sink(name, target) for name in config.observe.trackers]
+    num_gpus = 0 if config.model.device == "cpu" else 1
+    return Recorder(folder, sinks, resume=resume, strict=config.observe.strict_metrics, num_gpus=num_gpus)
+
+
+@asynccontextmanager
+async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controller]:
+    """Every part of the run, started; stopped when the block ends, whatever happened inside."""
+    async with AsyncExitStack() as stack:
+        schedule = SCHEDULES[config.run.schedule]
+        trainer = Trainer(
+            config.trainer,
+            config.model,
+            critic_config=config.critic if config.algorithm.needs_values else None,
+            with_reference=config.algorithm.needs_reference,
+            temperature=config.rollout.temperature,
+            max_response_tokens=config.rollout.max_response_tokens,
+            num_updates=config.run.num_steps * config.trainer.num_mini_batches * config.trainer.num_epochs,
+            export_dtype=None if config.rollout.dtype == "auto" else config.rollout.dtype,
+        )
+        tokenizer = trainer.model.tokenizer
+        assert tokenizer is not None
+        prompts = _load_prompts(config, trainer.model, tokenizer)
+        scorer = Scorer(config.reward)
+        await scorer.start()
+        stack.push_async_callback(scorer.close)
+
+        engines = [
+            _engine(config, trainer, tokenizer, replica_id)
+            for replica_id in range(config.rollout.num_replicas)
+        ]
+        for engine in engines:
+            await engine.start()
+            stack.push_async_callback(engine.close)
+        router = Router(engines)
+        publisher = Publisher(
+            trainer, [InprocPort(engine, staging=config.sync.staging) for engine in engines], config.sync
+        )
+        stack.callback(publisher.close)
+
+        def make_env(prompt: Prompt) -> SingleTurnEnv:
+            return SingleTurnEnv(prompt, tokenizer=tokenizer, scorer=scorer)
+
+        stream = PromptStream.of(prompts.train, config.data, seed=config.run.seed)
+        buffer = GroupBuffer(config.buffer, config.run.groups_per_step)
+        yield Controller(
+            config=config,
+            schedule=schedule,
+            recorder=recorder,
+            rollout=_rollout(config, buffer, stream, router, make_env, trainer.model),
+            router=router,
+            trainer=trainer,
+            publisher=publisher,
+            scorer=scorer,
+            evaluator=Evaluator(
+                config=config.eval,
+                prompts=prompts.held_out[: config.eval.num_prompts],
+                make_env=make_env,
+                sampling=_eval_sampling(config),
+                seed=config.run.seed + 1,
+                max_turns=config.run.max_turns,
+                max_context_tokens=trainer.model.facts.max_position,
+                clock=time.monotonic,
+            ),
+            saver=Saver(recorder.path / "checkpoints", config.checkpoint),
+            train_prompts=[prompt for source in prompts.train for prompt in source],
+        )
+
+
+def _load_prompts(config: RunConfig, model: LoadedModel, tokenizer: Tokenizer) -> Prompts:
+    room = model.facts.max_position - config.rollout.max_response_tokens
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_response_tokens is {config.rollout.max_response_tokens} and the model's context "
+            f"{model.facts.max_position} tokens",
+            "leave room for the prompt: lower the response limit",
+        )
+    prompts = load_prompts(config.data, tokenizer, max_prompt_tokens=room)
+    require_enough(prompts, groups_per_step=config.run.groups_per_step)
+    if config.eval.num_prompts > len(prompts.held_out):
+        raise ConfigError(
+            f"eval.num_prompts is {config.eval.num_prompts} and {len(prompts.held_out)} prompts are held out",
+            "raise data.held_out_frac, add data.held_out sources, or evaluate on fewer",
+        )
+    return prompts
+
+
+def _engine(config: RunConfig, trainer: Trainer, tokenizer: Tokenizer, replica_id: int) -> NativeEngine:
+    """Shares the trainer's memory where one device holds both in one dtype and they never run at once."""
+    shares = (
+        SCHEDULES[config.run.schedule].shares_device
+        and config.rollout.device == config.model.device
+        and config.rollout.dtype in ("auto", config.model.dtype)
+        and config.sync.staging == "staged"
+    )
+    return NativeEngine(
+        trainer.model,
+        config.rollout,
+        replica_id=replica_id,
+        eos_token_ids=tokenizer.eos_ids,
+        tokenizer=tokenizer if config.rollout.stop_strings else None,
+        share_weights=shares,
+    )
+
+
+def _rollout(
+    config: RunConfig,
+    buffer: GroupBuffer,
+    stream: PromptStream,
+    router: Router,
+    make_env: EnvFactory,
+    model: LoadedModel,
+) -> Rollout:
+    sampling = config.rollout.sampling()
+
+    async def produce(member: Member) -> Trajectory:
+        def on_turn(turn_idx: int, replica_id: int | None) -> None:
+            member.progress.turn_idx, member.progress.replica_id = turn_idx, replica_id
+
+        return await run_trajectory(
+            router.generate,
+            make_env(member.prompt),
+            prompt=member.prompt,
+            group_id=member.group_id,
+            member_idx=member.member_idx,
+            seed=config.run.seed,
+            sampling=sampling,
+            max_turns=config.run.max_turns,
+            max_context_tokens=model.facts.max_position,
+            clock=time.monotonic,
+            on_turn=on_turn,
+        )
+
+    def judge(group: Group) -> str | None:
+        shape_rewards([group], config.algorithm.overlong, max_response_tokens=sampling.max_response_tokens)
+        return drop_reason(group, config.algorithm.filter)
+
+    return Rollout(
+        buffer=buffer,
+        stream=stream,
+        produce=produce,
+        judge=judge,
+        group_size=config.rollout.group_size,
+        refill_judged=config.algorithm.filter.refill,
+        min_scored=2 if config.algorithm.needs_group else 1,
+        max_failure_frac=config.run.max_failure_frac,
+        clock=time.monotonic,
+    )
+
+
+def _eval_sampling(config: RunConfig) -> SamplingParams:
+    return SamplingParams(
+        max_response_tokens=config.rollout.max_response_tokens,
+        temperature=config.eval.temperature,
+        stop_strings=config.rollout.stop_strings,
+    )

@@ -1,0 +1,78 @@
+"""Starting and resuming a run: the run directory, the event loop, Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollbook.config.loading import load_config, write_config
+from rollbook.config.run_config import RunConfig
+from rollbook.errors import ConfigError, RunError
+from rollbook.observe.recorder import Recorder
+
+
+def start_run(config_path: Path, overrides: Sequence[str]) -> Path:
+    """Run a job to its end; returns the run directory.
+
+    Raises:
+        RunError: of any kind; the run directory, if it was made, is whole and resumable.
+    """
+    config = load_config(config_path, overrides, RunConfig)
+    config.check()
+    folder = Path(config.run.dir) / config.run.name
+    return _run(config, folder, resume=False)
+
+
+def resume_run(folder: Path, overrides: Sequence[str]) -> Path:
+    """Continue the run in `folder` from its newest checkpoint; `overrides` change fields of its config."""
+    path = folder / "config.toml"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is no run directory: it has no config.toml", "give the folder of a run")
+    config = load_config(path, overrides, RunConfig)
+    config.check()
+    return _run(config, folder, resume=True)
+
+
+def _run(config: RunConfig, folder: Path, *, resume: bool) -> Path:
+    from rollbook.controller.build import open_recorder
+
+    recorder = open_recorder(config, folder, resume=resume)
+    try:
+        write_config(config, folder / "config.toml")
+        asyncio.run(_main(config, recorder, resume=resume))
+    finally:
+        recorder.close()
+    return folder
+
+
+async def _main(config: RunConfig, recorder: Recorder, *, resume: bool) -> None:
+    from rollbook.controller.build import build
+
+    async with build(config, recorder) as controller:
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            """First Ctrl-C: end after this step, with a checkpoint. Second: at once; resume repeats the step."""
+            if controller.is_stop_requested:
+                task.cancel()
+            controller.is_stop_requested = True
+            recorder.event("interrupted", remedy="again to stop at once; `rollbook train --resume` continues")
+
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not on the main thread
+            loop.add_signal_handler(signal.SIGINT, interrupt)
+            loop.add_signal_handler(signal.SIGTERM, interrupt)
+        try:
+            await controller.begin(resume=resume)
+            await controller.run()
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        except RunError as error:
+            recorder.event("run_failed", error=error.what, remedy=error.remedy)
+            raise
+        if controller.is_stop_requested:
+            raise KeyboardInterrupt

@@ -1,0 +1,342 @@
+"""One step, from prompts to the proven version that serves the next token.
+
+    collect ──► prepare ──► train ──► publish ──► evaluate ──► save
+    groups      logprobs,   mini      the next    held-out     the whole
+    of a step   advantages  batches   version,    prompts      RL state
+                                      proven
+
+`rollout.py` keeps generating beside this loop as far as the staleness bound admits; with a bound of 0 that is not
+at all, and the loop is synchronous. A schedule (`schedule.py`) says whether generation pauses while the trainer
+has the device. There is no other difference between the modes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from rollbook.algos.advantage import estimate_advantages
+from rollbook.algos.correction import correct
+from rollbook.algos.filters import train_sequences
+from rollbook.algos.gap import logprob_gap
+from rollbook.buffer.buffer import Taken
+from rollbook.config.run_config import RunConfig
+from rollbook.controller.evaluate import Evaluator
+from rollbook.controller.expectation import expectation
+from rollbook.controller.objective import PolicyObjective, ValueObjective
+from rollbook.controller.preflight import preflight
+from rollbook.controller.rollout import Rollout
+from rollbook.controller.saving import Saver
+from rollbook.controller.schedule import Schedule
+from rollbook.controller.step_metrics import buffer_values, engine_values, staleness_values, trajectory_values
+from rollbook.controller.warmup import answer_sequences, warmup_lr
+from rollbook.envs.rewards.scorer import Scorer
+from rollbook.errors import SyncError
+from rollbook.ledger.entry import Entry
+from rollbook.observe.recorder import Recorder
+from rollbook.observe.values import Last, Ratio, Total, Values
+from rollbook.rollout.engine import EngineStats
+from rollbook.rollout.router import Router
+from rollbook.sync.publisher import PublicationReport, Publisher
+from rollbook.trainer.objective import SupervisedObjective
+from rollbook.trainer.trainer import Trainer
+from rollbook.types import Prompt, TrainBatch
+
+Result = TypeVar("Result")
+
+
+@dataclass(kw_only=True)
+class Controller:
+    """The parts of a run and the loop over them. `build.py` makes one from a config."""
+
+    config: RunConfig
+    schedule: Schedule
+    recorder: Recorder
+    rollout: Rollout
+    router: Router
+    trainer: Trainer
+    publisher: Publisher
+    evaluator: Evaluator
+    saver: Saver
+    scorer: Scorer
+    train_prompts: Sequence[Prompt]
+    expected: Mapping[str, Entry] = field(default_factory=dict)
+    """What the ledger expects of each stage of a step; empty without a plan."""
+    flops_per_token: float = 0.0
+    """Model FLOPs of one forward, per token."""
+    peak_flops_per_s: float = 0.0
+    """Of all devices of the run; 0: not known."""
+    first_step: int = 0
+    weight_version: int = 0
+    """The newest published version."""
+    is_stop_requested: bool = False
+    """Set by Ctrl-C: the loop ends after the step in progress, with a checkpoint."""
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "trainer"))
+    """The trainer's own thread: the event loop, and an engine beside it, go on while it computes."""
+    _engine_stats: dict[int, EngineStats] = field(default_factory=dict)
+
+    async def begin(self, *, resume: bool) -> None:
+        """Everything before the first step: weights proven on every replica, warm-up, preflight, expectations."""
+        step = self.saver.load(self) if resume else None
+        await self.publish(self.weight_version, is_first=True)
+        if step is None:
+            await self._warm_up()
+        self.rollout.buffer.published(self.weight_version, self.first_step)
+        await preflight(
+            scorer=self.scorer,
+            prompts=self.train_prompts,
+            num_self_test_prompts=self.config.reward.self_test_prompts,
+            rollout=self.rollout,
+            recorder=self.recorder,
+            deadline_s=self.config.buffer.group_deadline_s,
+        )
+        self.expected = await expectation(self)
+        if step is None:
+            if self.evaluator.is_due(0, is_last=True):
+                self.recorder.metrics(await self.evaluator.run(self.router), step=0)
+            counters = self.saver.counters(self, 0)
+            await self.compute(lambda: self.saver.write(counters, self.trainer))
+
+    async def _warm_up(self) -> None:
+        """Supervised updates on reference answers, until enough held-out prompts are answered or they are used up."""
+        config = self.config.warmup
+        if not config.num_updates:
+            return
+        objective = SupervisedObjective()
+        tokenizer = self.trainer.model.tokenizer
+        assert tokenizer is not None
+        batches = answer_sequences(
+            self.train_prompts,
+            tokenizer,
+            batch_sequences=config.batch_sequences,
+            num_batches=config.num_updates,
+            seed=self.config.run.seed,
+        )
+        with self.recorder.span("warmup"):
+            for update, sequences in enumerate(batches, start=1):
+                batch = self.trainer.make_batch(sequences, step=update, weight_version=self.weight_version)
+                lr = warmup_lr(config.learning_rate, update, config.num_updates)
+                values = await self.compute(partial(self.trainer.update, batch, objective, lr=lr))
+                self.recorder.event("warmup", update=update, loss=values["warmup/loss"].result())
+                if update % config.check_every_updates == 0 and await self._is_warm():
+                    break
+            self.trainer.optimizer.reset_moments()
+            self.trainer.freeze_reference()
+            await self.publish(self.weight_version + 1)
+
+    async def _is_warm(self) -> bool:
+        """Whether held-out prompts are answered well enough; asks the engine, under a version proven for it."""
+        config = self.config.warmup
+        if config.until_exact_frac >= 1 or not self.evaluator.prompts:
+            return False
+        await self.publish(self.weight_version + 1)
+        values = await self.evaluator.run(self.router)
+        exact = [value.result() for name, value in values.items() if name.endswith("/exact_match")]
+        self.recorder.event("warmup_check", exact_match=exact)
+        return bool(exact) and min(exact) >= config.until_exact_frac
+
+    async def run(self) -> None:
+        """Every step of the run. On an error the run directory stays whole and resumable."""
+        try:
+            for step in range(self.first_step, self.config.run.num_steps):
+                if self.rollout.is_exhausted or self.is_stop_requested:
+                    break
+                with self.recorder.step(step) as span:
+                    span.expected_s = self._expected_step_s()
+                    taken = await self._collect()
+                    batch = await self._prepare(taken, step)
+                    await self._train(batch)
+                    await self._publish(step)
+                    await self._report(taken, batch)
+                    await self._evaluate(step)
+                    await self._save(step)
+                self.rollout.admit()
+        finally:
+            await self.rollout.stop()
+            self._thread.shutdown(wait=True)
+
+    async def _collect(self) -> Taken:
+        """Wait for the groups of this step. The engines generate them; scoring happens as they finish."""
+        with self.recorder.span("rollout", expected_s=self._expected_s("rollout")) as span:
+            taken = await self.rollout.collect()
+            span.set(tokens=sum(t.num_response_tokens for g in taken.groups for t in g.scored))
+        if self.schedule.pauses_for_training:
+            with self.recorder.span("to_trainer"):
+                await self.router.pause("keep")
+        return taken
+
+    async def _prepare(self, taken: Taken, step: int) -> TrainBatch:
+        """Sequences with everything the loss reads: trainer's logprobs, corrections, advantages."""
+        algorithm = self.config.algorithm
+        with self.recorder.span("pack"):
+            sequences = train_sequences(taken.groups, algorithm.filter)
+            batch = self.trainer.make_batch(sequences, step=step, weight_version=self.weight_version)
+        if self.needs_proximal:
+            with self.recorder.span("proximal", expected_s=self._expected_s("proximal")) as span:
+                await self.compute(lambda: self.trainer.fill_proximal(batch))
+                span.set(tokens=batch.num_tokens)
+        if algorithm.needs_reference:
+            with self.recorder.span("reference", expected_s=self._expected_s("reference")) as span:
+                await self.compute(lambda: self.trainer.fill_reference(batch))
+                span.set(tokens=batch.num_tokens)
+        if algorithm.needs_values:
+            with self.recorder.span("values", expected_s=self._expected_s("values")) as span:
+                await self.compute(lambda: self.trainer.fill_values(batch))
+                span.set(tokens=batch.num_tokens)
+        with self.recorder.span("adv"):
+            if self.needs_proximal:
+                self.recorder.metrics(correct(batch.sequences, algorithm.correction))
+            self.recorder.metrics(estimate_advantages(batch.sequences, algorithm))
+        return batch
+
+    async def _train(self, batch: TrainBatch) -> None:
+        """Every optimizer update of the step."""
+        objective = PolicyObjective(self.config.algorithm, proximal_is_current=not self.needs_proximal)
+        with self.recorder.span("train", expected_s=self._expected_s("train")) as span:
+            self.recorder.metrics(await self.compute(lambda: self.trainer.update(batch, objective)))
+            span.set(tokens=batch.num_tokens)
+        if self.config.algorithm.needs_values:
+            critic = ValueObjective(self.config.algorithm)
+            with self.recorder.span("critic"):
+                self.recorder.metrics(await self.compute(lambda: self.trainer.update_critic(batch, critic)))
+        for idx, logprobs in objective.noted.items():
+            batch.sequences[idx].proximal_logprobs = logprobs.float().cpu().numpy()
+        self.recorder.metrics(self._gap(batch))
+
+    async def _publish(self, step: int) -> None:
+        """Prove the new weights on every replica; then they, and only they, serve."""
+        if self._is_publication_due(step):
+            with self.recorder.span("sync", expected_s=self._expected_s("sync")) as span:
+                report = await self.publish(self.weight_version + 1)
+                span.set(bytes=report.num_bytes)
+                self.recorder.metrics(report.values())
+            self.rollout.buffer.published(self.weight_version, step + 1)
+        if self.schedule.pauses_for_training:
+            with self.recorder.span("to_rollout"):
+                await self.router.resume()
+
+    async def _report(self, taken: Taken, batch: TrainBatch) -> None:
+        """Metrics of the step that no part reports by itself, and its trajectories."""
+        failed, self.rollout.failed_trajectories = self.rollout.failed_trajectories, []
+        values = trajectory_values(taken, failed) | staleness_values(taken, batch.weight_version)
+        values |= buffer_values(self.rollout.buffer)
+        values |= {
+            "perf/total_num_tokens": Total(batch.num_tokens),
+            "batch/num_groups": Total(len(taken.groups)),
+            "batch/num_sequences": Total(len(batch.sequences)),
+            "batch/num_loss_tokens": Total(batch.num_loss_tokens),
+            "batch/effective_frac": Ratio(
+                sum(bool((s.advantages != 0).any()) for s in batch.sequences if s.advantages is not None),
+                len(batch.sequences),
+            ),
+            "training/weight_version": Last(self.weight_version),
+        }
+        self.recorder.metrics(values)
+        trajectories = [t for group in taken.groups for t in group.trajectories if t.failure is None] + failed
+        masks = {f"{s.group_id}/{s.member_idx}": s.loss_mask for s in batch.sequences}
+        if self.config.observe.trajectories_every_steps and (
+            batch.step % self.config.observe.trajectories_every_steps == 0
+        ):
+            self.recorder.trajectories(batch.step, trajectories, loss_masks=masks)
+
+    async def _evaluate(self, step: int) -> None:
+        """Held-out prompts, before the next step's groups take the engine."""
+        is_last = step + 1 == self.config.run.num_steps
+        if self.evaluator.is_due(step + 1, is_last=is_last):
+            with self.recorder.span("eval"):
+                self.recorder.metrics(await self.evaluator.run(self.router))
+
+    async def _save(self, step: int) -> None:
+        is_last = step + 1 == self.config.run.num_steps or self.is_stop_requested
+        if self.saver.is_due(step + 1, is_last=is_last):
+            with self.recorder.span("checkpoint"):
+                counters = self.saver.counters(self, step + 1)
+                await self.compute(lambda: self.saver.write(counters, self.trainer))
+
+    # ---- what the stages use -----------------------------------------------------------------------------
+
+    async def compute(self, work: Callable[[], Result]) -> Result:
+        """Run `work` on the trainer's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a step before filters."""
+        return self.config.run.groups_per_step * self.config.rollout.group_size
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether a forward must give the trust-region anchor: with one update on policy it is the current policy."""
+        algorithm = self.config.algorithm
+        if algorithm.proximal == "behavior":
+            return False
+        return (
+            self.trainer.num_updates_per_step > 1
+            or algorithm.correction.is_on
+            or not self.schedule.is_on_policy
+        )
+
+    async def publish(self, weight_version: int, *, is_first: bool = False) -> PublicationReport:
+        """One publication, repeated once if it fails. Replicas that missed it are out of service.
+
+        Raises:
+            SyncError: it failed twice; every replica still holds a version that was proven.
+        """
+        try:
+            report = await self.publisher.publish(weight_version)
+        except SyncError as error:
+            self.recorder.event("publication_failed", weight_version=weight_version, error=error.what)
+            self.recorder.metrics({"sync/num_failed": Total(1), "sync/num_retries": Total(1)})
+            report = await self.publisher.publish(weight_version)
+        for replica_id, why in report.quarantined.items():
+            self.router.take_out(replica_id, why)
+            self.recorder.event("quarantined", replica_id=replica_id, why=why)
+        for replica_id in report.committed:
+            self.router.put_back(replica_id)
+        self.weight_version = weight_version
+        self.recorder.event("publication", **report.as_event())
+        return report
+
+    def _is_publication_due(self, step: int) -> bool:
+        is_last = step + 1 == self.config.run.num_steps
+        return is_last or (step + 1) % self.config.sync.every_steps == 0
+
+    def _gap(self, batch: TrainBatch) -> Values:
+        """Trainer against engine on the step's tokens."""
+        if any(s.proximal_logprobs is None for s in batch.sequences):
+            return {}  # bypass: the engine's logprobs are the anchor, the trainer's were never computed
+        algorithm = self.config.algorithm
+        values: Values = {} if self.needs_proximal else correct(batch.sequences, algorithm.correction)
+        report = logprob_gap(
+            batch.sequences,
+            weight_version=batch.weight_version,
+            clip_eps_low=algorithm.clip_eps_low,
+            clip_eps_high=algorithm.clip_eps_high,
+        )
+        return values if report is None else values | report.values()
+
+    def _expected_s(self, stage: str) -> float | None:
+        entry = self.expected.get(stage)
+        return None if entry is None else entry.seconds
+
+    def _expected_step_s(self) -> float | None:
+        """The stages run one after the other unless generation goes on beside the training."""
+        seconds = {name: entry.seconds for name, entry in self.expected.items() if name != "reward"}
+        if not seconds:
+            return None
+        if self.schedule.pauses_for_training:
+            return sum(seconds.values())
+        rollout_s = seconds.pop("rollout", 0.0)
+        return max(rollout_s, sum(seconds.values()))
+
+    async def _engine_values(self, step_s: float) -> Values:
+        now = {engine.replica_id: await engine.stats() for engine in self.router.engines}
+        values = engine_values(
+            self._engine_stats, now, step_s=step_s, quarantined=len(self.router.out_of_service)
+        )
+        self._engine_stats = now
+        return values

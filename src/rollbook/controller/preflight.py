@@ -1,0 +1,78 @@
+"""What is checked before the first step, so that a run does not find it out at two in the morning.
+
+1. The scorer gives full marks to its own reference answers, and not to wrong ones.
+2. One trajectory went all the way: prompt, engine, environment, score.
+3. One publication was proven on every replica, and the probe's logprobs agree with the trainer's.
+4. The four signals of the decision tree are wired: reward by source, version per replica, gap, seconds of the
+   weight sync. A signal that nobody reports cannot wake anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollbook.controller.rollout import Member, Rollout
+from rollbook.envs.rewards.scorer import Scorer
+from rollbook.envs.rewards.self_test import require_proven, self_test
+from rollbook.errors import ConfigError, RunError
+from rollbook.observe.recorder import Recorder
+from rollbook.types import Prompt, Trajectory
+
+SIGNALS = ("reward by source", "weight version per replica", "logprob gap", "seconds of the weight sync")
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What was proven, and what could not be."""
+
+    notes: tuple[str, ...]
+    """A sentence for each thing that is not proven."""
+    trajectory: Trajectory
+
+
+async def preflight(
+    *,
+    scorer: Scorer,
+    prompts: Sequence[Prompt],
+    num_self_test_prompts: int,
+    rollout: Rollout,
+    recorder: Recorder,
+    deadline_s: float,
+) -> Preflight:
+    """Run the checks; the publication was made before, by the same call that every step makes.
+
+    Raises:
+        ConfigError: the scorer fails its own reference answers.
+        RunError: the trial trajectory failed; the message is its failure.
+    """
+    by_source: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        held = by_source.setdefault(prompt.source, [])
+        if len(held) < num_self_test_prompts:
+            held.append(prompt)
+    chosen = [prompt for held in by_source.values() for prompt in held]
+    notes = require_proven(await self_test(scorer, chosen)) if chosen else ["reward.self_test_prompts is 0"]
+    trial = Member(group_id=-1, member_idx=0, prompt=prompts[0])
+    try:
+        async with asyncio.timeout(deadline_s):
+            trajectory = await rollout.produce(trial)
+    except TimeoutError:
+        raise ConfigError(
+            f"the trial trajectory of preflight took longer than {deadline_s:g} s",
+            "look at the engine and the environment; raise buffer.group_deadline_s if this is expected",
+        ) from None
+    if trajectory.failure is not None:
+        raise RunError(
+            f"the trial trajectory of preflight failed as {trajectory.failure.kind}: {trajectory.failure.message}",
+            "mend this before training: every trajectory would fail the same way",
+        )
+    recorder.event(
+        "preflight",
+        signals=SIGNALS,
+        notes=notes,
+        trial_reward=trajectory.reward,
+        trial_response_tokens=trajectory.num_response_tokens,
+    )
+    return Preflight(tuple(notes), trajectory)

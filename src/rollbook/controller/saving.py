@@ -1,0 +1,57 @@
+"""What a checkpoint of a run holds, and how a run takes it up again.
+
+Trainer (weights, optimizer, schedule), prompt stream (what was consumed), counters of the buffer. Groups that were
+under way or finished and not yet trained are not saved: their prompts were never acknowledged, so the resumed
+stream hands them out again and they are sampled afresh. None is lost, none counts twice.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollbook.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from rollbook.checkpoint.config import CheckpointConfig
+
+if TYPE_CHECKING:
+    from rollbook.controller.loop import Controller
+    from rollbook.trainer.trainer import Trainer
+
+
+class Saver:
+    """Writes and reads `checkpoints/` of one run directory."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+        self.folder = folder
+        self.config = config
+
+    def is_due(self, num_steps_done: int, *, is_last: bool) -> bool:
+        every = self.config.every_steps
+        return is_last or (every > 0 and num_steps_done % every == 0)
+
+    def counters(self, controller: Controller, num_steps_done: int) -> dict[str, Any]:
+        """Everything but the trainer, copied at one moment of the event loop."""
+        return {
+            "num_steps_done": num_steps_done,
+            "weight_version": controller.weight_version,
+            "stream": controller.rollout.stream.state(),
+            "buffer": controller.rollout.buffer.state(),
+        }
+
+    def write(self, counters: dict[str, Any], trainer: Trainer) -> Path:
+        """Write `checkpoints/step_N`. Called on the trainer's thread, between two steps."""
+        state = counters | {"trainer": trainer.state_dict()}
+        return save_checkpoint(self.folder, counters["num_steps_done"], state, keep=self.config.keep)
+
+    def load(self, controller: Controller) -> int | None:
+        """Take up the newest checkpoint; returns its step, or None where there is none."""
+        steps = list_checkpoints(self.folder)
+        if not steps:
+            return None
+        state = load_checkpoint(self.folder / f"step_{steps[-1]}")
+        controller.trainer.load_state_dict(state["trainer"])
+        controller.rollout.stream.restore(state["stream"])
+        controller.rollout.buffer.restore(state["buffer"])
+        controller.weight_version = state["weight_version"]
+        controller.first_step = state["num_steps_done"]
+        return controller.first_step

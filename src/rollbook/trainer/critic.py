@@ -1,0 +1,69 @@
+"""The value model of PPO: one number for each action token, from the state before it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rollbook.modeling.load import LoadedModel
+from rollbook.trainer.config import CriticConfig
+from rollbook.trainer.optimizer import AdamW, lower_precision
+from rollbook.trainer.packing import ModelInputs
+from rollbook.trainer.policy import predictor_states
+
+HEAD = "value_head.weight"
+
+
+class Critic:
+    """A float32 value head, starting at 0, on a backbone of its own or on the policy's.
+
+    Args:
+        config: `[critic]`.
+        policy: whose weights an own backbone starts from.
+        masters: float32 weights of the policy's parameters that compute in less.
+        num_updates: of the whole run, for schedules that decay.
+    """
+
+    def __init__(
+        self,
+        config: CriticConfig,
+        policy: LoadedModel,
+        masters: Mapping[str, Tensor],
+        num_updates: int | None,
+    ) -> None:
+        self.config = config
+        self.head = nn.Parameter(torch.zeros(1, policy.facts.hidden_size, device=policy.device))
+        if policy.dtype == torch.float64:
+            self.head.data = self.head.data.double()
+        self.backbone = policy
+        parameters = {HEAD: self.head}
+        own_masters: dict[str, Tensor] = {}
+        if config.backbone == "own":
+            self.backbone = dataclasses.replace(policy, module=copy.deepcopy(policy.module))
+            dtype = policy.dtype
+            states = _backbone_parameters(self.backbone)
+            for name, parameter in states.items():
+                if name in masters:
+                    parameter.data = masters[name].clone()
+            own_masters = lower_precision(states, dtype)
+            parameters |= states
+        self.optimizer = AdamW(parameters, config, masters=own_masters, num_updates=num_updates)
+
+    def values(self, inputs: ModelInputs) -> Tensor:
+        """[S] float32: the value before each action token."""
+        if self.config.backbone == "shared":
+            with torch.no_grad():
+                states = predictor_states(self.backbone, inputs)
+        else:
+            states = predictor_states(self.backbone, inputs)
+        return torch.nn.functional.linear(states.to(self.head.dtype), self.head).squeeze(1)
+
+
+def _backbone_parameters(model: LoadedModel) -> dict[str, nn.Parameter]:
+    """All but an output head of its own, which values don't use."""
+    used = {id(p) for p in model.module.base_model.parameters()}  # type: ignore[union-attr]
+    return {n: t for n, t in model.named_tensors().items() if isinstance(t, nn.Parameter) and id(t) in used}

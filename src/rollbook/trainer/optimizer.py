@@ -1,0 +1,224 @@
+"""AdamW over float32 master weights, for a model that computes in the same or a lower precision.
+
+    compute weights (bfloat16 or float32) ──backward──► gradients ──hook──► float32 sums
+            ▲                                                                  │ clip, AdamW
+            └───────────────────── one copy a step ◄── master weights ◄────────┘
+
+When the model computes in float32 its weights are the master weights and nothing is copied. torch.optim is not
+used: constructing its optimizer imports the compiler stack, which takes longer than many small runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollbook.errors import CheckpointError
+from rollbook.trainer.config import OptimizerFields
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What one optimizer update did."""
+
+    grad_norm: float
+    """Global norm before clipping; not finite when a gradient was not."""
+    lr: float
+    is_applied: bool
+    """False: the gradient was not finite, so weights and moments were left as they were."""
+    is_clipped: bool
+
+
+def lower_precision(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Make the parameters compute in `dtype`; returns what they were, the master weights, where that differs."""
+    masters = {name: p.detach() for name, p in parameters.items() if p.dtype != dtype}
+    for name in masters:
+        parameters[name].data = masters[name].to(dtype)
+    return masters
+
+
+def learning_rate(config: OptimizerFields, update: int, num_updates: int | None) -> float:
+    """Learning rate of update number `update`, from 0, of `num_updates` in the whole run (None: not known).
+
+    >>> config = OptimizerFields(lr=1.0, schedule="linear", warmup_updates=2)
+    >>> [learning_rate(config, update, 6) for update in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if update < config.warmup_updates:
+        return config.lr * (update + 1) / config.warmup_updates
+    if config.schedule == "constant" or num_updates is None:
+        return config.lr
+    done = min((update - config.warmup_updates) / max(num_updates - config.warmup_updates, 1), 1.0)
+    left = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.lr * (config.min_lr_frac + (1 - config.min_lr_frac) * left)
+
+
+class AdamW:
+    """Owns the master weights, gradient sums and moments of named parameters.
+
+    Args:
+        parameters: by name; those the model computes with.
+        config: the optimizer's fields.
+        masters: float32 weights of parameters that compute in less (see `lower_precision`); a parameter without
+            one is its own master weight.
+        num_updates: of the whole run, for schedules that decay.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerFields,
+        *,
+        masters: Mapping[str, Tensor] | None = None,
+        num_updates: int | None = None,
+    ) -> None:
+        self.config = config
+        self.num_updates_planned = num_updates
+        self.num_updates = 0
+        """Updates applied; a skipped one does not count."""
+        self.num_skipped = 0
+        self.names = list(parameters)
+        self.parameters = list(parameters.values())
+        given = masters or {}
+        self.masters: list[Tensor] = [given.get(n, p.detach()) for n, p in parameters.items()]
+        self.means = [torch.zeros_like(m) for m in self.masters]
+        self.mean_squares = [torch.zeros_like(m) for m in self.masters]
+        self._sums: dict[int, Tensor] = {}
+        """Gradients in master precision, by position, of parameters that have a master."""
+        self._lower = [i for i, name in enumerate(self.names) if name in given]
+        for i in self._lower:
+            hook = functools.partial(self._add_gradient, i)
+            self.parameters[i].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def lr(self) -> float:
+        """Of the next update, by the schedule."""
+        return learning_rate(self.config, self.num_updates, self.num_updates_planned)
+
+    def gradients(self) -> list[Tensor]:
+        """Sums over the micro batches since the last update, in master precision; zeros where none arrived."""
+        sums = [self._sums.get(i, p.grad) for i, p in enumerate(self.parameters)]
+        return [torch.zeros_like(m) if g is None else g for g, m in zip(sums, self.masters)]
+
+    def clear(self) -> None:
+        self._sums = {}
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, lr: float | None = None) -> UpdateReport:
+        """Clip, update and refresh the compute weights; clears the gradients.
+
+        Args:
+            lr: overrides the schedule.
+        """
+        rate = self.lr() if lr is None else lr
+        grads = self.gradients()
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))).item()
+        if not math.isfinite(norm):
+            self.num_skipped += 1
+            self.clear()
+            return UpdateReport(norm, rate, is_applied=False, is_clipped=False)
+        limit = self.config.max_grad_norm
+        is_clipped = 0 < limit < norm
+        if is_clipped:
+            torch._foreach_mul_(grads, limit / norm)
+        self.num_updates += 1
+        for decays in (True, False):
+            chosen = [i for i, m in enumerate(self.masters) if (m.ndim > 1) == decays]
+            if chosen:
+                self._update(chosen, grads, rate, self.config.weight_decay if decays else 0.0)
+        self.refresh()
+        self.clear()
+        return UpdateReport(norm, rate, is_applied=True, is_clipped=is_clipped)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Compute weights from master weights."""
+        if self._lower:
+            lower = [self.parameters[i].detach() for i in self._lower]
+            torch._foreach_copy_(lower, [self.masters[i] for i in self._lower])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next update depends on."""
+        return {
+            "num_updates": self.num_updates,
+            "num_skipped": self.num_skipped,
+            "masters": dict(zip(self.names, self.masters)),
+            "means": dict(zip(self.names, self.means)),
+            "mean_squares": dict(zip(self.names, self.mean_squares)),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where names or shapes differ from the model's."""
+        for part, held in (
+            ("masters", self.masters),
+            ("means", self.means),
+            ("mean_squares", self.mean_squares),
+        ):
+            saved = state[part]
+            if set(saved) != set(self.names):
+                odd = sorted(set(saved) ^ set(self.names))
+                raise CheckpointError(
+                    f"the checkpoint's {part} and the model differ in {len(odd)} tensors, first {odd[0]}",
+                    "resume with the model and critic settings the run was started with",
+                )
+            for name, tensor in zip(self.names, held):
+                if saved[name].shape != tensor.shape:
+                    raise CheckpointError(
+                        f"{name} is {list(saved[name].shape)} in the checkpoint and {list(tensor.shape)} in the model",
+                        "resume with the model the run was started with",
+                    )
+                tensor.copy_(saved[name])
+        self.num_updates, self.num_skipped = int(state["num_updates"]), int(state["num_skipped"])
+        self.refresh()
+        self.clear()
+
+    def reset_moments(self) -> None:
+        """Forget the gradients' history and start the schedule anew: after a warm-up on other data."""
+        for tensor in (*self.means, *self.mean_squares):
+            tensor.zero_()
+        self.num_updates = 0
+
+    def to(self, device: torch.device) -> None:
+        """Move moments, and masters that are not the compute weights, to `device`."""
+        for held in (self.means, self.mean_squares):
+            held[:] = [tensor.to(device) for tensor in held]
+        for i in self._lower:
+            self.masters[i] = self.masters[i].to(device)
+
+    def _add_gradient(self, i: int, parameter: Tensor) -> None:
+        grad = parameter.grad
+        assert grad is not None
+        if i in self._sums:
+            self._sums[i].add_(grad)
+        else:
+            self._sums[i] = grad.to(self.masters[i].dtype)
+        parameter.grad = None
+
+    def _update(self, chosen: Sequence[int], grads: Sequence[Tensor], lr: float, weight_decay: float) -> None:
+        def pick(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensors[i] for i in chosen]
+
+        steps = [torch.tensor(float(self.num_updates), device=self.masters[i].device) for i in chosen]
+        torch._fused_adamw_(
+            pick(self.masters),
+            pick(grads),
+            pick(self.means),
+            pick(self.mean_squares),
+            [],
+            steps,
+            amsgrad=False,
+            lr=lr,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            weight_decay=weight_decay,
+            eps=self.config.eps,
+            maximize=False,
+        )

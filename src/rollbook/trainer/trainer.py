@@ -1,0 +1,378 @@
+"""The policy under training, in one process.
+
+    make_batch ──► fill_proximal · fill_reference · fill_values ──► update · update_critic ──► export_weights
+    mini batches   forward passes, written into the sequences       one optimizer update       to the publisher
+                                                                    per mini batch
+
+Every loss is a sum of shares: micro batches (and, later, ranks) only add. Parameters are reached through
+`LoadedModel` and `AdamW` alone, so that sharding them changes those two.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollbook.errors import ConfigError, DataError
+from rollbook.modeling.config import ModelConfig
+from rollbook.modeling.load import DTYPES, LoadedModel, load_model
+from rollbook.modeling.logprobs import token_logprobs
+from rollbook.observe.values import Last, Ratio, Total, Values, merge
+from rollbook.trainer.config import CriticConfig, TrainerConfig
+from rollbook.trainer.critic import Critic
+from rollbook.trainer.objective import CriticObjective, Denominators, MicroBatch, Objective
+from rollbook.trainer.optimizer import AdamW, UpdateReport, lower_precision
+from rollbook.trainer.packing import ModelInputs, pack, plan_micro_batches
+from rollbook.trainer.policy import frozen_copy, predictor_states, trainable
+from rollbook.types import TrainBatch, TrainSequence
+from rollbook.weights import TensorSpec
+
+
+class Trainer:
+    """See the module. Every method blocks; one thread calls them.
+
+    Args:
+        config: `[trainer]`.
+        model_config: `[model]`.
+        model: the policy when it is loaded already, in float32 if master weights shall start there; None: load it.
+            It is trained in place, in `model_config.dtype`.
+        critic_config: make a critic; None: none.
+        with_reference: keep a frozen copy of the initial weights.
+        temperature: of the rollout: logprobs are those of the distribution that sampled.
+        max_response_tokens: limit of a response, a constant of some losses.
+        num_updates: optimizer updates of the whole run, for schedules that decay.
+        export_dtype: of the published weights; None: `model_config.dtype`.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        model_config: ModelConfig,
+        *,
+        model: LoadedModel | None = None,
+        critic_config: CriticConfig | None = None,
+        with_reference: bool = False,
+        temperature: float = 1.0,
+        max_response_tokens: int,
+        num_updates: int | None = None,
+        export_dtype: str | None = None,
+    ) -> None:
+        if not temperature > 0:
+            raise ConfigError(
+                f"the trainer was given temperature {temperature}",
+                "train on samples of a positive temperature; 0 (greedy) is for evaluation",
+            )
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.config = config
+        self.temperature = temperature
+        self.max_response_tokens = max_response_tokens
+        self.model = load_model(model_config, dtype="float32") if model is None else model
+        if config.gradient_checkpointing:
+            self.model.enable_gradient_checkpointing()
+        parameters = trainable(self.model)
+        masters = lower_precision(parameters, DTYPES[model_config.dtype])
+        self.optimizer = AdamW(parameters, config, masters=masters, num_updates=num_updates)
+        self.export_dtype = DTYPES[export_dtype or model_config.dtype]
+        self.reference = frozen_copy(self.model) if with_reference else None
+        self.critic: Critic | None = None
+        if critic_config is not None:
+            self.critic = Critic(critic_config, self.model, masters, num_updates)
+
+    # ---- batches -----------------------------------------------------------------------------------------
+
+    @property
+    def num_updates_per_step(self) -> int:
+        return self.config.num_mini_batches * self.config.num_epochs
+
+    def make_batch(self, sequences: Sequence[TrainSequence], *, step: int, weight_version: int) -> TrainBatch:
+        """Split a step's sequences into mini batches, groups kept together where the sizes allow.
+
+        Raises:
+            DataError: no sequences, or fewer than mini batches; a sequence longer than the model's context.
+        """
+        _check_sequences(sequences, self.model, step)
+        num_mini_batches = self.config.num_mini_batches
+        if len(sequences) < num_mini_batches:
+            raise DataError(
+                f"step {step} has {len(sequences)} sequences for {num_mini_batches} mini batches",
+                "lower trainer.num_mini_batches, or collect more groups a step",
+            )
+        mini_batches: list[list[int]] = []
+        for epoch in range(self.config.num_epochs):
+            order = _group_order(sequences, (self.config.seed, step, epoch) if self.config.shuffle else None)
+            mini_batches += [part.tolist() for part in np.array_split(order, num_mini_batches)]
+        return TrainBatch(
+            step=step, weight_version=weight_version, sequences=list(sequences), mini_batches=mini_batches
+        )
+
+    # ---- forward passes ----------------------------------------------------------------------------------
+
+    def fill_proximal(self, batch: TrainBatch) -> Values:
+        """Write `proximal_logprobs`: the current weights' numbers, before the first update of the step."""
+        return self._fill(batch, "proximal_logprobs", lambda i: self._logprobs(self.model, i))
+
+    def fill_reference(self, batch: TrainBatch) -> Values:
+        """Write `reference_logprobs`.
+
+        Raises:
+            ConfigError: the trainer was made without a reference.
+        """
+        reference = self.reference
+        if reference is None:
+            raise ConfigError("the trainer has no reference model", "make it with_reference=True")
+        return self._fill(batch, "reference_logprobs", lambda i: self._logprobs(reference, i))
+
+    def fill_values(self, batch: TrainBatch) -> Values:
+        """Write `values`, the critic's.
+
+        Raises:
+            ConfigError: the trainer was made without a critic.
+        """
+        critic = self._critic()
+        return self._fill(batch, "values", lambda i: critic.values(i))
+
+    def _logprobs(self, model: LoadedModel, inputs: ModelInputs) -> Tensor:
+        return self._predict(model, inputs, with_entropy=False)[0]
+
+    @torch.no_grad()
+    def _fill(self, batch: TrainBatch, name: str, compute: Callable[[ModelInputs], Tensor]) -> Values:
+        indices = range(len(batch.sequences))
+        num_tokens = 0
+        plan = plan_micro_batches(
+            batch.sequences, indices, self.config.micro_batch_tokens, share_prompts=self.config.share_prompts
+        )
+        for members in plan:
+            inputs, micro = self._pack(batch, members)
+            num_tokens += inputs.input_ids.shape[0]
+            whole = _spread(compute(inputs), inputs, micro).float().cpu().numpy()
+            bounds = micro.cu_seqlens.tolist()
+            for i, (start, end) in zip(members, itertools.pairwise(bounds)):
+                setattr(batch.sequences[i], name, whole[start:end].copy())
+        return {"trainer/num_forward_tokens": Total(num_tokens)}
+
+    def _predict(
+        self, model: LoadedModel, inputs: ModelInputs, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """[S] logprobs (and entropies) of the action tokens."""
+        return token_logprobs(
+            predictor_states(model, inputs),
+            model.lm_head(),
+            inputs.targets,
+            temperature=self.temperature,
+            chunk_tokens=self.config.logprob_chunk_tokens,
+            keep_bytes=self.config.keep_logits_mib << 20,
+            with_entropy=with_entropy,
+        )
+
+    # ---- updates -----------------------------------------------------------------------------------------
+
+    def update(self, batch: TrainBatch, objective: Objective, *, lr: float | None = None) -> Values:
+        """One optimizer update of the policy for each mini batch.
+
+        Sequences without a loss token are not computed. A mini batch without any changes nothing.
+
+        Args:
+            batch: with everything the objective reads filled in.
+            objective: the loss.
+            lr: overrides the schedule.
+        Returns:
+            The objective's metrics over all mini batches, and the trainer's own.
+        Raises:
+            DataError: what the objective raises; gradients of the mini batch are dropped, weights untouched.
+        """
+
+        def share(inputs: ModelInputs, micro: MicroBatch, counts: Denominators) -> tuple[Tensor, Values]:
+            logprobs, entropies = self._predict(self.model, inputs, with_entropy=self.config.measure_entropy)
+            whole = _spread(logprobs, inputs, micro)
+            entropy = None if entropies is None else _spread(entropies, inputs, micro)
+            return objective.loss(micro, whole, entropy, counts)
+
+        return self._update(batch, share, self.optimizer, "actor", lr)
+
+    def update_critic(self, batch: TrainBatch, objective: CriticObjective) -> Values:
+        """One optimizer update of the critic for each mini batch; otherwise as `update`.
+
+        Raises:
+            ConfigError: the trainer was made without a critic.
+        """
+        critic = self._critic()
+
+        def share(inputs: ModelInputs, micro: MicroBatch, counts: Denominators) -> tuple[Tensor, Values]:
+            return objective.loss(micro, _spread(critic.values(inputs), inputs, micro), counts)
+
+        return self._update(batch, share, critic.optimizer, "critic", None)
+
+    def _update(
+        self,
+        batch: TrainBatch,
+        share: Callable[[ModelInputs, MicroBatch, Denominators], tuple[Tensor, Values]],
+        optimizer: AdamW,
+        prefix: str,
+        lr: float | None,
+    ) -> Values:
+        values: Values = {}
+        for mini_batch in batch.mini_batches:
+            members = [i for i in mini_batch if batch.sequences[i].loss_mask.any()]
+            counts = self._denominators(batch.sequences, members)
+            plan = plan_micro_batches(
+                batch.sequences,
+                members,
+                self.config.micro_batch_tokens,
+                share_prompts=self.config.share_prompts,
+            )
+            try:
+                for chosen in plan:
+                    inputs, micro = self._pack(batch, chosen)
+                    loss, more = share(inputs, micro, counts)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    merge(values, more)
+                    merge(values, {f"trainer/{prefix}_tokens": Total(inputs.input_ids.shape[0])})
+            except BaseException:
+                optimizer.clear()
+                raise
+            merge(values, {f"trainer/{prefix}_micro_batches": Total(len(plan))})
+            if counts.num_loss_tokens == 0:
+                merge(values, {f"trainer/{prefix}_empty_updates": Total(1)})
+                continue
+            merge(values, _report(optimizer.step(lr), prefix))
+        return values
+
+    def _denominators(self, sequences: Sequence[TrainSequence], members: Iterable[int]) -> Denominators:
+        chosen = [sequences[i] for i in members]
+        return Denominators(
+            num_loss_tokens=sum(int(s.loss_mask.sum()) for s in chosen),
+            num_loss_sequences=len(chosen),
+            num_groups=len({s.group_id for s in chosen}),
+            max_response_tokens=self.max_response_tokens,
+        )
+
+    def _pack(self, batch: TrainBatch, members: Sequence[int]) -> tuple[ModelInputs, MicroBatch]:
+        return pack(batch.sequences, members, self.model.device, share_prompts=self.config.share_prompts)
+
+    def _critic(self) -> Critic:
+        if self.critic is None:
+            raise ConfigError("the trainer has no critic", "make it with a critic_config")
+        return self.critic
+
+    # ---- weights and state -------------------------------------------------------------------------------
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor of `export_weights`, in its order."""
+        size = torch.empty(0, dtype=self.export_dtype).element_size()
+        name = str(self.export_dtype).removeprefix("torch.")
+        return tuple(
+            TensorSpec(name=key, shape=tuple(t.shape), dtype=name, num_bytes=t.numel() * size)
+            for key, t in self.model.named_tensors().items()
+        )
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names, tied tensors once. The live compute weights where their dtype is the engines'."""
+        for name, tensor in self.model.named_tensors().items():
+            yield name, tensor.detach().to(self.export_dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on: weights, optimizer, schedule, reference, critic. Live tensors.
+
+        There is no random state: the shuffle is a function of seed and step.
+        """
+        state: dict[str, Any] = {"policy": self.optimizer.state_dict()}
+        if self.critic is not None:
+            state["critic"] = self.critic.optimizer.state_dict()
+        if self.reference is not None:
+            state["reference"] = {n: t.detach() for n, t in self.reference.named_tensors().items()}
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken.
+
+        Raises:
+            CheckpointError: of another model.
+        """
+        self.optimizer.load_state_dict(state["policy"])
+        if self.critic is not None:
+            self.critic.optimizer.load_state_dict(state["critic"])
+        if self.reference is not None:
+            for name, tensor in self.reference.named_tensors().items():
+                tensor.copy_(state["reference"][name])
+
+    def freeze_reference(self) -> None:
+        """The reference becomes the policy of this moment (after a warm-up)."""
+        if self.reference is not None:
+            self.reference = frozen_copy(self.model)
+
+    def offload(self) -> None:
+        """Optimizer state and reference to host memory."""
+        self._move_aside(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Back to the device."""
+        self._move_aside(self.model.device)
+
+    def _move_aside(self, device: torch.device) -> None:
+        self.optimizer.to(device)
+        if self.critic is not None:
+            self.critic.optimizer.to(device)
+        if self.reference is not None:
+            self.reference.module.to(device)
+
+
+def _spread(values: Tensor, inputs: ModelInputs, micro: MicroBatch) -> Tensor:
+    """[T] from [S] values of the action tokens; 0 elsewhere."""
+    zeros = torch.zeros(micro.action_mask.shape[0], dtype=values.dtype, device=values.device)
+    return zeros.index_copy(0, inputs.token_positions, values)
+
+
+def _group_order(sequences: Sequence[TrainSequence], seed: tuple[int, int, int] | None) -> NDArray[np.int64]:
+    """Indices with the members of a group side by side; groups in drawn order, or as they came."""
+    groups: dict[int, list[int]] = {}
+    for i, sequence in enumerate(sequences):
+        groups.setdefault(sequence.group_id, []).append(i)
+    members = list(groups.values())
+    if seed is not None:
+        members = [members[i] for i in np.random.default_rng(seed).permutation(len(members))]
+    return np.array([i for group in members for i in group], np.int64)
+
+
+def _check_sequences(sequences: Sequence[TrainSequence], model: LoadedModel, step: int) -> None:
+    if not sequences:
+        raise DataError(
+            f"step {step} has no sequences to train on",
+            "every trajectory failed or was filtered: look at the failures and at algorithm.filter",
+        )
+    for sequence in sequences:
+        name = f"sequence {sequence.group_id}/{sequence.member_idx}"
+        if sequence.num_tokens > model.facts.max_position:
+            raise DataError(
+                f"{name} has {sequence.num_tokens} tokens and the model's context {model.facts.max_position}",
+                "lower rollout.max_response_tokens or drop long prompts",
+            )
+        if (sequence.loss_mask & ~sequence.action_mask).any():
+            raise DataError(
+                f"{name} has loss tokens that the policy did not sample",
+                "a loss mask is a part of the action mask",
+            )
+        low, high = int(sequence.token_ids.min()), int(sequence.token_ids.max())
+        if low < 0 or high >= model.facts.vocab_size:
+            raise DataError(
+                f"{name} has token ids from {low} to {high} and the model {model.facts.vocab_size} embeddings",
+                "engine and trainer must use the same tokenizer",
+            )
+
+
+def _report(report: UpdateReport, prefix: str) -> Values:
+    if not report.is_applied:
+        return {f"trainer/{prefix}_skipped_updates": Total(1)}
+    return {
+        f"{prefix}/grad_norm": Ratio(report.grad_norm, 1),
+        f"{prefix}/grad_clipped_frac": Ratio(report.is_clipped, 1),
+        f"{prefix}/lr": Last(report.lr),
+        f"trainer/{prefix}_updates": Total(1),
+    }
