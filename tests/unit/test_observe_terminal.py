@@ -98,8 +98,9 @@ def test_before_the_first_step_it_says_what_is_going_on(tmp_path: Path) -> None:
     screen = Screen(tmp_path, 80)
     with screen.recorder.span("warmup"):
         assert "warmup" in screen.draw()
-        screen.recorder.metrics({"warmup/loss": 1.25, "warmup/exact_match": 0.5}, step=3)
-        assert "warm-up  exact_match 0.500  loss 1.250" in screen.draw()
+        screen.recorder.event("warmup", update=120, loss=1.25)
+        screen.recorder.event("warmup_check", exact_match=[0.5, 0.75])
+        assert "warm-up  update 120  loss 1.25  held-out 0.5" in screen.draw()
 
 
 def test_the_panel_may_be_drawn_while_readings_arrive(tmp_path: Path) -> None:

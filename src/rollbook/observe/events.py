@@ -16,6 +16,10 @@ class EventKind:
 EVENT_KINDS: dict[str, EventKind] = {
     "run_started": EventKind((), "A new run took the directory."),
     "run_resumed": EventKind((), "A later process took the directory up again."),
+    "run_failed": EventKind(("error", "remedy"), "The run stopped on an error; it can be resumed."),
+    "interrupted": EventKind(("remedy",), "Ctrl-C or a termination signal arrived."),
+    "warmup": EventKind(("update", "loss"), "One update of the supervised warm-up."),
+    "warmup_check": EventKind(("exact_match",), "Held-out exact match during the warm-up, a value a source."),
     "run_ended": EventKind(("unwritten_metrics",), "The process left the directory in order."),
     "span_open": EventKind(
         ("name", "span_id", "expected_s"),

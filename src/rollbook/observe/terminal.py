@@ -36,6 +36,8 @@ _NOTICES = {
     "quarantined": "why",
     "sink_failed": "error",
     "fault": "fault",
+    "run_failed": "error",
+    "interrupted": "",
 }
 """Event kinds that are said aloud, and the field that says it."""
 
@@ -57,7 +59,8 @@ class Progress:
     started_mono_s: float = 0.0
     steps_began_mono_s: float | None = None
     first_readings: dict[str, float] = field(default_factory=dict)
-    run_kind: str = "run_started"
+    warmup: dict[str, float] = field(default_factory=dict)
+    """Last readings of the supervised warm-up."""
 
     def take_event(self, event: Event) -> None:
         kind, name, mono_s = event["kind"], str(event.get("name", "")), _number(event["mono_s"])
@@ -71,7 +74,11 @@ class Progress:
         elif kind == "span":
             self.open_spans.pop(name, None)
         elif kind in ("run_started", "run_resumed"):
-            self.started_mono_s, self.run_kind = mono_s, str(kind)
+            self.started_mono_s = mono_s
+        elif kind == "warmup":
+            self.warmup |= {"update": _number(event.get("update")), "loss": _number(event.get("loss"))}
+        elif kind == "warmup_check" and isinstance(event.get("exact_match"), list):
+            self.warmup["held-out"] = min(map(_number, event["exact_match"]), default=0.0)
 
     def take_step(self, step: int, data: Mapping[str, float]) -> None:
         self.data.update(data)
@@ -138,9 +145,13 @@ class TerminalView:
         with self._lock:
             self.progress.take_event(event)
         kind = str(event["kind"])
+        if kind == "warmup_check" and self._live is None:
+            print(_warmup_line(self.progress.warmup), file=self.console.file, flush=True)
         if kind in _NOTICES:
             style = "red" if event.get("severity") == "error" or kind == "step_failed" else "yellow"
-            notice = Text(f"{kind.replace('_', ' ')}: {event.get(_NOTICES[kind], '')}", style=style)
+            notice = Text(
+                f"{kind.replace('_', ' ')}: {event.get(_NOTICES[kind], '')}".rstrip(": "), style=style
+            )
             if event.get("remedy"):
                 notice.append(f"\n  hint: {event['remedy']}", style="dim")
             self.console.print(notice)
@@ -228,11 +239,8 @@ class TerminalView:
     def _rewards(self, width: int) -> list[RenderableType]:
         p = self.progress
         if not p.rewards:
-            warmup = {n.removeprefix("warmup/"): v for n, v in p.data.items() if n.startswith("warmup/")}
-            if warmup:
-                return [
-                    Text("warm-up  " + "  ".join(f"{name} {value:.3f}" for name, value in warmup.items()))
-                ]
+            if p.warmup:
+                return [Text(_warmup_line(p.warmup))]
             return [Text("reward   waiting for the first step", style="dim")]
         names = list(p.rewards)
         shown = names if len(names) <= MAX_SOURCES else names[: MAX_SOURCES - 1]
@@ -378,6 +386,10 @@ def sparkline(values: list[float], width: int) -> str:
     low, high = min(values), max(values)
     spread = high - low
     return "".join(SPARK[round((v - low) / spread * (len(SPARK) - 1)) if spread else 0] for v in values)
+
+
+def _warmup_line(readings: Mapping[str, float]) -> str:
+    return "warm-up  " + "  ".join(f"{name} {count(round(value, 3))}" for name, value in readings.items())
 
 
 def _shortened(text: str, width: int) -> str:
