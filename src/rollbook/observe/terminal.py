@@ -36,7 +36,6 @@ _NOTICES = {
     "quarantined": "why",
     "sink_failed": "error",
     "fault": "fault",
-    "run_failed": "error",
     "interrupted": "",
 }
 """Event kinds that are said aloud, and the field that says it."""
@@ -77,8 +76,8 @@ class Progress:
             self.started_mono_s = mono_s
         elif kind == "warmup":
             self.warmup |= {"update": _number(event.get("update")), "loss": _number(event.get("loss"))}
-        elif kind == "warmup_check" and isinstance(event.get("exact_match"), list):
-            self.warmup["held-out"] = min(map(_number, event["exact_match"]), default=0.0)
+        elif kind == "warmup_check" and isinstance(exact := event.get("exact_match"), list):
+            self.warmup["held-out"] = min(map(_number, exact), default=0.0)
 
     def take_step(self, step: int, data: Mapping[str, float]) -> None:
         self.data.update(data)
