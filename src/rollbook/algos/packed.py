@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,7 +52,21 @@ def sequence_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return sequence_sums(mask.to(torch.float64), cu_seqlens)
 
 
+class _PerToken(torch.autograd.Function):
+    """Its gradient is a segment sum. That of `repeat_interleave` adds atomically: other bits at every call on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, cu_seqlens: Tensor) -> Tensor:
+        ctx.save_for_backward(cu_seqlens)
+        return values.repeat_interleave(cu_seqlens.diff().to(torch.int64))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (cu_seqlens,) = ctx.saved_tensors
+        return sequence_sums(gradients[0].contiguous(), cu_seqlens), None
+
+
 def per_token(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] values of the sequence that each token belongs to, from [B]."""
-    lengths = cu_seqlens.diff().to(torch.int64)
-    return values.repeat_interleave(lengths)
+    """[T] values of the sequence that each token belongs to, from [B]. Deterministic, its gradient too."""
+    spread: Tensor = _PerToken.apply(values, cu_seqlens)  # type: ignore[no-untyped-call]
+    return spread
