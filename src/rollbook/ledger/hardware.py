@@ -181,7 +181,7 @@ class TrainFit:
 
     per_micro_batch_s: float
     tokens_per_s: float
-    """Forward and backward, packed."""
+    """Forward and backward; tokens that the model computes, shared prompts once."""
     forward_tokens_per_s: float
     """Logprobs only (proximal, reference, values)."""
     forward_per_micro_batch_s: float = 0.0

@@ -44,6 +44,8 @@ class StepWork:
     micro_batch_tokens: int
     num_mini_batches: int = 1
     num_epochs: int = 1
+    shares_prompt_in_training: bool = True
+    """The trainer computes a group's prompt once."""
     trained_frac: float = 1.0
     """Share of the sequences that reach the trainer after filters."""
     uses_proximal: bool = True
@@ -64,12 +66,24 @@ class StepWork:
         return self.num_groups * self.group_size
 
     @property
-    def trained_tokens(self) -> float:
-        return self.num_sequences * self.trained_frac * (self.prompt_tokens + self.lengths.mean_tokens)
+    def unit_tokens(self) -> float:
+        """Tokens that the model computes for a group that shares its prompt, or for one sequence.
+
+        The last token of a sequence predicts nothing and is not computed.
+        """
+        own = self.lengths.mean_tokens - 1
+        return self.prompt_tokens + (self.group_size if self.shares_prompt_in_training else 1) * own
+
+    @property
+    def computed_tokens(self) -> float:
+        """Tokens of one pass of the trainer over the step."""
+        units = self.num_groups if self.shares_prompt_in_training else self.num_sequences
+        return units * self.trained_frac * self.unit_tokens
 
 
 def predict_stages(model: ModelSpec, machine: MachineSpec, work: StepWork) -> dict[str, Entry]:
-    """Entries of one step by span name: rollout, reward, proximal, reference, values, train, sync.
+    """Entries of one step by span name: rollout, reward, proximal, reference, values, train,
+    critic, sync.
 
     Stages that the step does not have are absent.
 
@@ -89,7 +103,9 @@ def predict_stages(model: ModelSpec, machine: MachineSpec, work: StepWork) -> di
         stages.append(_forward("reference", model, train, work, source))
     if work.uses_critic:
         stages.append(_forward("values", model, train, work, source))
-    stages.append(_train(model, train, work, source))
+    stages.append(_train("train", model, train, work, source))
+    if work.uses_critic:
+        stages.append(_train("critic", model, train, work, source))
     stages.append(_sync(model, machine, work, source))
     return {stage.name: stage for stage in stages}
 
@@ -147,51 +163,54 @@ def _reward(machine: MachineSpec, work: StepWork) -> Entry:
     )
 
 
-def _micro_batches(work: StepWork, num_mini_batches: int) -> float:
-    """Micro batches of a step: whole ones per mini batch, half a sequence lost at the end of each.
+_BEST_FIT_FILL = 0.9
+"""Share of the token budget that best-fit packing fills when units of several sizes go into a micro batch."""
 
-    A micro batch closes when the next sequence does not fit, which leaves half a mean sequence empty.
+
+def _micro_batches(work: StepWork, num_mini_batches: int) -> int:
+    """Micro batches of a step: whole ones per mini batch.
+
+    A unit is what packing keeps together: a group that shares its prompt, or one sequence. Equal units leave the
+    budget's remainder empty; sizes that differ fill at least nine tenths of it.
     """
-    tokens = work.trained_tokens / num_mini_batches
-    sequence = work.prompt_tokens + work.lengths.mean_tokens
-    filled = max(work.micro_batch_tokens - sequence / 2, sequence)
-    return num_mini_batches * max(math.ceil(tokens / filled - 1e-9), 1)
+    unit = work.unit_tokens
+    per_bin = work.micro_batch_tokens / unit
+    fill = (
+        max(math.floor(per_bin) / per_bin, _BEST_FIT_FILL if per_bin >= 2 else 0.0) if per_bin >= 1 else 1.0
+    )
+    tokens = work.computed_tokens / num_mini_batches
+    return num_mini_batches * max(math.ceil(tokens / (work.micro_batch_tokens * fill) - 1e-9), 1)
 
 
 def _forward(name: str, model: ModelSpec, fit: TrainFit, work: StepWork, source: str) -> Entry:
     seconds = (
         fit.forward_per_micro_batch_s * _micro_batches(work, 1)
-        + work.trained_tokens / fit.forward_tokens_per_s
+        + work.computed_tokens / fit.forward_tokens_per_s
     )
     return entry(
         name,
         seconds,
         error_frac=math.hypot(_FLOOR_ERROR_FRAC, fit.error_frac),
-        flops=2.0 * model.matmul_params * work.trained_tokens,
+        flops=2.0 * model.matmul_params * work.computed_tokens,
         formula="per_micro_batch x micro batches + tokens / forward rate",
         source=source,
     )
 
 
-def _train(model: ModelSpec, fit: TrainFit, work: StepWork, source: str) -> Entry:
+def _train(name: str, model: ModelSpec, fit: TrainFit, work: StepWork, source: str) -> Entry:
+    """Span "train" for the policy and, of the same size, "critic"."""
     updates = work.num_epochs * work.num_mini_batches
-    num_models = 2 if work.uses_critic else 1
-    one_model_s = (
-        work.num_epochs
-        * (
-            fit.per_micro_batch_s * _micro_batches(work, work.num_mini_batches)
-            + work.trained_tokens / fit.tokens_per_s
-        )
-        + updates * fit.optimizer_s_per_param * model.computed_params
+    pass_s = (
+        fit.per_micro_batch_s * _micro_batches(work, work.num_mini_batches)
+        + work.computed_tokens / fit.tokens_per_s
     )
     return entry(
-        "train",
-        num_models * one_model_s,
+        name,
+        work.num_epochs * pass_s + updates * fit.optimizer_s_per_param * model.computed_params,
         error_frac=math.hypot(_FLOOR_ERROR_FRAC, fit.error_frac),
-        flops=6.0 * num_models * model.matmul_params * work.trained_tokens * work.num_epochs,
+        flops=6.0 * model.matmul_params * work.computed_tokens * work.num_epochs,
         formula=(
-            "epochs x (per_micro_batch x micro batches + tokens / rate) + updates x parameters x optimizer "
-            "seconds; a critic trains likewise"
+            "epochs x (per_micro_batch x micro batches + tokens / rate) + updates x parameters x optimizer seconds"
         ),
         source=source,
     )
