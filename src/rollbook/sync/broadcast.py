@@ -1,0 +1,144 @@
+"""Buckets to many replicas at once by a collective: NCCL between GPUs, gloo between hosts' memories.
+
+The group is built for weight publications alone (trainer's rank 0, replicas behind it) and is independent of the
+trainer's own groups. A bucket is announced over each replica's connection; sender and receivers then meet in one
+broadcast. A replica that dies inside the collective takes the group with it: the others miss their deadline, all
+are quarantined, and the group must be built anew (`BroadcastGroup.create`) before the next publication.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from typing import Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, FileStore, ProcessGroupGloo, Store, TCPStore, Work
+
+from rollbook.errors import SyncError
+from rollbook.sync.bucket import SlotBuffers
+from rollbook.sync.transport import Once
+from rollbook.sync.wire import Json, field
+from rollbook.weights import Bucket
+
+TRAINER_RANK = 0
+
+
+class Collective(Protocol):
+    """What is used of torch's process groups; its stubs leave it out."""
+
+    def broadcast(self, tensors: list[Tensor], options: BroadcastOptions, /) -> Work: ...
+
+
+class BroadcastGroup:
+    """One process group for publications: rank 0 sends, the others receive on `device`."""
+
+    def __init__(self, group: object, device: torch.device, rank: int) -> None:
+        self.group = cast(Collective, group)
+        self.device = device
+        self.rank = rank
+
+    @classmethod
+    def create(
+        cls,
+        backend: Literal["nccl", "gloo"],
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        deadline_s: float,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        file: str = "",
+    ) -> BroadcastGroup:
+        """Meet the other ranks; blocks until all `size` are there.
+
+        Args:
+            file: path of a file that does not exist yet, for ranks of one host; else `host` and `port` of rank 0.
+        """
+        timeout = timedelta(seconds=deadline_s)
+        store: Store = (
+            FileStore(file, size) if file else TCPStore(host, port, size, rank == TRAINER_RANK, timeout)
+        )
+        if backend == "nccl":
+            from torch.distributed import ProcessGroupNCCL  # CUDA builds only
+
+            with torch.cuda.device(device):
+                options = ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                return cls(ProcessGroupNCCL(store, rank, size, options), device, rank)
+        return cls(ProcessGroupGloo(store, rank, size, timeout), device, rank)
+
+    def broadcast(self, data: Tensor) -> float:
+        """Take part in one broadcast of [bytes] uint8; returns its seconds."""
+        began_at_s = time.perf_counter()
+        options = BroadcastOptions()
+        options.rootRank = TRAINER_RANK
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                self.group.broadcast([data], options).wait()
+                torch.cuda.current_stream().synchronize()
+        else:
+            self.group.broadcast([data], options).wait()
+        return time.perf_counter() - began_at_s
+
+
+class BroadcastSender:
+    """The trainer's half: one broadcast per bucket, on a thread of its own so that collectives keep their order."""
+
+    def __init__(self, group: BroadcastGroup) -> None:
+        self._group = group
+        self._buffers = SlotBuffers()
+        self._once = Once()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
+
+    def buffer(self, slot_idx: int, num_bytes: int, device: torch.device) -> Tensor:
+        return self._buffers(slot_idx, num_bytes, self._group.device)
+
+    async def announce(self, bucket: Bucket) -> Json:
+        assert bucket.data is not None
+        return {"num_bytes": bucket.data.numel()}
+
+    def payload(self, bucket: Bucket) -> Tensor | None:
+        return None
+
+    async def transfer(self, bucket: Bucket) -> None:
+        data = bucket.data
+        assert data is not None
+
+        async def broadcast() -> Json:
+            loop = asyncio.get_running_loop()
+            return {"seconds": await loop.run_in_executor(self._thread, self._group.broadcast, data)}
+
+        await self._once.run(bucket, broadcast)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+
+class BroadcastReceiver:
+    """The engine's half. `max_bucket_bytes` bounds what a message can make it allocate."""
+
+    def __init__(self, group: BroadcastGroup, *, max_bucket_bytes: int) -> None:
+        self._group = group
+        self._max_bucket_bytes = max_bucket_bytes
+        self._buffers = SlotBuffers()
+
+    def take(self, bucket: Bucket, place: Json) -> Bucket:
+        num_bytes = field(place, "num_bytes", int)
+        if not 0 <= num_bytes <= self._max_bucket_bytes:
+            raise SyncError(
+                f"bucket {bucket.bucket_idx} was announced with {num_bytes} bytes, the limit is "
+                f"{self._max_bucket_bytes}",
+                "use the same sync.bucket_bytes on both sides",
+            )
+        data = self._buffers(bucket.bucket_idx % 2, num_bytes, self._group.device)
+        self._group.broadcast(data)
+        return replace(bucket, data=data)
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,177 @@
+"""Buckets as safetensors files in a folder that trainer and engines share.
+
+    <folder>/v<version>/bucket_<idx>.safetensors      written aside, flushed, renamed when whole
+
+A tensor that travels whole and plain keeps its Hugging Face name, so that any loader can read the folder; a part is
+called `name@<offset>` and a delta `name@<offset>+<encoding>`. The reader maps the file and never copies it. Which
+version is proven is said over the connection, not by the files; the folders of the newest `keep` versions stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rollbook.errors import SyncError
+from rollbook.sync.bucket import SlotBuffers
+from rollbook.sync.transport import Once
+from rollbook.sync.wire import MAX_HEADER_BYTES, Json, field
+from rollbook.weights import Bucket, BucketEntry, TensorSpec
+
+FILE_NAME = re.compile(r"v[0-9]+/bucket_[0-9]+\.safetensors")
+"""The only paths a message may name, below the shared folder."""
+
+
+class DiskSender:
+    """The trainer's half. `specs` gives whole tensors their shape and dtype in the file."""
+
+    def __init__(self, folder: str, specs: Iterable[TensorSpec], *, keep: int = 2) -> None:
+        self._folder = Path(folder)
+        self._specs = {spec.name: spec for spec in specs}
+        self._keep = keep
+        self._buffers = SlotBuffers()
+        self._once = Once()
+
+    def buffer(self, slot_idx: int, num_bytes: int, device: torch.device) -> Tensor:
+        return self._buffers(slot_idx, num_bytes, torch.device("cpu"))
+
+    async def announce(self, bucket: Bucket) -> Json:
+        async def write() -> Json:
+            return {"file": await asyncio.to_thread(self._write, bucket)}
+
+        return await self._once.run(bucket, write)
+
+    def _write(self, bucket: Bucket) -> str:
+        assert bucket.data is not None
+        tensors = {}
+        for entry in bucket.entries:
+            data = bucket.data[entry.offset_bytes : entry.offset_bytes + entry.num_bytes]
+            spec = self._specs[entry.name]
+            if entry_name(entry, spec.num_bytes) == entry.name:
+                data = data.view(getattr(torch, spec.dtype)).view(spec.shape)
+            tensors[entry_name(entry, spec.num_bytes)] = data
+        path = self._folder / f"v{bucket.weight_version}" / f"bucket_{bucket.bucket_idx}.safetensors"
+        if bucket.bucket_idx == 0:
+            self._remove_old(bucket.weight_version)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".partial")
+        save_file(tensors, aside)
+        flushed(aside)
+        aside.rename(path)
+        return f"{path.parent.name}/{path.name}"
+
+    def _remove_old(self, weight_version: int) -> None:
+        versions = sorted(int(p.name[1:]) for p in self._folder.glob("v*") if p.name[1:].isdigit())
+        for old in [v for v in versions if v < weight_version][: -(self._keep - 1) or None]:
+            shutil.rmtree(self._folder / f"v{old}", ignore_errors=True)
+
+    def payload(self, bucket: Bucket) -> Tensor | None:
+        return None
+
+    async def transfer(self, bucket: Bucket) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class DiskReceiver:
+    """The engine's half: reads the file a message names, below its own folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def take(self, bucket: Bucket, place: Json) -> Bucket:
+        name = field(place, "file", str)
+        if not FILE_NAME.fullmatch(name):
+            raise SyncError(f"{name!r} is not a bucket's file", "look at who talks to this port")
+        try:
+            data, spans = read_safetensors(self._folder / name)
+        except OSError as error:
+            raise SyncError(
+                f"bucket {bucket.bucket_idx} cannot be read from {self._folder / name}: {error.strerror}",
+                "trainer and engine must share sync.disk_dir",
+            ) from error
+        entries = []
+        for entry in bucket.entries:
+            named = [
+                name_in_file for name_in_file in (entry.name, entry_name(entry, -1)) if name_in_file in spans
+            ]
+            if not named:
+                raise SyncError(
+                    f"{self._folder / name} does not hold {entry.name}",
+                    "the file is not the one that was written; the publication is repeated in full",
+                )
+            begin, end = spans[named[0]]
+            if end - begin != entry.num_bytes:
+                raise SyncError(
+                    f"{self._folder / name} holds {end - begin} bytes of {entry.name}, the message says "
+                    f"{entry.num_bytes}",
+                    "the file was cut short; the publication is repeated in full",
+                )
+            entries.append(replace(entry, offset_bytes=begin))
+        return replace(bucket, data=data, entries=tuple(entries))
+
+    def close(self) -> None:
+        return None
+
+
+def entry_name(entry: BucketEntry, whole_bytes: int) -> str:
+    """What an entry is called in the file: the tensor's own name if it is all of the tensor, undisguised."""
+    if entry.encoding == "dense" and entry.num_bytes == whole_bytes:
+        return entry.name
+    encoding = "" if entry.encoding == "dense" else f"+{entry.encoding}"
+    return f"{entry.name}@{entry.tensor_offset_bytes}{encoding}"
+
+
+def read_safetensors(path: Path) -> tuple[Tensor, dict[str, tuple[int, int]]]:
+    """A file mapped into memory and the byte span of each tensor in it.
+
+    Returns:
+        [bytes] uint8 view of the whole file; name -> (begin, end) in it.
+    Raises:
+        SyncError: not a safetensors file, or one that was cut short.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_bytes > min(MAX_HEADER_BYTES, size - 8):
+            raise SyncError(f"{path} of {size} bytes was cut short", "the publication is repeated in full")
+        try:
+            header = json.loads(file.read(header_bytes))
+            spans = {
+                name: (
+                    8 + header_bytes + int(row["data_offsets"][0]),
+                    8 + header_bytes + int(row["data_offsets"][1]),
+                )
+                for name, row in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise SyncError(
+                f"{path} is not a safetensors file: {error}", "look at who writes into it"
+            ) from None
+        if any(not 8 <= begin <= end <= size for begin, end in spans.values()):
+            raise SyncError(f"{path} of {size} bytes was cut short", "the publication is repeated in full")
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(mapping, dtype=torch.uint8), spans
+
+
+def flushed(path: Path) -> None:
+    """Bytes on the disk before the rename makes them visible."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,145 @@
+"""Shared memory between processes of one host: the trainer packs into it, the engine reads it where it lies.
+
+Each of the two slots is a file in a folder that lives in memory, created for this user alone and mapped by both
+sides; a bucket crosses the process border without a copy. On a machine with CUDA the mapping is page-locked once,
+so that copies from and to a device run at the speed of the link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rollbook.errors import SyncError
+from rollbook.sync.transport import announced
+from rollbook.sync.wire import Json, field
+from rollbook.weights import Bucket
+
+FILE_NAME = re.compile(r"rollbook-[0-9]+-[0-9a-f]{16}-[01]")
+
+
+class _Mapping:
+    """A file mapped into memory as a [bytes] uint8 tensor."""
+
+    def __init__(self, path: Path, flags: int, num_bytes: int | None = None) -> None:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if num_bytes is not None:
+                os.posix_fallocate(
+                    descriptor, 0, num_bytes
+                )  # a full /dev/shm is an error here, not a crash later
+            self._map = mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+        self.data: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._is_registered = torch.cuda.is_available() and _register(self.data)
+
+    def close(self) -> None:
+        if self._is_registered:
+            torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())  # type: ignore[no-untyped-call,attr-defined,unused-ignore]
+        del self.data  # the mapping itself goes with its last view
+
+
+def _register(data: Tensor) -> bool:
+    """Page-lock the mapping for fast copies; without it copies still work."""
+    code = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)  # type: ignore[no-untyped-call,attr-defined,unused-ignore]
+    return int(code) == 0
+
+
+def _remove_orphans(folder: Path) -> None:
+    """Slots whose trainer was killed: nobody else would ever free that memory."""
+    for path in folder.glob("rollbook-*"):
+        if FILE_NAME.fullmatch(path.name) and not Path(f"/proc/{path.name.split('-')[1]}").exists():
+            with contextlib.suppress(OSError):  # another user's
+                path.unlink()
+
+
+class ShmSender:
+    """The trainer's half: two files, removed when it closes."""
+
+    def __init__(self, folder: str = "/dev/shm") -> None:
+        self._folder = Path(folder)
+        self._slots: dict[int, tuple[Path, _Mapping]] = {}
+        _remove_orphans(self._folder)
+
+    def buffer(self, slot_idx: int, num_bytes: int, device: torch.device) -> Tensor:
+        held = self._slots.get(slot_idx)
+        if held is None or held[1].data.numel() < num_bytes:
+            if held is not None:
+                self._drop(slot_idx)
+            path = self._folder / f"rollbook-{os.getpid()}-{secrets.token_hex(8)}-{slot_idx}"
+            try:
+                mapping = _Mapping(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, num_bytes)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                raise SyncError(
+                    f"{num_bytes} bytes of shared memory could not be had in {self._folder}: {error.strerror}",
+                    "lower sync.bucket_bytes (two buckets are held), or enlarge or change sync.shm_dir",
+                ) from error
+            held = self._slots[slot_idx] = (path, mapping)
+        return held[1].data[:num_bytes]
+
+    async def announce(self, bucket: Bucket) -> Json:
+        assert bucket.data is not None
+        address = bucket.data.untyped_storage().data_ptr()
+        for path, mapping in self._slots.values():
+            if mapping.data.untyped_storage().data_ptr() == address:
+                return {"file": path.name, "num_bytes": bucket.data.numel()}
+        raise SyncError(
+            "a bucket does not lie in shared memory", "pass this sender's `buffer` to the Publisher"
+        )
+
+    def payload(self, bucket: Bucket) -> Tensor | None:
+        return None
+
+    async def transfer(self, bucket: Bucket) -> None:
+        return None
+
+    def close(self) -> None:
+        for slot_idx in list(self._slots):
+            self._drop(slot_idx)
+
+    def _drop(self, slot_idx: int) -> None:
+        path, mapping = self._slots.pop(slot_idx)
+        path.unlink(missing_ok=True)
+        mapping.close()
+
+
+class ShmReceiver:
+    """The engine's half: maps a slot's file when it first hears of it."""
+
+    def __init__(self, folder: str = "/dev/shm") -> None:
+        self._folder = Path(folder)
+        self._mappings: dict[str, _Mapping] = {}
+
+    def take(self, bucket: Bucket, place: Json) -> Bucket:
+        name = field(place, "file", str)
+        mapping = self._mappings.get(name)
+        if mapping is None:
+            if not FILE_NAME.fullmatch(name):
+                raise SyncError(f"{name!r} is not a slot of shared memory", "look at who talks to this port")
+            try:
+                mapping = _Mapping(self._folder / name, os.O_RDWR)
+            except (OSError, ValueError) as error:
+                raise SyncError(
+                    f"the slot {name} cannot be opened in {self._folder}: {error}",
+                    "trainer and engine must run on one host, as one user, with one sync.shm_dir",
+                ) from error
+            slot = name[-1]
+            for old in [held for held in self._mappings if held[-1] == slot]:
+                self._mappings.pop(old).close()
+            self._mappings[name] = mapping
+        return replace(bucket, data=announced(mapping.data, bucket, place))
+
+    def close(self) -> None:
+        for mapping in self._mappings.values():
+            mapping.close()
+        self._mappings.clear()

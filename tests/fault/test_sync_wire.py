@@ -1,0 +1,345 @@
+"""Publications to another process: every transport ends in the trainer's bits, and only typed messages get in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sync_engine import StepEngine
+from sync_fakes import FakeSource, fused_engine, live_digests, tiny_tensors
+
+from rollbook.errors import ConfigError, SyncError
+from rollbook.sync import wire
+from rollbook.sync.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
+from rollbook.sync.config import SyncConfig
+from rollbook.sync.digest import digest
+from rollbook.sync.disk import DiskReceiver, DiskSender, read_safetensors
+from rollbook.sync.inproc import InprocPort
+from rollbook.sync.publisher import Publisher
+from rollbook.sync.remote import RemotePort, ReplicaServer
+from rollbook.sync.shm import ShmReceiver, ShmSender
+from rollbook.sync.transport import InlineReceiver, InlineSender, Receiver, Sender
+from rollbook.weights import Bucket, BucketEntry, CommitReport, Manifest, TensorSpec
+
+pytestmark = pytest.mark.timeout(60)
+CONFIG = SyncConfig.model_construct(**{**SyncConfig().model_dump(), "bucket_bytes": 300, "delta": True})
+
+Pair = tuple[Sender, list[Receiver]]
+
+
+async def inline(source: FakeSource, folder: Path) -> Pair:
+    return InlineSender(), [InlineReceiver(), InlineReceiver()]
+
+
+async def shm(source: FakeSource, folder: Path) -> Pair:
+    return ShmSender(str(folder)), [ShmReceiver(str(folder)), ShmReceiver(str(folder))]
+
+
+async def disk(source: FakeSource, folder: Path) -> Pair:
+    return DiskSender(str(folder), source.weight_specs()), [
+        DiskReceiver(str(folder)),
+        DiskReceiver(str(folder)),
+    ]
+
+
+async def broadcast(source: FakeSource, folder: Path) -> Pair:
+    def join(rank: int) -> BroadcastGroup:
+        return BroadcastGroup.create(
+            "gloo", rank=rank, size=3, device=torch.device("cpu"), deadline_s=20, file=str(folder / "store")
+        )
+
+    groups = await asyncio.gather(*(asyncio.to_thread(join, rank) for rank in range(3)))
+    receivers: list[Receiver] = [BroadcastReceiver(group, max_bucket_bytes=512) for group in groups[1:]]
+    return BroadcastSender(groups[0]), receivers
+
+
+class Remote:
+    """A trainer and two replicas that speak over sockets."""
+
+    def __init__(self) -> None:
+        self.source = FakeSource(tiny_tensors())
+        self.engines = [StepEngine(fused_engine(is_tied=False), replica_id=i) for i in range(2)]
+        self.servers: list[ReplicaServer] = []
+        self.ports: list[RemotePort] = []
+        self.addresses: list[int] = []
+
+    async def connect(self, pair: Pair, token: str = "") -> Publisher:
+        sender, receivers = pair
+        for engine, receiver in zip(self.engines, receivers, strict=True):
+            server = ReplicaServer(InprocPort(engine), receiver, token=token, max_payload_bytes=1024)
+            self.servers.append(server)
+            self.addresses.append(await server.start())
+            self.ports.append(RemotePort(engine.replica_id, sender, port=self.addresses[-1], token=token))
+        self.publisher = Publisher(self.source, self.ports, CONFIG, buffers=sender.buffer)
+        return self.publisher
+
+    async def close(self) -> None:
+        for port in self.ports:
+            await port.close()
+        for server in self.servers:
+            await server.close()
+        for engine in self.engines:
+            engine.close()
+        if self.ports:
+            self.ports[0].sender.close()
+
+
+@pytest.fixture
+async def remote() -> AsyncIterator[Remote]:
+    made = Remote()
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize("transport", [inline, shm, disk, broadcast])
+async def test_every_transport_ends_in_the_trainers_bits_full_and_delta(
+    transport: Callable[[FakeSource, Path], Awaitable[Pair]], remote: Remote, tmp_path: Path
+) -> None:
+    publisher = await remote.connect(await transport(remote.source, tmp_path))
+    for version in (1, 2, 3):
+        report = await publisher.publish(version)
+        assert report.committed == (0, 1), report.quarantined
+        assert report.base_version == (None if version == 1 else version - 1)
+        assert all(r.coverage["fused"] == 12 for r in report.replicas)
+        trainer = {name: digest(tensor) for name, tensor in remote.source.tensors.items()}
+        for engine in remote.engines:
+            assert live_digests(engine.live) == trainer
+            assert engine.version == version
+            await engine.step_once()
+        if version == 1:
+            remote.source.step()
+        else:
+            remote.source.tensors["model.norm.weight"][3] = float("nan")
+
+
+async def test_a_trainer_that_dies_leaves_the_replica_serving(remote: Remote, tmp_path: Path) -> None:
+    publisher = await remote.connect(await inline(remote.source, tmp_path))
+    await publisher.publish(1)
+    port = remote.ports[0]
+    await port.open(Manifest(weight_version=2, base_version=None, tensors=remote.source.weight_specs()))
+    await port.close()  # the process is gone
+    remote.source.step()
+    report = await publisher.publish(2)
+    assert report.committed == (0, 1)
+
+
+async def test_a_replica_that_dies_is_quarantined_and_its_successor_re_synced(
+    remote: Remote, tmp_path: Path
+) -> None:
+    publisher = await remote.connect(await inline(remote.source, tmp_path))
+    await publisher.publish(1)
+    await remote.servers[1].close()
+    remote.source.step()
+    report = await publisher.publish(2)
+    assert report.committed == (0,)
+    assert "replica 1 at 127.0.0.1" in report.quarantined[1]
+    successor = StepEngine(fused_engine(is_tied=False), replica_id=1)
+    remote.engines.append(successor)
+    remote.servers[1] = ReplicaServer(InprocPort(successor), InlineReceiver(), max_payload_bytes=1024)
+    await remote.servers[1].start(port=remote.addresses[1])
+    remote.source.step()
+    assert (await publisher.publish(3)).committed == (0, 1)
+    assert (successor.version, live_digests(successor.live)) == (3, live_digests(remote.engines[0].live))
+
+
+async def test_errors_cross_with_their_remedy(remote: Remote, tmp_path: Path) -> None:
+    await remote.connect(await inline(remote.source, tmp_path))
+    with pytest.raises(SyncError, match="is missing") as caught:
+        await remote.ports[0].open(Manifest(weight_version=1, base_version=None, tensors=()))
+    assert "table of places" in caught.value.remedy
+    assert await remote.ports[0].weight_version() == 0  # the connection goes on
+
+
+# ---- what must not get in
+
+
+class Evil:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def frame(header: object, payload: bytes = b"", *, text: bytes | None = None) -> bytes:
+    body = json.dumps(header).encode() if text is None else text
+    return struct.pack("<4sIQ", b"RBW1", len(body), len(payload)) + body + payload
+
+
+async def exchange(port: int, *messages: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"".join(messages))
+    writer.write_eof()
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+HELLO = frame({"protocol": 1, "token": "s3cret"})
+
+
+async def test_pickles_are_answered_with_an_error_and_never_loaded(remote: Remote, tmp_path: Path) -> None:
+    await remote.connect(await inline(remote.source, tmp_path), token="s3cret")
+    target = tmp_path / "created"
+    evil = pickle.dumps(Evil(target))
+    for messages in [
+        (evil,),
+        (frame(None, text=evil),),
+        (HELLO, frame(None, text=evil)),
+        (
+            HELLO,
+            frame({"do": "receive", "place": {}, "weight_version": 1, "bucket_idx": 0, "entries": []}, evil),
+        ),
+        (HELLO, frame({"do": evil.hex(), "digests": evil.hex()})),
+        (HELLO, frame({"do": "prove", "digests": {"model.norm.weight": evil.hex()}})),
+    ]:
+        answer = await exchange(remote.addresses[0], *messages)
+        assert b'"error"' in answer
+    assert not target.exists()
+    assert remote.engines[0].version == 0
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (frame({"protocol": 1}), frame({"do": "version"})),
+        (frame({"protocol": 1, "token": "wrong"}), frame({"do": "version"})),
+        (frame({"protocol": 1, "token": None}), frame({"do": "version"})),
+        (frame({"do": "version"}),),
+    ],
+)
+async def test_nothing_is_answered_without_the_token(
+    messages: tuple[bytes, ...], remote: Remote, tmp_path: Path
+) -> None:
+    await remote.connect(await inline(remote.source, tmp_path), token="s3cret")
+    answer = await exchange(remote.addresses[0], *messages)
+    assert b"token" in answer
+    assert b"weight_version" not in answer
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (struct.pack("<4sIQ", b"RBW1", 2, 1 << 40) + b"{}", b"1099511627776 of payload"),
+        (struct.pack("<4sIQ", b"RBW1", 0xFFFFFFFF, 0), b"4294967295 bytes of header"),
+        (frame([1, 2]), b"not a JSON object"),
+        (frame({"do": "open", "weight_version": "1"}), b"'tensors' of a message is NoneType"),
+        (frame({"do": "open", "tensors": [["w", [2], "bfloat16"]]}), b"'shape' of a message is NoneType"),
+        (
+            frame({"do": "open", "tensors": [["w", [True], "bfloat16", 4]]}),
+            b"'n' of a message is bool, not int",
+        ),
+        (frame({"do": "receive", "place": {"file": "../../etc/passwd"}, "entries": []}), b"weight_version"),
+        (frame({"do": "reboot"}), b"asks for 'reboot'"),
+        (frame({}), b"'do' of a message is NoneType"),
+    ],
+)
+async def test_malformed_messages_are_refused_before_anything_is_allocated(
+    message: bytes, complaint: bytes, remote: Remote, tmp_path: Path
+) -> None:
+    await remote.connect(await inline(remote.source, tmp_path))
+    answer = await exchange(remote.addresses[0], frame({"protocol": 1}), message)
+    assert complaint in answer.replace(b"\\u2019", b"'")
+
+
+def test_an_endpoint_beyond_loopback_needs_a_token() -> None:
+    for host in ("127.0.0.1", "::1", "localhost", "127.3.4.5"):
+        wire.require_token(host, "")
+    for host in ("0.0.0.0", "::", "10.0.0.2", "trainer-0"):
+        with pytest.raises(ConfigError, match=f"listen on {host} without a token"):
+            wire.require_token(host, "")
+        wire.require_token(host, "s3cret")
+
+
+def test_paths_outside_the_shared_folders_are_refused(tmp_path: Path) -> None:
+    bucket = Bucket(weight_version=1, bucket_idx=0, entries=(), data=None)
+    outside = tmp_path / "outside.safetensors"
+    outside.write_bytes(b"x" * 64)
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    for name in ("../outside.safetensors", str(outside), "v1/../../outside.safetensors", ""):
+        with pytest.raises(SyncError, match="is not a bucket's file"):
+            DiskReceiver(str(inner)).take(bucket, {"file": name})
+        with pytest.raises(SyncError, match="is not a slot of shared memory"):
+            ShmReceiver(str(inner)).take(bucket, {"file": name, "num_bytes": 1})
+    link = inner / "rollbook-1-0123456789abcdef-0"
+    link.symlink_to(outside)
+    with pytest.raises(SyncError, match="cannot be opened"):
+        ShmReceiver(str(inner)).take(bucket, {"file": link.name, "num_bytes": 1})
+
+
+async def test_a_slot_smaller_than_announced_is_refused(tmp_path: Path) -> None:
+    sender, receiver = ShmSender(str(tmp_path)), ShmReceiver(str(tmp_path))
+    data = sender.buffer(0, 100, torch.device("cpu"))
+    bucket = Bucket(weight_version=1, bucket_idx=0, entries=(), data=data)
+    place = await sender.announce(bucket)
+    with pytest.raises(SyncError, match="announced with 101 bytes in a slot of 100"):
+        receiver.take(bucket, {**place, "num_bytes": 101})
+    assert receiver.take(bucket, place).data is not None
+    sender.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_shared_memory_is_for_this_user_alone(tmp_path: Path) -> None:
+    sender = ShmSender(str(tmp_path))
+    sender.buffer(0, 100, torch.device("cpu"))
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600]
+    sender.close()
+
+
+def test_slots_of_a_killed_trainer_are_freed_by_the_next_one(tmp_path: Path) -> None:
+    orphan, alive = tmp_path / "rollbook-999999999-0123456789abcdef-0", tmp_path / f"rollbook-1-{'0' * 16}-1"
+    orphan.touch()
+    alive.touch()
+    ShmSender(str(tmp_path)).close()
+    assert list(tmp_path.iterdir()) == [alive]
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.arange(100)}, path)
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:7], b"", b"\xff" * 100, whole[:8] + b"[" + whole[9:]):
+        path.write_bytes(damaged)
+        with pytest.raises(SyncError):
+            read_safetensors(path)
+
+
+def test_messages_round_trip() -> None:
+    spec = TensorSpec(name="w", shape=(2, 3), dtype="bfloat16", num_bytes=12)
+    manifest = Manifest(weight_version=4, base_version=3, base_digest="ab", is_resync=False, tensors=(spec,))
+    entry = BucketEntry(
+        name="w",
+        offset_bytes=256,
+        num_bytes=6,
+        encoding="delta_positions",
+        tensor_offset_bytes=0,
+        tensor_num_bytes=12,
+    )
+    data = torch.zeros(300, dtype=torch.uint8)
+    bucket = Bucket(weight_version=4, bucket_idx=2, entries=(entry,), data=data)
+    report = CommitReport(
+        replica_id=1,
+        weight_version=4,
+        num_tensors=1,
+        num_bytes=12,
+        write_s=0.5,
+        digest_s=1,
+        coverage={"fused": 1},
+    )
+    through = lambda message: json.loads(json.dumps(message))
+    assert wire.manifest_from_json(through(wire.manifest_to_json(manifest))) == manifest
+    back = wire.bucket_from_json(through(wire.bucket_to_json(bucket)), data)
+    assert (back.entries, back.bucket_idx, back.weight_version) == (bucket.entries, 2, 4)
+    assert wire.report_from_json(through(wire.report_to_json(report))) == report
