@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -13,12 +13,12 @@ from rollbook.ledger.assumptions import load_assumptions
 from rollbook.ledger.curve import draw_lengths, row_curve
 from rollbook.ledger.decode import decode_step
 from rollbook.ledger.generation import generation_curve
-from rollbook.ledger.hardware import Cluster, load_accelerator
+from rollbook.ledger.hardware import Cluster, accelerator_names, load_accelerator
 from rollbook.ledger.layout import ReplicaLayout
 from rollbook.ledger.lengths import LengthDistribution
-from rollbook.ledger.model import load_model
+from rollbook.ledger.model import load_model, model_names
 from rollbook.ledger.step import step_account
-from rollbook.ledger.workload import Workload
+from rollbook.ledger.workload import MODES, AgentWork, Workload
 
 MODELS = ["Llama-3.1-8B", "Qwen3-30B-A3B", "DeepSeek-V3", "gpt-oss-20b", "Qwen3.5-35B-A3B", "Gemma-3-4B"]
 PRESETS = [load_assumptions("paper"), load_assumptions("default")]
@@ -147,3 +147,48 @@ def test_the_tail_grows_with_the_spread_until_the_limit_cuts_it(sigma: float) ->
         for s in (sigma, sigma + 0.2)
     )
     assert wide >= narrow
+
+
+@given(
+    name=st.sampled_from(model_names()),
+    gpu=st.sampled_from([name for name in accelerator_names() if "Ascend" not in name]),
+    num_gpus=st.sampled_from([1, 2, 8, 64, 512]),
+    lengths=st.sampled_from([(1, 1), (1, 32768), (100, 8192), (8000, 8000)]),
+    prompts=st.sampled_from([1, 512]),
+    sigma=st.sampled_from([0.0, 0.6, 1.5]),
+    mode=st.sampled_from(MODES),
+    assumptions=presets,
+    turns=st.sampled_from([1.0, 5.5]),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_account_is_finite_and_adds_up(  # type: ignore[no-untyped-def]
+    name, gpu, num_gpus, lengths, prompts, sigma, mode, assumptions, turns
+) -> None:
+    work = Workload(
+        num_prompts=prompts,
+        group_size=4,
+        prompt_tokens=300,
+        response_tokens=lengths[0],
+        max_response_tokens=lengths[1],
+        length_sigma=sigma,
+        algorithm="ppo",
+        reward="generative",
+        agent=AgentWork(num_turns=turns, observation_tokens=200, env_s=1.0),
+    )
+    cluster = Cluster(accelerator=load_accelerator(gpu), num_gpus=2 * num_gpus)
+    account = step_account(
+        load_model(name),
+        work,
+        cluster,
+        assumptions,
+        mode=mode,
+        num_rollout_gpus=num_gpus,
+        num_train_gpus=num_gpus,
+    )
+    seconds = asdict(account.seconds)
+    total = seconds.pop("total")
+    assert all(np.isfinite(value) and value >= 0 for value in seconds.values())
+    assert total > 0
+    if mode != "separate_async":
+        assert total == pytest.approx(sum(seconds.values()))
+    assert account.fits == (not account.why_not)

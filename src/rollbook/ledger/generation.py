@@ -55,7 +55,8 @@ def generation_curve(
     Source: renewal theory; the test compares it with `row_curve` on drawn lengths.
     """
     per_replica = num_sequences / num_replicas
-    width = lengths.max_tokens / _NUM_POINTS
+    longest = float(lengths.quantile(1 - 0.01 / num_sequences))
+    width = longest / _NUM_POINTS
     at = (np.arange(_NUM_POINTS) + 0.5) * width
     alive = lengths.survival(at)
     if per_replica <= num_slots:
@@ -75,9 +76,7 @@ def generation_curve(
     return GenerationCurve(
         num_steps=np.concatenate([[full_steps], any_runs * width]),
         rows=np.concatenate([[float(num_slots)], np.maximum(num_slots * residual, 1.0)]),
-        context=np.concatenate(
-            [[prompt_tokens + age], prompt_tokens + np.minimum(age + at / 2, lengths.max_tokens)]
-        ),
+        context=np.concatenate([[prompt_tokens + age], prompt_tokens + np.minimum(age + at / 2, longest)]),
         is_tail=np.concatenate([[0.0], (unfinished < _TAIL_FRAC).astype(np.float64)]),
     )
 
