@@ -104,7 +104,8 @@ class NativeEngine:
         self._runner: ModelRunner | None = None
         self._pending: dict[str, _Pending] = {}
         self._is_paused = False
-        self._drained: list[Callable[[], None]] = []
+        self._drained: list[_Command] = []
+        """Whoever waits for a drain."""
         self._sleep_level = 0
         self._needs_publication = False
         self._prefill_s = 0.0
@@ -225,11 +226,16 @@ class NativeEngine:
         loop = asyncio.get_running_loop()
         drained: asyncio.Future[None] = loop.create_future()
 
+        waiter = _Command(
+            run=lambda: _call_loop(loop, _set_result, drained, None),
+            fail=lambda error: _call_loop(loop, _set_exception, drained, error),
+        )
+
         def start() -> None:
             self._scheduler.is_draining = True
-            self._drained.append(lambda: _call_loop(loop, _set_result, drained, None))
+            self._drained.append(waiter)
 
-        self._post(_Command(run=start, fail=lambda error: _call_loop(loop, _set_exception, drained, error)))
+        self._post(_Command(run=start, fail=waiter.fail))
         await drained
 
     async def resume(self) -> None:
@@ -378,13 +384,12 @@ class NativeEngine:
             error.__cause__ = cause
         with self._lock:
             self._ended = error
-            left = list(self._inbox)
+            left = [*self._inbox, *self._drained]
             self._inbox.clear()
         for command in left:
             command.fail(error)
         _deliver([(pending, error) for pending in self._pending.values()])
         self._pending.clear()
-        self._end_drain()
         self._runner = None
 
     def _build(self) -> None:
@@ -447,8 +452,8 @@ class NativeEngine:
 
     def _end_drain(self) -> None:
         self._scheduler.is_draining = False
-        for answer in self._drained:
-            answer()
+        for waiter in self._drained:
+            waiter.run()
         self._drained.clear()
 
 

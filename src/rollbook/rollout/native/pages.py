@@ -7,6 +7,7 @@ carries out in order before the next forward.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence as Items
@@ -86,12 +87,14 @@ class PagePool:
         return page
 
 
-@dataclass(slots=True)
+PageKey = tuple[int, bytes]
+"""A cached page: the id of the page before it (0: none) and its tokens, int32."""
+
+
+@dataclass(frozen=True, slots=True)
 class _CachedPage:
     node_id: int
     page: int
-    key: tuple[int, bytes]
-    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -106,13 +109,16 @@ class PrefixCache:
     """Pages of finished sequences, found again by their exact tokens, and only under the weights that made them.
 
     A trie of pages: the key of a page is its parent's id and its tokens. The last page of a sequence may hold fewer
-    tokens than fit; it has no children. Pages are copied to whoever reuses them, never shared.
+    tokens than fit. Pages are copied to whoever reuses them, never shared, so a page also serves a sequence that
+    agrees with only its first tokens.
     """
 
     def __init__(self, pool: PagePool, page_tokens: int) -> None:
         self.pool = pool
         self.page_tokens = page_tokens
-        self._by_key: OrderedDict[tuple[int, bytes], _CachedPage] = OrderedDict()
+        self._by_key: OrderedDict[PageKey, _CachedPage] = OrderedDict()
+        self._children: dict[int, list[bytes]] = {}
+        """Tokens of a page's children, sorted: the two beside a text share the longest beginning with it."""
         self._next_id = 1
 
     def __len__(self) -> int:
@@ -121,60 +127,77 @@ class PrefixCache:
     def find(self, token_ids: Ids) -> CacheHit:
         """The longest prefix of `token_ids` held here."""
         hit = CacheHit()
-        touched: list[tuple[int, bytes]] = []
-        parent_id, size = 0, self.page_tokens
+        touched: list[PageKey] = []
+        parent_id = 0
         while hit.num_tokens < len(token_ids):
-            rest = token_ids[hit.num_tokens : hit.num_tokens + size]
-            found = None
-            for num_tokens in range(len(rest), 0, -1):
-                found = self._by_key.get((parent_id, rest[:num_tokens].tobytes()))
-                if found is not None:
-                    break
-            if found is None:
+            wanted = token_ids[hit.num_tokens : hit.num_tokens + self.page_tokens].tobytes()
+            nearest = self._nearest_child(parent_id, wanted)
+            num_tokens = _common_tokens(nearest, wanted)
+            if num_tokens == 0:
                 break
-            touched.append(found.key)
-            hit.pages.append(found.page)
-            hit.num_tokens += found.num_tokens
-            if found.num_tokens < size:
+            held = self._by_key[parent_id, nearest]
+            touched.append((parent_id, nearest))
+            hit.pages.append(held.page)
+            hit.num_tokens += num_tokens
+            if num_tokens < self.page_tokens:
                 break
-            parent_id = found.node_id
+            parent_id = held.node_id
         self._touch(touched)
         return hit
 
     def keep(self, token_ids: Ids, pages: Items[int]) -> None:
         """Copy the pages of a finished sequence into the cache, as far as free or least recently used pages allow."""
-        path: list[tuple[int, bytes]] = []
+        path: list[PageKey] = []
         parent_id, size = 0, self.page_tokens
         for idx, source in enumerate(pages):
-            part = token_ids[idx * size : (idx + 1) * size]
-            if len(part) == 0:
-                break
-            key = (parent_id, part.tobytes())
+            tokens = token_ids[idx * size : (idx + 1) * size].tobytes()
+            key = (parent_id, tokens)
             held = self._by_key.get(key)
             if held is None:
                 if not self.pool.num_free and not self.evict(1, keep=path):
                     break
-                held = _CachedPage(self._next_id, self.pool.take_highest(), key, len(part))
+                held = _CachedPage(self._next_id, self.pool.take_highest())
                 self._next_id += 1
                 self._by_key[key] = held
+                bisect.insort(self._children.setdefault(parent_id, []), tokens)
                 self.pool.copy([source], [held.page])
             path.append(key)
             parent_id = held.node_id
         self._touch(path)
 
-    def evict(self, num_pages: int, keep: Items[tuple[int, bytes]] = ()) -> bool:
+    def evict(self, num_pages: int, keep: Items[PageKey] = ()) -> bool:
         """Give the least recently used pages, except `keep`, back to the pool; False when there are not enough."""
         for _ in range(num_pages):
             victim = next((key for key in self._by_key if key not in keep), None)
             if victim is None:
                 return False
             self.pool.give_back([self._by_key.pop(victim).page])
+            parent_id, tokens = victim
+            siblings = self._children[parent_id]
+            del siblings[bisect.bisect_left(siblings, tokens)]
+            if not siblings:
+                del self._children[parent_id]
         return True
 
     def clear(self) -> None:
         self.evict(len(self._by_key))
 
-    def _touch(self, path: Items[tuple[int, bytes]]) -> None:
+    def _nearest_child(self, parent_id: int, wanted: bytes) -> bytes:
+        siblings = self._children.get(parent_id, [])
+        place = bisect.bisect_left(siblings, wanted)
+        return max(
+            siblings[max(0, place - 1) : place + 1], key=lambda s: _common_tokens(s, wanted), default=b""
+        )
+
+    def _touch(self, path: Items[PageKey]) -> None:
         # Leaf first: a page is always more recent than its children, so children are evicted before it.
         for key in reversed(path):
             self._by_key.move_to_end(key)
+
+
+def _common_tokens(one: bytes, other: bytes) -> int:
+    """Length of the common beginning of two texts of int32 tokens."""
+    size = min(len(one), len(other))
+    if one[:size] == other[:size]:
+        return size // 4
+    return next(i for i in range(0, size, 4) if one[i : i + 4] != other[i : i + 4]) // 4
