@@ -1,0 +1,244 @@
+"""The plan as a verl 0.9 command: Hydra overrides of its `ppo_trainer` config, each with its reason."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rollbook.planner.plan import Plan, staleness_bound
+from rollbook.planner.search import Candidate
+from rollbook.planner.words import MODE_TITLES, format_bytes, seconds, split
+
+_TRAINER_MODES = {
+    "sync": "sync",
+    "colocate_async": "colocate_async",
+    "separate_sync": "separate_async",
+    "separate_async": "separate_async",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One `key=value` of the command line."""
+
+    key: str
+    value: str | int | float | bool
+    because: str = ""
+
+    def text(self) -> str:
+        value = self.value
+        return f"{self.key}={str(value) if isinstance(value, bool) else value}"
+
+
+def verl_script(plan: Plan) -> str:
+    """A bash script that starts verl with the chosen plan.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+    chosen = plan.require_chosen()
+    r = plan.request
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# {r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}: {MODE_TITLES[chosen.mode]}, "
+        f"{split(*chosen.split, chosen.mode)} GPUs, {seconds(chosen.step_s)} a step expected.",
+        "# For verl 0.9.1. Reasons stand above the arguments they belong to.",
+        "set -euo pipefail",
+        "",
+        "args=(",
+    ]
+    for override in verl_overrides(plan):
+        if override.because:
+            lines.append(f"  # {override.because}")
+        lines.append(f"  {override.text()}")
+    return "\n".join([*lines, ")", "", 'python3 -m verl.trainer.main_ppo "${args[@]}" "$@"']) + "\n"
+
+
+def verl_overrides(plan: Plan) -> list[Override]:
+    """Overrides of verl's `ppo_trainer` config."""
+    chosen = plan.require_chosen()
+    return [
+        *_data(plan),
+        *_model(plan, chosen),
+        *_actor(plan, chosen),
+        *_rollout(plan, chosen),
+        *_algorithm(plan, chosen),
+        *_trainer(plan, chosen),
+    ]
+
+
+def _data(plan: Plan) -> list[Override]:
+    work = plan.request.workload
+    return [
+        Override("data.train_files", "train.parquet", "your prompts"),
+        Override("data.val_files", "val.parquet"),
+        Override("data.train_batch_size", work.num_prompts),
+        Override("data.max_prompt_length", _longest_prompt(plan), "twice the mean prompt"),
+        Override("data.max_response_length", work.max_response_tokens),
+        Override("data.filter_overlong_prompts", True),
+        Override("data.truncation", "error"),
+    ]
+
+
+def _longest_prompt(plan: Plan) -> int:
+    return int(2 ** math.ceil(math.log2(2 * plan.request.workload.prompt_tokens)))
+
+
+def _model(plan: Plan, chosen: Candidate) -> list[Override]:
+    layout = chosen.train.layout
+    overrides = [Override("actor_rollout_ref.model.path", plan.request.model_path or plan.request.model.name)]
+    if _is_megatron(chosen):
+        degrees = f"TP {layout.tp_size}, PP {layout.pp_size}, EP {layout.ep_size}"
+        overrides.insert(0, Override("model_engine", "megatron", f"the planned trainer layout has {degrees}"))
+    overrides.append(
+        Override("actor_rollout_ref.model.enable_gradient_checkpointing", layout.recompute == "full")
+    )
+    return overrides
+
+
+def _is_megatron(chosen: Candidate) -> bool:
+    layout = chosen.train.layout
+    return layout.tp_size > 1 or layout.pp_size > 1 or layout.ep_size > 1
+
+
+def _actor(plan: Plan, chosen: Candidate) -> list[Override]:
+    work, layout = plan.request.workload, chosen.train.layout
+    longest = math.ceil(_longest_prompt(plan) + work.max_response_tokens + work.observation_tokens)
+    tokens = math.ceil(max(plan.request.assumptions.micro_batch_tokens, longest) / layout.cp_size)
+    actor = "actor_rollout_ref.actor"
+    # verl asserts that a separated step's prompts are the updates between publications times the mini batch.
+    mini_batch = work.num_prompts // _updates_per_sync(plan, chosen)
+    overrides = [
+        Override(f"{actor}.ppo_mini_batch_size", mini_batch, "prompts of one optimizer update"),
+        Override(f"{actor}.ppo_epochs", work.num_epochs),
+        Override(f"{actor}.use_dynamic_bsz", True),
+        Override(
+            f"{actor}.ppo_max_token_len_per_gpu",
+            tokens,
+            f"one longest sequence of {longest} tokens"
+            + (f" over CP {layout.cp_size}" * (layout.cp_size > 1)),
+        ),
+        Override(f"{actor}.use_kl_loss", work.uses_reference and work.algorithm == "grpo"),
+    ]
+    offloads = not chosen.mode.startswith("separate") or chosen.train.is_offloaded
+    why = "the engine has the memory while it generates" if offloads else ""
+    if _is_megatron(chosen):
+        for role in ("actor", "ref"):
+            engine = f"actor_rollout_ref.{role}.megatron"
+            overrides += [
+                Override(f"{engine}.tensor_model_parallel_size", layout.tp_size),
+                Override(f"{engine}.pipeline_model_parallel_size", layout.pp_size),
+                Override(f"{engine}.context_parallel_size", layout.cp_size),
+                Override(f"{engine}.expert_model_parallel_size", layout.ep_size),
+            ]
+        overrides += [
+            Override(f"{actor}.megatron.param_offload", offloads, why),
+            Override(f"{actor}.megatron.optimizer_offload", offloads),
+        ]
+    else:
+        overrides += [
+            Override(f"{actor}.strategy", "fsdp2", "state sharded over all training GPUs"),
+            Override(f"{actor}.ulysses_sequence_parallel_size", layout.cp_size),
+            Override(f"{actor}.fsdp_config.param_offload", offloads, why),
+            Override(f"{actor}.fsdp_config.optimizer_offload", offloads),
+        ]
+    return overrides
+
+
+def _updates_per_sync(plan: Plan, chosen: Candidate) -> int:
+    if not chosen.mode.startswith("separate"):
+        return plan.request.workload.num_mini_batches
+    work = plan.request.workload
+    updates = work.num_mini_batches
+    while work.num_prompts % updates:
+        updates -= 1
+    return updates
+
+
+def _rollout(plan: Plan, chosen: Candidate) -> list[Override]:
+    r, layout, side = plan.request, chosen.rollout_layout, chosen.account.rollout
+    rollout = "actor_rollout_ref.rollout"
+    memory_frac = 1 - r.assumptions.memory_overhead_frac
+    if not chosen.mode.startswith("separate"):
+        memory_frac = min(memory_frac, r.assumptions.engine_memory_frac)
+    overrides = [
+        Override(f"{rollout}.name", "vllm"),
+        Override(f"{rollout}.n", r.workload.group_size),
+        Override(
+            f"{rollout}.tensor_model_parallel_size",
+            layout.tp_size,
+            f"{side.num_replicas} replicas of {layout.num_gpus} GPUs, {format_bytes(side.kv_pool_bytes)} for KV each",
+        ),
+        Override(f"{rollout}.data_parallel_size", layout.num_gpus // layout.tp_size),
+        Override(f"{rollout}.expert_parallel_size", layout.ep_size),
+        Override(f"{rollout}.gpu_memory_utilization", round(memory_frac, 2)),
+        Override(f"{rollout}.max_num_seqs", max(side.slots_per_replica, 1), "slots of a replica"),
+        Override(f"{rollout}.calculate_log_probs", True),
+    ]
+    if layout.weight_dtype == "float8":
+        overrides.append(Override(f"{rollout}.quantization", "fp8"))
+    if chosen.mode.startswith("separate"):
+        per_node = min(r.cluster.gpus_per_node, side.num_gpus)
+        overrides += [
+            Override(f"{rollout}.nnodes", math.ceil(side.num_gpus / per_node), "the separated rollout pool"),
+            Override(f"{rollout}.n_gpus_per_node", per_node),
+            Override(f"{rollout}.checkpoint_engine.backend", _backend(plan)),
+            Override("actor_rollout_ref.hybrid_engine", False, "no rollout replica on the training GPUs"),
+        ]
+    return overrides
+
+
+def _backend(plan: Plan) -> str:
+    publication = plan.publication
+    return "delta_sharded" if publication is not None and publication.method == "delta" else "nccl"
+
+
+def _algorithm(plan: Plan, chosen: Candidate) -> list[Override]:
+    work = plan.request.workload
+    overrides = [
+        Override("algorithm.adv_estimator", "grpo" if work.algorithm == "grpo" else "gae"),
+        Override("algorithm.use_kl_in_reward", work.uses_reference and work.algorithm == "ppo"),
+    ]
+    if work.algorithm == "ppo":
+        overrides.append(Override("critic.model.path", plan.request.model_path or plan.request.model.name))
+    if not work.uses_proximal:
+        overrides.append(
+            Override(
+                "algorithm.rollout_correction.bypass_mode", True, "the engine's logprobs anchor the step"
+            )
+        )
+    elif not chosen.is_on_policy:
+        overrides += [
+            Override(
+                "algorithm.rollout_correction.rollout_is", "token", "importance weights for older tokens"
+            ),
+            Override("algorithm.rollout_correction.rollout_is_threshold", 2.0),
+        ]
+    return overrides
+
+
+def _trainer(plan: Plan, chosen: Candidate) -> list[Override]:
+    r, train = plan.request, chosen.account.train
+    per_node = min(r.cluster.gpus_per_node, train.num_gpus)
+    mode = _TRAINER_MODES[chosen.mode]
+    overrides = [
+        Override("trainer.use_v1", True),
+        Override("trainer.v1.trainer_mode", mode, plan.choice_because),
+        Override("trainer.nnodes", math.ceil(train.num_gpus / per_node)),
+        Override("trainer.n_gpus_per_node", per_node),
+    ]
+    if mode != "sync":
+        bound = staleness_bound(chosen, r)
+        overrides += [
+            Override(
+                "trainer.v1.sampler.max_off_policy_threshold",
+                bound + 1,
+                f"verl counts versions a trajectory spans: a staleness bound of {bound}",
+            ),
+            Override("trainer.v1.sampler.max_off_policy_strategy", "wait", "long responses are not dropped"),
+        ]
+    if mode == "separate_async":
+        overrides.append(
+            Override("trainer.v1.separate_async.parameter_sync_step", _updates_per_sync(plan, chosen))
+        )
+    return overrides

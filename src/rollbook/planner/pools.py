@@ -1,0 +1,79 @@
+"""The pools of machines of a plan: who gets how many nodes, and the CPU pool for environments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rollbook.planner.plan import Plan
+from rollbook.planner.search import Candidate
+
+CORES_PER_CPU_NODE = 64
+_CORES_PER_GPU = 8
+"""CPU cores that a GPU's share of engine, trainer and loader takes."""
+_HOST_BYTES_PER_GPU = 128 * 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Equal nodes that serve one role."""
+
+    name: str
+    """`gpu` (both roles in turn), `rollout`, `train` or `sandbox`."""
+    num_nodes: int
+    gpus_per_node: int
+    cores_per_node: int
+    host_bytes_per_node: int
+
+
+def pools(plan: Plan, chosen: Candidate) -> list[Pool]:
+    """GPU pools of the topology, and a CPU pool where environments or sandboxes need one."""
+    per_node = plan.request.cluster.gpus_per_node
+    if chosen.mode.startswith("separate"):
+        rollout, train = chosen.split
+        found = [_gpu_pool("rollout", rollout, per_node), _gpu_pool("train", train, per_node)]
+    else:
+        found = [_gpu_pool("gpu", plan.request.cluster.num_gpus, per_node)]
+    cores = sandbox_cores(plan, chosen)
+    if cores:
+        nodes = math.ceil(cores / CORES_PER_CPU_NODE)
+        found.append(
+            Pool(
+                name="sandbox",
+                num_nodes=nodes,
+                gpus_per_node=0,
+                cores_per_node=CORES_PER_CPU_NODE,
+                host_bytes_per_node=CORES_PER_CPU_NODE * 4 * 2**30,
+            )
+        )
+    return found
+
+
+def _gpu_pool(name: str, num_gpus: int, per_node: int) -> Pool:
+    per_node = min(per_node, num_gpus)
+    return Pool(
+        name=name,
+        num_nodes=math.ceil(num_gpus / per_node),
+        gpus_per_node=per_node,
+        cores_per_node=_CORES_PER_GPU * per_node,
+        host_bytes_per_node=_HOST_BYTES_PER_GPU * per_node,
+    )
+
+
+def sandbox_cores(plan: Plan, chosen: Candidate) -> int:
+    """CPU cores busy with environments at once: their core-seconds of a step over the step."""
+    work = plan.request.workload
+    agent = work.agent
+    if work.reward != "sandbox" and agent.env_s == 0:
+        return 0
+    calls = agent.num_turns * agent.env_s + agent.sandbox_start_s
+    if work.reward == "sandbox":
+        calls += max(agent.env_s, _SANDBOX_S)
+    busy_s = work.num_sequences * calls * agent.cpu_cores_per_sandbox
+    return max(1, math.ceil(_HEADROOM * busy_s / chosen.step_s))
+
+
+_SANDBOX_S = 5.0
+"""Seconds of one scoring run where nothing was said."""
+_HEADROOM = 2.0
+"""Calls come in bursts when many responses end together."""
