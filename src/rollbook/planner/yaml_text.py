@@ -56,4 +56,6 @@ def _scalar(value: object) -> str:
     if isinstance(value, str):
         is_plain = _PLAIN.fullmatch(value) is not None and value.lower() not in _WORDS
         return value if is_plain else json.dumps(value, ensure_ascii=False)
-    return repr(value)
+    text = repr(value)
+    # YAML 1.1 takes 1e-06 for a word: a number needs its point.
+    return re.sub(r"^(-?\d+)e", r"\1.0e", text)
