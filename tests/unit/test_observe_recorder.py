@@ -139,8 +139,8 @@ def test_readings_from_many_threads_merge_by_kind(recorder: Recorder) -> None:
         recorder.metrics(
             {
                 "actor/entropy": Ratio(loss * num_tokens, num_tokens),
-                "actor/num_updates": Total(1),
-                "actor/grad_norm_max": Peak(loss),
+                "trainer/actor_updates": Total(1),
+                "actor/ratio/max": Peak(loss),
             }
         )
 
@@ -154,7 +154,7 @@ def test_readings_from_many_threads_merge_by_kind(recorder: Recorder) -> None:
         recorder.metrics({"actor/lr": Last(1e-4)})
     data = metrics_of(recorder)[0]["data"]
     assert data["actor/entropy"] == 1.5  # 6 tokens of 1 and 2 tokens of 3
-    assert (data["actor/num_updates"], data["actor/grad_norm_max"], data["actor/lr"]) == (2.0, 3.0, 1e-4)
+    assert (data["trainer/actor_updates"], data["actor/ratio/max"], data["actor/lr"]) == (2.0, 3.0, 1e-4)
 
 
 def test_readings_between_steps_go_into_the_next_one(recorder: Recorder) -> None:
@@ -175,19 +175,17 @@ def test_metrics_with_a_step_are_a_line_of_their_own(recorder: Recorder) -> None
 
 def test_nothing_to_report_is_left_out_and_nan_is_null_with_an_event(recorder: Recorder) -> None:
     with recorder.step(0):
-        recorder.metrics(
-            {"reward/a/mean": Ratio(0, 0), "actor/loss": math.nan, "actor/grad_norm_max": math.inf}
-        )
+        recorder.metrics({"reward/a/mean": Ratio(0, 0), "actor/loss": math.nan, "actor/ratio/max": math.inf})
     text = (recorder.path / "metrics.jsonl").read_text()
     data = json.loads(text, parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))["data"]
     assert "reward/a/mean" not in data
-    assert (data["actor/loss"], data["actor/grad_norm_max"], data["observe/nonfinite_metrics"]) == (
+    assert (data["actor/loss"], data["actor/ratio/max"], data["observe/nonfinite_metrics"]) == (
         None,
         None,
         2.0,
     )
     (event,) = events_of(recorder, "nonfinite")
-    assert event["metrics"] == ["actor/grad_norm_max=inf", "actor/loss=nan"]
+    assert event["metrics"] == ["actor/loss=nan", "actor/ratio/max=inf"]
 
 
 def test_unknown_metric_is_an_error_in_strict_mode(recorder: Recorder) -> None:
