@@ -171,11 +171,13 @@ def decode_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, flo
     replica = ReplicaLayout(
         tp_size=int(config.get("tp", config.get("gpus", 1))), weight_dtype=weights, engine=engine
     )
+    is_known = accelerator.name in assumptions.decode.hbm_frac
+    error_frac = DECODE_ERROR_FRAC * (1 if is_known else 2)
     for kv_dtype, part in _by_kv_dtype(measured):
         serving = _Serving(model, cluster, assumptions, replace(replica, kv_dtype=kv_dtype), config)
         prefix = "" if part is measured else f"{kv_dtype} KV "
         for metric, value, predicted in serving.compare(part):
-            yield prefix + metric, value, _within(predicted, DECODE_ERROR_FRAC)
+            yield prefix + metric, value, _within(predicted, error_frac)
 
 
 def _by_kv_dtype(measured: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

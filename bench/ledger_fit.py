@@ -28,7 +28,9 @@ from rollbook.ledger.assumptions import Assumptions, load_assumptions
 
 FREE: dict[str, dict[str, tuple[float, float, float]]] = {
     "decode": {
-        "decode.hbm_frac.default": (0.5, 0.7, 0.9),
+        "decode.hbm_frac.H100 SXM": (0.5, 0.7, 0.9),
+        "decode.hbm_frac.H800 SXM": (0.5, 0.7, 0.9),
+        "decode.hbm_frac.B200 SXM": (0.5, 0.7, 0.9),
         "decode.hbm_frac.H20-96GB": (0.2, 0.7, 0.9),
         "decode.hbm_frac.A100-80GB SXM": (0.3, 0.7, 0.9),
         "decode.hbm_frac.RTX 4090": (0.3, 0.7, 0.92),
