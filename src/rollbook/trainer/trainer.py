@@ -95,15 +95,10 @@ class Trainer:
         """Split a step's sequences into mini batches, groups kept together where the sizes allow.
 
         Raises:
-            DataError: no sequences, or fewer than mini batches; a sequence longer than the model's context.
+            DataError: no sequences, or one that is longer than the model's context.
         """
         _check_sequences(sequences, self.model, step)
-        num_mini_batches = self.config.num_mini_batches
-        if len(sequences) < num_mini_batches:
-            raise DataError(
-                f"step {step} has {len(sequences)} sequences for {num_mini_batches} mini batches",
-                "lower trainer.num_mini_batches, or collect more groups a step",
-            )
+        num_mini_batches = min(self.config.num_mini_batches, len(sequences))  # filters may leave few
         mini_batches: list[list[int]] = []
         for epoch in range(self.config.num_epochs):
             order = _group_order(sequences, (self.config.seed, step, epoch) if self.config.shuffle else None)
