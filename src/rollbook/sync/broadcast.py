@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, FileStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from rollbook.errors import SyncError
-from rollbook.sync.bucket import SlotBuffers
+from rollbook.sync.bucket import NUM_SLOTS, SlotBuffers
 from rollbook.sync.transport import Once
 from rollbook.sync.wire import Json, field
 from rollbook.weights import Bucket
@@ -136,7 +136,7 @@ class BroadcastReceiver:
                 f"{self._max_bucket_bytes}",
                 "use the same sync.bucket_bytes on both sides",
             )
-        data = self._buffers(bucket.bucket_idx % 2, num_bytes, self._group.device)
+        data = self._buffers(bucket.bucket_idx % NUM_SLOTS, num_bytes, self._group.device)
         self._group.broadcast(data)
         return replace(bucket, data=data)
 

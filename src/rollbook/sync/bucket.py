@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rollbook.errors import SyncError
-from rollbook.sync.digest import PendingDigests, flat_bytes, launch
+from rollbook.sync.digest import PendingDigests, flat_bytes, joined, launch
 from rollbook.weights import Bucket, BucketEntry, Digests, TensorSpec
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from rollbook.sync.delta import AcknowledgedWeights
 
+NUM_SLOTS = 2
+"""Buffers that exist at a time; a slot is filled again when its bucket has arrived everywhere."""
 ALIGN_BYTES = 256
 """Entries start on this boundary, so that a part can be viewed in its dtype where it lies."""
 SMALL_BYTES = 1 << 20
@@ -47,41 +49,46 @@ class SlotBuffers:
         return held[:num_bytes]
 
 
-@dataclass(slots=True)
 class DigestLedger:
-    """The digests of what was exported, tensor by tensor, read from the device at the end."""
+    """Digests of a stream of tensors, started as they come and read from the devices once, at the end.
 
-    _names: list[str]
-    _pending: list[tuple[tuple[str, ...], PendingDigests]]
-    _small: list[tuple[str, Tensor]]
+    Args:
+        hold_bytes: tensors up to this size wait for `flush` and share a launch; larger ones are started at once, so
+            that the stream can free them.
+    """
 
-    @classmethod
-    def empty(cls) -> DigestLedger:
-        return cls([], [], [])
+    def __init__(self, hold_bytes: int = SMALL_BYTES) -> None:
+        self._hold_bytes = hold_bytes
+        self._held: list[tuple[str, Tensor]] = []
+        self._pending: list[tuple[list[str], PendingDigests]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        self._names.append(name)
-        if tensor.numel() * tensor.element_size() > SMALL_BYTES:
-            self._pending.append(((name,), launch([tensor])))
+        if tensor.numel() * tensor.element_size() > self._hold_bytes:
+            self._pending.append(([name], launch([tensor])))
         else:
-            self._small.append((name, tensor))
+            self._held.append((name, tensor))
 
     def flush(self) -> None:
-        """Launch what was held back; the exported tensors are free afterwards."""
+        """Start what was held back; the tensors are free afterwards."""
         by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
-        for name, tensor in self._small:
+        for name, tensor in self._held:
             by_device.setdefault(tensor.device, []).append((name, tensor))
         for held in by_device.values():
-            self._pending.append((tuple(name for name, _ in held), launch([tensor for _, tensor in held])))
-        self._small.clear()
+            pending = launch([tensor for _, tensor in held])
+            self._pending.append(([name for name, _ in held], pending))
+        self._held.clear()
 
     def results(self) -> dict[str, str]:
+        """Name -> digest of everything added; one copy from each device."""
         self.flush()
-        return {
-            name: digest
-            for names, pending in self._pending
-            for name, digest in zip(names, pending.results(), strict=True)
-        }
+        by_device: dict[torch.device, list[tuple[list[str], PendingDigests]]] = {}
+        for names, pending in self._pending:
+            by_device.setdefault(pending.sums.device, []).append((names, pending))
+        digests: dict[str, str] = {}
+        for rows in by_device.values():
+            names = [name for names, _ in rows for name in names]
+            digests.update(zip(names, joined([pending for _, pending in rows]).results(), strict=True))
+        return digests
 
 
 @dataclass(slots=True)
@@ -100,7 +107,7 @@ class Packer:
     sent_bytes: int = 0
 
     def buckets(self) -> Iterator[Bucket]:
-        self.ledger = self.ledger or DigestLedger.empty()
+        self.ledger = self.ledger or DigestLedger()
         yield from self._shared_buckets() if self.buffers is None else self._data_buckets(self.buffers)
         self.ledger.flush()
 
@@ -171,7 +178,7 @@ class Packer:
                     yield self._filled(bucket_idx, entries, buffer, used)
                     bucket_idx, used, entries = bucket_idx + 1, 0, []
                 if not entries:
-                    buffer = buffers(bucket_idx % 2, self.bucket_bytes, tensor.device)
+                    buffer = buffers(bucket_idx % NUM_SLOTS, self.bucket_bytes, tensor.device)
                 assert buffer is not None
                 buffer[used : used + entry.num_bytes].copy_(payload, non_blocking=True)
                 entries.append(replace(entry, offset_bytes=used))

@@ -90,6 +90,13 @@ def launch(tensors: Sequence[Tensor]) -> PendingDigests:
     return PendingDigests(_sums(flat), kinds)
 
 
+def joined(pending: Sequence[PendingDigests]) -> PendingDigests:
+    """Several launches on one device as one, to be read by one copy."""
+    return PendingDigests(
+        torch.cat([each.sums for each in pending]), tuple(kind for each in pending for kind in each.kinds)
+    )
+
+
 def fold(digests_by_name: Mapping[str, str]) -> str:
     """One digest of a whole version: names and digests, in the order of the names."""
     text = "\n".join(f"{name} {digests_by_name[name]}" for name in sorted(digests_by_name))

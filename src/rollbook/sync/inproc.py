@@ -64,6 +64,7 @@ class InprocPort:
         """Made at the first `open`; its state says whether the replica is sound."""
         self._holds_pause = False
         self._beside_engine: asyncio.Future[None] | None = None
+        self._in_order = asyncio.Lock()
 
     async def weight_version(self) -> int:
         if self.transaction is not None and self.transaction.state is State.BROKEN:
@@ -91,10 +92,12 @@ class InprocPort:
 
     async def receive(self, bucket: Bucket) -> None:
         transaction = self._opened()
-        if self.staging == "direct" or any(entry.encoding != "dense" for entry in bucket.entries):
-            await self.engine.run_between_steps(lambda: transaction.receive(bucket))
-        else:
-            await self._beside(lambda: transaction.receive(bucket))
+        touches_live = self.staging == "direct" or any(entry.encoding != "dense" for entry in bucket.entries)
+        async with self._in_order:  # the next bucket may be on its way already
+            if touches_live:
+                await self.engine.run_between_steps(lambda: transaction.receive(bucket))
+            else:
+                await self._beside(lambda: transaction.receive(bucket))
 
     async def prove(self, digests: Digests) -> None:
         transaction = self._opened()

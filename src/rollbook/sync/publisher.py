@@ -2,8 +2,8 @@
 
     publish(v):  open ──► stream ──────────────────────────► prove ──► commit ──► report
                  all      export thread: gather, pack, digest   all       all
-                 replicas event loop:    send bucket i while    must      each proves
-                                         bucket i+1 is packed   agree     its live weights
+                 replicas event loop:    two buckets on the     must      each proves
+                                         way, one is packed     agree     its live weights
 
 No replica commits before every replica still in the publication has proven what it received. A replica that
 fails or misses a deadline leaves the publication: it is asked to abort, put into `quarantined`, and re-synced in
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from rollbook.errors import DeadlineError, RunError, SyncError
 from rollbook.observe.values import Peak, Total, Values
-from rollbook.sync.bucket import Buffers, Packer
+from rollbook.sync.bucket import NUM_SLOTS, Buffers, Packer
 from rollbook.sync.delta import AcknowledgedWeights
 from rollbook.sync.digest import fold
 from rollbook.sync.handshake import Handshake
@@ -316,26 +317,28 @@ class Publisher:
         await self._each(publication, "open", open_one, self.config.open_deadline_s)
 
     async def _stream(self, publication: _Publication, packer: Packer) -> None:
-        """Pack bucket i+1 while bucket i travels; a slot is filled again only after its bucket has arrived."""
+        """Keep both slots busy: bucket i+2 is packed as soon as bucket i has arrived, while bucket i+1 travels."""
         buckets: Iterator[Bucket | None] = iter(packer.buckets())
-        travelling: asyncio.Task[object] | None = None
+        travelling: deque[asyncio.Task[None]] = deque()
         try:
             while True:
                 label = f"bucket {publication.num_buckets}"
                 bucket = await self._in_export_thread(publication, label, lambda: next(buckets, None))
-                if travelling is not None:
-                    await travelling
                 if bucket is None:
-                    return
+                    break
                 publication.num_buckets += 1
-                travelling = asyncio.create_task(self._deliver(publication, bucket))
+                travelling.append(asyncio.create_task(self._deliver(publication, bucket)))
+                if len(travelling) == NUM_SLOTS:
+                    await travelling.popleft()
+            while travelling:
+                await travelling.popleft()
         except SyncError:
             await self._in_export_thread(publication, "the rest of the export", lambda: _drain(packer.stream))
             raise
         finally:
-            if travelling is not None and not travelling.done():
-                travelling.cancel()
-                await asyncio.gather(travelling, return_exceptions=True)
+            for task in travelling:
+                task.cancel()
+            await asyncio.gather(*travelling, return_exceptions=True)
 
     async def _deliver(self, publication: _Publication, bucket: Bucket) -> None:
         await self._each(
@@ -375,9 +378,9 @@ class Publisher:
         results = {}
         for port, outcome in zip(ports, outcomes, strict=True):
             if isinstance(outcome, Exception):
-                publication.failed[port.replica_id] = outcome
-                del publication.ports[port.replica_id]
-                self.quarantined[port.replica_id] = _one_line(outcome)
+                publication.failed.setdefault(port.replica_id, outcome)
+                publication.ports.pop(port.replica_id, None)
+                self.quarantined[port.replica_id] = _one_line(publication.failed[port.replica_id])
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import torch
@@ -89,8 +90,8 @@ class ReplicaServer:
             await self._greet(channel)
             while True:
                 await self._serve_one(channel, opened)
-        except (EOFError, OSError):
-            pass  # the trainer is gone
+        except (EOFError, OSError, asyncio.CancelledError):
+            pass  # the trainer is gone, or this server is being closed
         except SyncError as error:
             with contextlib.suppress(OSError):
                 await channel.send(_error(error))
@@ -168,6 +169,8 @@ class RemotePort:
         self._address = (host, port)
         self._token = token
         self._channel: Channel | None = None
+        self._announcing, self._sending = asyncio.Lock(), asyncio.Lock()
+        self._last_answer: asyncio.Event | None = None
 
     async def weight_version(self) -> int:
         return int(field(await self._ask({"do": "version"}), "weight_version", int))
@@ -176,10 +179,12 @@ class RemotePort:
         await self._ask({"do": "open", **manifest_to_json(manifest)})
 
     async def receive(self, bucket: Bucket) -> None:
-        """Announce the bucket and take part in its transfer; returns when the replica has it."""
-        place = await self.sender.announce(bucket)
-        header = {"do": "receive", "place": place, **bucket_to_json(bucket)}
-        asking = asyncio.ensure_future(self._ask(header, self.sender.payload(bucket)))
+        """Announce the bucket and take part in its transfer; returns when the replica has it. The next bucket may be
+        sent before; they are announced in the order of the calls."""
+        async with self._announcing:
+            place = await self.sender.announce(bucket)
+            message = {"do": "receive", "place": place, **bucket_to_json(bucket)}
+            asking = await self._send(message, self.sender.payload(bucket))
         transferring = asyncio.ensure_future(self.sender.transfer(bucket))
         try:
             await asyncio.gather(asking, transferring)
@@ -202,11 +207,37 @@ class RemotePort:
             await self._channel.close()
             self._channel = None
 
-    async def _ask(self, header: Json, payload: torch.Tensor | None = None) -> Json:
+    async def _ask(self, header: Json) -> Json:
+        return await (await self._send(header))
+
+    async def _send(self, header: Json, payload: torch.Tensor | None = None) -> asyncio.Task[Json]:
+        """Send a request; the task reads its answer, after the answers to earlier requests."""
+        async with self._sending:
+            async with self._failing_as_one():
+                channel = await self._connected()
+                await channel.send(header, payload)
+            before, self._last_answer = self._last_answer, asyncio.Event()
+            return asyncio.create_task(self._answer(channel, before, self._last_answer))
+
+    async def _answer(self, channel: Channel, before: asyncio.Event | None, done: asyncio.Event) -> Json:
         try:
-            channel = await self._connected()
-            await channel.send(header, payload)
-            answer = (await channel.receive()).header
+            async with self._failing_as_one():
+                if before is not None:
+                    await before.wait()
+                answer = (await channel.receive()).header
+        finally:
+            done.set()
+        if "error" in answer:
+            error_fields = field(answer, "error", dict)
+            kind = ERRORS.get(field(error_fields, "kind", str), SyncError)
+            raise kind(field(error_fields, "what", str), field(error_fields, "remedy", str))
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def _failing_as_one(self) -> AsyncIterator[None]:
+        """A connection with a lost request or answer is good for nothing more."""
+        try:
+            yield
         except BaseException as error:
             await asyncio.shield(self.close())
             if isinstance(error, (EOFError, OSError)):
@@ -216,11 +247,6 @@ class RemotePort:
                     "look at the replica's process; it is re-synced in full when it is back",
                 ) from error
             raise
-        if "error" in answer:
-            error_fields = field(answer, "error", dict)
-            kind = ERRORS.get(field(error_fields, "kind", str), SyncError)
-            raise kind(field(error_fields, "what", str), field(error_fields, "remedy", str))
-        return answer
 
     async def _connected(self) -> Channel:
         if self._channel is None:

@@ -29,13 +29,15 @@ from torch import Tensor
 
 from rollbook.errors import SyncError, nearest_name
 from rollbook.sync import delta
-from rollbook.sync.digest import digests as digests_of
+from rollbook.sync.bucket import DigestLedger
 from rollbook.sync.digest import fold
 from rollbook.sync.layout import MappedWeights
 from rollbook.weights import Bucket, BucketEntry, CommitReport, Digests, LiveWeights, Manifest, TensorSpec
 
 Staging = Literal["staged", "direct"]
 
+HOLD_BYTES = 1 << 62
+"""Everything in a bucket shares one launch: the replica keeps the tensors anyway."""
 SHOWN_NAMES = 8
 """Tensors an error names before it counts the rest."""
 
@@ -78,7 +80,9 @@ class ReplicaTransaction:
         self._specs: dict[str, TensorSpec] = {}
         self._staged: dict[str, Tensor] = {}
         self._arrived_bytes: dict[str, int] = {}
-        self._arrived: dict[str, str] = {}  # direct mode: digests of what arrived, taken before the write
+        # Digests are started while the next bucket travels, and read by `prove`: of what arrived, and of the parts
+        # that this rank will hold of it.
+        self._arrivals, self._parts = DigestLedger(HOLD_BYTES), DigestLedger(HOLD_BYTES)
         self._expected_live: dict[str, str] = {}
         self._dropped: frozenset[str] = frozenset()
         self._next_bucket_idx = 0
@@ -200,6 +204,8 @@ class ReplicaTransaction:
             else:
                 for entry in bucket.entries:
                     self._receive_entry(bucket, entry)
+            self._arrivals.flush()
+            self._parts.flush()
             _synchronize(self._staged.values())  # the sender may fill the buffer again once this returns
         except Exception as error:
             self._fault = str(error)
@@ -278,7 +284,7 @@ class ReplicaTransaction:
         if entry.encoding != "dense":
             payload = payload.to(target.device)
         delta.apply(entry.encoding, payload, target)
-        if self._arrived_bytes[entry.name] == spec.num_bytes and self.staging == "direct":
+        if self._arrived_bytes[entry.name] == spec.num_bytes:
             self._take_whole(entry.name, self._staged.pop(entry.name))
 
     def _spec_of(self, entry: BucketEntry) -> TensorSpec:
@@ -336,13 +342,13 @@ class ReplicaTransaction:
             )
 
     def _take_whole(self, name: str, tensor: Tensor) -> None:
-        """A tensor has arrived: keep it for the commit, or write it now."""
+        """A tensor has arrived: start its digest, and keep it for the commit or write it now."""
+        self._arrivals.add(name, tensor)
+        if isinstance(self.live, MappedWeights) and name not in self._dropped and self.live.is_cut(name):
+            self._parts.add(name, self.live.part(name, tensor))
         if self.staging == "staged":
             self._staged[name] = tensor
-            return
-        self._arrived[name] = digests_of([tensor])[0]
-        if name not in self._dropped:
-            self._expected_live[name] = self._live_digest_of(name, tensor)
+        elif name not in self._dropped:
             self._has_written = True
             self.live.write(name, tensor)
 
@@ -366,34 +372,20 @@ class ReplicaTransaction:
                 f"the trainer's digests and the manifest differ in {_some(odd)}",
                 "the export and its manifest must agree",
             )
-        arrived = self._arrived_digests()
+        arrived = self._arrivals.results()
+        unchanged = [name for name in self._specs if name not in arrived]  # proven with the base version
+        arrived |= {name: self._held_full[name] for name in unchanged}
         changed = _differing(digests, arrived)
         if changed:
             raise self._faulty(
                 f"{len(changed)} tensors reached {self._me()} altered: {_some(changed)}",
                 "the transport damaged them; the publication is repeated in full",
             )
-        for name, tensor in self._staged.items():
-            if name not in self._dropped:
-                self._expected_live[name] = self._live_digest_of(name, tensor, digests[name])
+        self._expected_live = {name: d for name, d in digests.items() if name not in self._dropped}
+        self._expected_live |= {name: self._held_live[name] for name in unchanged}
+        self._expected_live |= self._parts.results()
         self._digests = dict(digests)
         self.state = State.PROVEN
-
-    def _arrived_digests(self) -> dict[str, str]:
-        """Digests of what arrived; a tensor sent as unchanged is what the base version's proof says."""
-        arrived = dict(self._arrived)
-        arrived.update(zip(self._staged, _digests_by_device(self._staged.values()), strict=True))
-        for name in self._specs:
-            if name not in arrived:
-                arrived[name] = self._held_full[name]
-                self._expected_live[name] = self._held_live[name]
-        return arrived
-
-    def _live_digest_of(self, name: str, tensor: Tensor, whole: str | None = None) -> str:
-        """What the live tensor's digest must be once `tensor` is written."""
-        if isinstance(self.live, MappedWeights) and self.live.is_cut(name):
-            return digests_of([self.live.part(name, tensor)])[0]
-        return whole if whole is not None else self._arrived[name]
 
     # ---- commit
 
@@ -509,8 +501,10 @@ class ReplicaTransaction:
         return SyncError(what, remedy)
 
     def _live_digests(self, names: Iterable[str]) -> dict[str, str]:
-        names = list(names)
-        return dict(zip(names, _digests_by_device([self.live.read(name) for name in names]), strict=True))
+        ledger = DigestLedger(HOLD_BYTES)
+        for name in names:
+            ledger.add(name, self.live.read(name))
+        return ledger.results()
 
     def _me(self) -> str:
         return f"replica {self.replica_id}"
@@ -523,19 +517,6 @@ def _covered_bytes(entry: BucketEntry) -> int:
 def _integers(tensor: Tensor) -> Tensor:
     """[n] view of a contiguous tensor's elements as integers, for writing."""
     return tensor.view(-1).view(delta.INTEGERS[min(8, tensor.element_size())])
-
-
-def _digests_by_device(tensors: Iterable[Tensor]) -> list[str]:
-    """Digests in order, one launch for each device."""
-    tensors = list(tensors)
-    by_device: dict[torch.device, list[int]] = {}
-    for idx, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(idx)
-    out = [""] * len(tensors)
-    for idxs in by_device.values():
-        for idx, digest in zip(idxs, digests_of([tensors[i] for i in idxs]), strict=True):
-            out[idx] = digest
-    return out
 
 
 def _differing(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:

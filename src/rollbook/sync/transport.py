@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rollbook.errors import SyncError
-from rollbook.sync.bucket import SlotBuffers
+from rollbook.sync.bucket import NUM_SLOTS, SlotBuffers
 from rollbook.sync.wire import Json, field
 from rollbook.weights import Bucket
 
@@ -57,18 +57,20 @@ class Once:
     """Runs work once per bucket however many replicas ask for it, and gives all of them its outcome."""
 
     def __init__(self) -> None:
-        self._key: tuple[int, int] | None = None
-        self._task: asyncio.Future[Json] | None = None
+        self._tasks: dict[tuple[int, int], asyncio.Future[Json]] = {}
 
     async def run(self, bucket: Bucket, work: Callable[[], Awaitable[Json]]) -> Json:
         key = (bucket.weight_version, bucket.bucket_idx)
-        if self._key != key or self._task is None or self._failed(self._task):
-            self._key, self._task = key, asyncio.ensure_future(work())
-        return await asyncio.shield(self._task)  # one replica's deadline does not end it for the others
+        task = self._tasks.get(key)
+        if task is None or _has_failed(task):
+            task = self._tasks[key] = asyncio.ensure_future(work())
+            for old in list(self._tasks)[: -2 * NUM_SLOTS]:
+                del self._tasks[old]
+        return await asyncio.shield(task)  # one replica's deadline does not end it for the others
 
-    @staticmethod
-    def _failed(task: asyncio.Future[Json]) -> bool:
-        return task.done() and (task.cancelled() or task.exception() is not None)
+
+def _has_failed(task: asyncio.Future[Json]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def announced(slot: Tensor, bucket: Bucket, place: Json) -> Tensor:
