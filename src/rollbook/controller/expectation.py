@@ -1,15 +1,155 @@
-"""What the ledger expects of each stage of a step, on this machine and for this config."""
+"""What the ledger expects of each stage of a step, on this machine and for this config.
+
+The machine comes from `plan.hardware` (a file of `rollbook calibrate`), or is measured before the first step. How
+long responses will be comes from the config, or from a sample: one step's worth of prompts at most, generated as the
+first step would generate them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from rollbook.controller.calibrate import TypicalWork, measure_machine, measure_model
+from rollbook.controller.rollout import Member
+from rollbook.errors import ConfigError
 from rollbook.ledger.entry import Entry
+from rollbook.ledger.hardware import MachineSpec
+from rollbook.ledger.lengths import LengthDistribution
+from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.predict import StepWork, predict_stages
+from rollbook.rollout.native.engine import NativeEngine
+from rollbook.types import Group
 
 if TYPE_CHECKING:
     from rollbook.controller.loop import Controller
 
+SAMPLE_GROUPS = 32
+"""Most groups generated to learn how long responses are."""
 
-async def expectation(controller: Controller) -> Mapping[str, Entry]:
-    return {}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The expectation of one step, with everything it was made from."""
+
+    machine: MachineSpec
+    work: StepWork
+    stages: dict[str, Entry]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `plan.json`."""
+        work, lengths = self.work, self.work.lengths
+        return {
+            "workload": {
+                "num_groups": work.num_groups,
+                "group_size": work.group_size,
+                "prompt_tokens": work.prompt_tokens,
+                "response_tokens": lengths.mean_tokens,
+                "max_response_tokens": lengths.max_tokens,
+                "num_slots": work.num_slots,
+                "num_replicas": work.num_replicas,
+                "micro_batch_tokens": work.micro_batch_tokens,
+                "num_mini_batches": work.num_mini_batches,
+                "num_epochs": work.num_epochs,
+                "trained_frac": work.trained_frac,
+            },
+            "machine": {
+                "name": self.machine.name,
+                "device": self.machine.device,
+                "model": self.machine.model,
+            },
+            "stages": {
+                name: {
+                    "seconds": entry.seconds,
+                    "low": entry.seconds_low,
+                    "high": entry.seconds_high,
+                    "bytes": entry.bytes,
+                    "flops": entry.flops,
+                    "formula": entry.formula,
+                    "source": entry.source,
+                }
+                for name, entry in self.stages.items()
+            },
+        }
+
+
+async def make_plan(controller: Controller) -> Plan | None:
+    """Measure what is not given, and predict. None without a plan, or for an engine that cannot be measured."""
+    config = controller.config
+    if not config.plan.is_on or not all(isinstance(e, NativeEngine) for e in controller.router.engines):
+        return None
+    sample = await _sample(controller)
+    lengths = [t.num_response_tokens for group in sample for t in group.scored]
+    kept = [controller.rollout.judge(group) is None for group in sample]
+    if not lengths:
+        raise ConfigError("no response of the sample could be scored", "look at the failures in events.jsonl")
+    limit = config.rollout.max_response_tokens
+    distribution = LengthDistribution.from_samples(lengths, max_tokens=limit)
+    if config.plan.response_tokens:
+        distribution = LengthDistribution(limit, config.plan.response_tokens)
+    prompt_tokens = float(np.mean([len(p.prompt_ids) for p in controller.train_prompts[:4096]]))
+    typical = TypicalWork(
+        prompt_tokens=max(round(prompt_tokens), 1),
+        response_tokens=max(round(distribution.mean_tokens), 2),
+        group_size=config.rollout.group_size,
+        num_sequences=controller.num_sequences,
+        micro_batch_tokens=config.trainer.micro_batch_tokens,
+    )
+    if config.plan.hardware:
+        machine = MachineSpec.read(Path(config.plan.hardware))
+    else:
+        machine = await controller.compute(lambda: measure_machine(controller.trainer.model.device))
+    if machine.decode is None or machine.train is None:
+        machine = await measure_model(controller, machine, typical)
+    work = StepWork(
+        num_groups=config.run.groups_per_step,
+        group_size=config.rollout.group_size,
+        prompt_tokens=prompt_tokens,
+        lengths=distribution,
+        num_slots=config.rollout.num_slots,
+        num_replicas=config.rollout.num_replicas,
+        micro_batch_tokens=config.trainer.micro_batch_tokens,
+        num_mini_batches=config.trainer.num_mini_batches,
+        num_epochs=config.trainer.num_epochs,
+        trained_frac=float(np.mean(kept)) if kept else 1.0,
+        uses_proximal=controller.needs_proximal,
+        uses_reference=config.algorithm.needs_reference,
+        uses_critic=config.algorithm.needs_values,
+        param_bytes=float(controller.trainer.model.dtype.itemsize),
+    )
+    stages = predict_stages(model_spec(controller), machine, work)
+    if work.uses_critic:  # the ledger counts both models under "train"; here each has a stage
+        half = replace(stages["train"], seconds=stages["train"].seconds / 2, flops=stages["train"].flops / 2)
+        stages |= {"train": half, "critic": replace(half, name="critic")}
+    return Plan(machine=machine, work=work, stages=stages)
+
+
+def model_spec(controller: Controller) -> ModelSpec:
+    """The ledger's view of the policy."""
+    return ModelSpec.from_hf_config(controller.trainer.model.hf_config())
+
+
+async def _sample(controller: Controller) -> list[Group]:
+    """Some training prompts, answered and scored as a step would; they do not count as taken."""
+    num_groups = min(SAMPLE_GROUPS, controller.config.run.groups_per_step, len(controller.train_prompts))
+    size = controller.config.rollout.group_size
+    draw = np.random.default_rng(controller.config.run.seed)
+    chosen = draw.choice(len(controller.train_prompts), num_groups, replace=False)
+    groups = []
+    members = [
+        Member(group_id=-2 - n, member_idx=i, prompt=controller.train_prompts[row])
+        for n, row in enumerate(chosen)
+        for i in range(size)
+    ]
+    trajectories = await asyncio.gather(
+        *(controller.rollout.produce(m) for m in members), return_exceptions=True
+    )
+    for n, row in enumerate(chosen):
+        own = [t for t in trajectories[n * size : (n + 1) * size] if not isinstance(t, BaseException)]
+        prompt = controller.train_prompts[row]
+        groups.append(Group(group_id=-2 - n, prompt=prompt, trajectories=tuple(own)))
+    return groups

@@ -13,6 +13,8 @@ has the device. There is no other difference between the modes.
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,19 +28,25 @@ from rollbook.algos.gap import logprob_gap
 from rollbook.buffer.buffer import Taken
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.evaluate import Evaluator
-from rollbook.controller.expectation import expectation
+from rollbook.controller.expectation import make_plan
 from rollbook.controller.objective import PolicyObjective, ValueObjective
 from rollbook.controller.preflight import preflight
 from rollbook.controller.rollout import Rollout
 from rollbook.controller.saving import Saver
 from rollbook.controller.schedule import Schedule
-from rollbook.controller.step_metrics import buffer_values, engine_values, staleness_values, trajectory_values
+from rollbook.controller.step_metrics import (
+    batch_values,
+    buffer_values,
+    engine_values,
+    staleness_values,
+    trajectory_values,
+)
 from rollbook.controller.warmup import answer_sequences, warmup_lr
 from rollbook.envs.rewards.scorer import Scorer
 from rollbook.errors import SyncError
 from rollbook.ledger.entry import Entry
 from rollbook.observe.recorder import Recorder
-from rollbook.observe.values import Last, Ratio, Total, Values
+from rollbook.observe.values import Last, Total, Values
 from rollbook.rollout.engine import EngineStats
 from rollbook.rollout.router import Router
 from rollbook.sync.publisher import PublicationReport, Publisher
@@ -73,11 +81,13 @@ class Controller:
     first_step: int = 0
     weight_version: int = 0
     """The newest published version."""
+    last_publication: PublicationReport | None = None
     is_stop_requested: bool = False
     """Set by Ctrl-C: the loop ends after the step in progress, with a checkpoint."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "trainer"))
     """The trainer's own thread: the event loop, and an engine beside it, go on while it computes."""
     _engine_stats: dict[int, EngineStats] = field(default_factory=dict)
+    _engine_stats_at_s: float = field(default_factory=time.monotonic)
 
     async def begin(self, *, resume: bool) -> None:
         """Everything before the first step: weights proven on every replica, warm-up, preflight, expectations."""
@@ -94,7 +104,12 @@ class Controller:
             recorder=self.recorder,
             deadline_s=self.config.buffer.group_deadline_s,
         )
-        self.expected = await expectation(self)
+        plan = await make_plan(self)
+        if plan is not None:
+            self.expected = plan.stages
+            (self.recorder.path / "plan.json").write_text(
+                json.dumps(plan.as_json(), indent=1), encoding="utf-8"
+            )
         if step is None:
             if self.evaluator.is_due(0, is_last=True):
                 self.recorder.metrics(await self.evaluator.run(self.router), step=0)
@@ -122,18 +137,18 @@ class Controller:
                 lr = warmup_lr(config.learning_rate, update, config.num_updates)
                 values = await self.compute(partial(self.trainer.update, batch, objective, lr=lr))
                 self.recorder.event("warmup", update=update, loss=values["warmup/loss"].result())
-                if update % config.check_every_updates == 0 and await self._is_warm():
-                    break
+                if update % config.check_every_updates == 0 or update == config.num_updates:
+                    await self.publish(self.weight_version + 1)
+                    if await self._is_warm():
+                        break
             self.trainer.optimizer.reset_moments()
             self.trainer.freeze_reference()
-            await self.publish(self.weight_version + 1)
 
     async def _is_warm(self) -> bool:
-        """Whether held-out prompts are answered well enough; asks the engine, under a version proven for it."""
+        """Whether held-out prompts are answered well enough; asks the engines."""
         config = self.config.warmup
         if config.until_exact_frac >= 1 or not self.evaluator.prompts:
             return False
-        await self.publish(self.weight_version + 1)
         values = await self.evaluator.run(self.router)
         exact = [value.result() for name, value in values.items() if name.endswith("/exact_match")]
         self.recorder.event("warmup_check", exact_match=exact)
@@ -149,9 +164,10 @@ class Controller:
                     span.expected_s = self._expected_step_s()
                     taken = await self._collect()
                     batch = await self._prepare(taken, step)
-                    await self._train(batch)
-                    await self._publish(step)
-                    await self._report(taken, batch)
+                    if batch is not None:
+                        await self._train(batch)
+                    await self._publish(step, moved=batch is not None)
+                    await self._report(taken, batch, step)
                     await self._evaluate(step)
                     await self._save(step)
                 self.rollout.admit()
@@ -169,11 +185,15 @@ class Controller:
                 await self.router.pause("keep")
         return taken
 
-    async def _prepare(self, taken: Taken, step: int) -> TrainBatch:
-        """Sequences with everything the loss reads: trainer's logprobs, corrections, advantages."""
+    async def _prepare(self, taken: Taken, step: int) -> TrainBatch | None:
+        """Sequences with everything the loss reads: trainer's logprobs, corrections, advantages. None when the
+        filters left nothing to train."""
         algorithm = self.config.algorithm
         with self.recorder.span("pack"):
             sequences = train_sequences(taken.groups, algorithm.filter)
+            if not sequences:
+                self.recorder.event("empty_batch", evictions=len(taken.evictions))
+                return None
             batch = self.trainer.make_batch(sequences, step=step, weight_version=self.weight_version)
         if self.needs_proximal:
             with self.recorder.span("proximal", expected_s=self._expected_s("proximal")) as span:
@@ -207,41 +227,35 @@ class Controller:
             batch.sequences[idx].proximal_logprobs = logprobs.float().cpu().numpy()
         self.recorder.metrics(self._gap(batch))
 
-    async def _publish(self, step: int) -> None:
+    async def _publish(self, step: int, *, moved: bool) -> None:
         """Prove the new weights on every replica; then they, and only they, serve."""
         if self._is_publication_due(step):
-            with self.recorder.span("sync", expected_s=self._expected_s("sync")) as span:
-                report = await self.publish(self.weight_version + 1)
-                span.set(bytes=report.num_bytes)
-                self.recorder.metrics(report.values())
+            if moved or self.rollout.buffer.serving_step < step:
+                with self.recorder.span("sync", expected_s=self._expected_s("sync")) as span:
+                    report = await self.publish(self.weight_version + 1)
+                    span.set(bytes=report.num_bytes)
+                    self.recorder.metrics(report.values())
             self.rollout.buffer.published(self.weight_version, step + 1)
         if self.schedule.pauses_for_training:
             with self.recorder.span("to_rollout"):
                 await self.router.resume()
 
-    async def _report(self, taken: Taken, batch: TrainBatch) -> None:
+    async def _report(self, taken: Taken, batch: TrainBatch | None, step: int) -> None:
         """Metrics of the step that no part reports by itself, and its trajectories."""
         failed, self.rollout.failed_trajectories = self.rollout.failed_trajectories, []
-        values = trajectory_values(taken, failed) | staleness_values(taken, batch.weight_version)
-        values |= buffer_values(self.rollout.buffer)
-        values |= {
-            "perf/total_num_tokens": Total(batch.num_tokens),
-            "batch/num_groups": Total(len(taken.groups)),
-            "batch/num_sequences": Total(len(batch.sequences)),
-            "batch/num_loss_tokens": Total(batch.num_loss_tokens),
-            "batch/effective_frac": Ratio(
-                sum(bool((s.advantages != 0).any()) for s in batch.sequences if s.advantages is not None),
-                len(batch.sequences),
-            ),
-            "training/weight_version": Last(self.weight_version),
-        }
+        values = trajectory_values(taken, failed) | buffer_values(self.rollout.buffer)
+        values |= await self._engine_values()
+        values["training/weight_version"] = Last(self.weight_version)
+        values["batch/num_groups"] = Total(len(taken.groups))
+        masks = {}
+        if batch is not None:
+            values |= staleness_values(taken, batch.weight_version) | batch_values(batch)
+            masks = {f"{s.group_id}/{s.member_idx}": s.loss_mask for s in batch.sequences}
         self.recorder.metrics(values)
-        trajectories = [t for group in taken.groups for t in group.trajectories if t.failure is None] + failed
-        masks = {f"{s.group_id}/{s.member_idx}": s.loss_mask for s in batch.sequences}
-        if self.config.observe.trajectories_every_steps and (
-            batch.step % self.config.observe.trajectories_every_steps == 0
-        ):
-            self.recorder.trajectories(batch.step, trajectories, loss_masks=masks)
+        every = self.config.observe.trajectories_every_steps
+        if every and step % every == 0:
+            finished = [t for group in taken.groups for t in group.scored]
+            self.recorder.trajectories(step, finished + failed, loss_masks=masks)
 
     async def _evaluate(self, step: int) -> None:
         """Held-out prompts, before the next step's groups take the engine."""
@@ -274,11 +288,8 @@ class Controller:
         algorithm = self.config.algorithm
         if algorithm.proximal == "behavior":
             return False
-        return (
-            self.trainer.num_updates_per_step > 1
-            or algorithm.correction.is_on
-            or not self.schedule.is_on_policy
-        )
+        is_on_policy = self.schedule.is_on_policy and self.trainer.num_updates_per_step == 1
+        return algorithm.needs_proximal_first or not is_on_policy
 
     async def publish(self, weight_version: int, *, is_first: bool = False) -> PublicationReport:
         """One publication, repeated once if it fails. Replicas that missed it are out of service.
@@ -298,6 +309,7 @@ class Controller:
         for replica_id in report.committed:
             self.router.put_back(replica_id)
         self.weight_version = weight_version
+        self.last_publication = report
         self.recorder.event("publication", **report.as_event())
         return report
 
@@ -333,10 +345,14 @@ class Controller:
         rollout_s = seconds.pop("rollout", 0.0)
         return max(rollout_s, sum(seconds.values()))
 
-    async def _engine_values(self, step_s: float) -> Values:
+    async def _engine_values(self) -> Values:
+        now_s = time.monotonic()
         now = {engine.replica_id: await engine.stats() for engine in self.router.engines}
         values = engine_values(
-            self._engine_stats, now, step_s=step_s, quarantined=len(self.router.out_of_service)
+            self._engine_stats,
+            now,
+            elapsed_s=now_s - self._engine_stats_at_s,
+            num_quarantined=len(self.router.out_of_service),
         )
-        self._engine_stats = now
+        self._engine_stats, self._engine_stats_at_s = now, now_s
         return values

@@ -14,7 +14,7 @@ from rollbook.algos.shaping import RAW_SCORE
 from rollbook.buffer.buffer import GroupBuffer, GroupState, Taken
 from rollbook.observe.values import Last, Low, Peak, Ratio, Total, Value, Values
 from rollbook.rollout.engine import EngineStats
-from rollbook.types import Trajectory
+from rollbook.types import TrainBatch, Trajectory
 
 
 def spread(name: str, numbers: Sequence[float], statistics: Sequence[str] = ("mean", "max", "min")) -> Values:
@@ -114,6 +114,17 @@ def staleness_values(taken: Taken, weight_version: int) -> Values:
     return values
 
 
+def batch_values(batch: TrainBatch) -> Values:
+    """Sizes of what was trained, and how much of it carried a signal."""
+    with_signal = sum(bool((s.advantages != 0).any()) for s in batch.sequences if s.advantages is not None)
+    return {
+        "perf/total_num_tokens": Total(batch.num_tokens),
+        "batch/num_sequences": Total(len(batch.sequences)),
+        "batch/num_loss_tokens": Total(batch.num_loss_tokens),
+        "batch/effective_frac": Ratio(with_signal, len(batch.sequences)),
+    }
+
+
 def buffer_values(buffer: GroupBuffer) -> Values:
     """The account of groups: admitted = running + finished + failed + trained + evicted."""
     values: Values = {f"buffer/num_{state.value}": Last(buffer.counts[state]) for state in GroupState}
@@ -123,12 +134,16 @@ def buffer_values(buffer: GroupBuffer) -> Values:
 
 
 def engine_values(
-    before: Mapping[int, EngineStats], after: Mapping[int, EngineStats], *, step_s: float, quarantined: int
+    before: Mapping[int, EngineStats],
+    after: Mapping[int, EngineStats],
+    *,
+    elapsed_s: float,
+    num_quarantined: int,
 ) -> Values:
     """Differences of the engines' counters over a step, and their gauges now."""
     values: Values = {
-        "replica/num_serving": Last(len(after) - quarantined),
-        "replica/num_quarantined": Last(quarantined),
+        "replica/num_serving": Last(len(after) - num_quarantined),
+        "replica/num_quarantined": Last(num_quarantined),
     }
     versions = [stats.weight_version for stats in after.values()]
     if versions:
@@ -149,7 +164,7 @@ def engine_values(
                 now.kv_used_tokens / now.kv_pool_tokens if now.kv_pool_tokens else 0.0
             ),
             f"{prefix}/num_preemptions": Total(delta["num_preemptions"]),
-            f"{prefix}/idle_frac": Ratio(max(step_s - busy_s, 0.0), step_s),
+            f"{prefix}/idle_frac": Ratio(max(elapsed_s - busy_s, 0.0), elapsed_s),
         }
     num_slots = sum(stats.num_slots for stats in after.values()) / max(len(after), 1)
     prompt_tokens = total["prefill_tokens"] + total["cached_prompt_tokens"]

@@ -87,6 +87,13 @@ class LoadedModel:
         softcap = getattr(module.config, "final_logit_softcapping", None)
         return LmHead(layer.weight, getattr(layer, "bias", None), softcap, scale)
 
+    def hf_config(self) -> dict[str, Any]:
+        """The facts of config.json."""
+        if isinstance(self.module, Decoder):
+            return write_config(self.module.config)
+        config: Any = self.module.config
+        return dict(config.to_dict())
+
     def named_tensors(self) -> dict[str, Tensor]:
         """Live parameters (and saved buffers) by Hugging Face name; a tied tensor appears once."""
         tensors: dict[str, Tensor] = {}
