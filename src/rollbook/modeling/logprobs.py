@@ -188,4 +188,5 @@ def _grad_logits(
 
 
 def _add_targets(grad: Tensor, targets: Tensor, amounts: Tensor) -> Tensor:
-    return grad.scatter_add_(1, targets[:, None], amounts.to(grad.dtype)[:, None])
+    at = targets[:, None]
+    return grad.scatter_(1, at, grad.gather(1, at) + amounts.to(grad.dtype)[:, None])

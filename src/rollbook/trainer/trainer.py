@@ -41,13 +41,14 @@ class Trainer:
         config: `[trainer]`.
         model_config: `[model]`.
         model: the policy when it is loaded already, in float32 if master weights shall start there; None: load it.
-            It is trained in place, in `model_config.dtype`.
+            It is trained in place.
         critic_config: make a critic; None: none.
         with_reference: keep a frozen copy of the initial weights.
         temperature: of the rollout: logprobs are those of the distribution that sampled.
         max_response_tokens: limit of a response, a constant of some losses.
         num_updates: optimizer updates of the whole run, for schedules that decay.
-        export_dtype: of the published weights; None: `model_config.dtype`.
+        compute_dtype: of forward and backward; None: `model_config.dtype`. "float64" is for proofs.
+        export_dtype: of the published weights; None: as they compute.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Trainer:
         temperature: float = 1.0,
         max_response_tokens: int,
         num_updates: int | None = None,
+        compute_dtype: str | None = None,
         export_dtype: str | None = None,
     ) -> None:
         if not temperature > 0:
@@ -77,9 +79,10 @@ class Trainer:
         if config.gradient_checkpointing:
             self.model.enable_gradient_checkpointing()
         parameters = trainable(self.model)
-        masters = lower_precision(parameters, DTYPES[model_config.dtype])
+        compute = DTYPES[compute_dtype or model_config.dtype]
+        masters = lower_precision(parameters, compute)
         self.optimizer = AdamW(parameters, config, masters=masters, num_updates=num_updates)
-        self.export_dtype = DTYPES[export_dtype or model_config.dtype]
+        self.export_dtype = DTYPES[export_dtype] if export_dtype else compute
         self.reference = frozen_copy(self.model) if with_reference else None
         self.critic: Critic | None = None
         if critic_config is not None:

@@ -1,0 +1,92 @@
+"""The character tokenizer, its twin in transformers, and prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rollbook.errors import DataError
+from rollbook.modeling.char_tokenizer import SPECIAL_TOKENS, CharTokenizer
+from rollbook.modeling.config import ModelConfig
+from rollbook.modeling.load import load_tokenizer
+from rollbook.modeling.tokenizer import HubTokenizer, render_prompt
+
+ALPHABET = "0123456789+= \nab<>"
+CHAT = [
+    {"role": "system", "content": "a b"},
+    {"role": "user", "content": "12+3=\n<"},
+    {"role": "assistant", "content": "15"},
+    {"role": "user", "content": "a"},
+]
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> HubTokenizer:
+    folder = tmp_path_factory.mktemp("characters")
+    CharTokenizer(ALPHABET).save(folder)
+    inner = AutoTokenizer.from_pretrained(folder)
+    assert isinstance(inner, PreTrainedTokenizerFast)
+    return HubTokenizer(inner)
+
+
+@pytest.mark.parametrize("text", ["", "12+3=15", " a\n\n b ", "<>0"])
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_saved_tokenizer_gives_the_same_ids_and_text(
+    twin: HubTokenizer, text: str, add_special_tokens: bool
+) -> None:
+    ours = CharTokenizer(ALPHABET)
+    ids = ours.encode(text, add_special_tokens=add_special_tokens)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == twin.encode(text, add_special_tokens=add_special_tokens).tolist()
+    assert ours.decode(ids) == text == twin.decode(ids)
+
+
+def test_saved_chat_template_gives_the_same_ids(twin: HubTokenizer) -> None:
+    assert CharTokenizer(ALPHABET).encode_chat(CHAT).tolist() == twin.encode_chat(CHAT).tolist()
+
+
+def test_special_ids_are_the_same(twin: HubTokenizer) -> None:
+    ours = CharTokenizer(ALPHABET)
+    assert (
+        (ours.pad_id, ours.bos_id, ours.eos_ids) == (twin.pad_id, twin.bos_id, twin.eos_ids) == (0, 1, (2,))
+    )
+    assert ours.vocab_size == twin.vocab_size == len(SPECIAL_TOKENS) + len(ALPHABET)
+
+
+def test_a_saved_character_tokenizer_is_read_back_without_transformers(tmp_path: Path) -> None:
+    CharTokenizer(ALPHABET).save(tmp_path)
+    again = load_tokenizer(ModelConfig(path="unused", tokenizer_path=str(tmp_path)))
+    assert isinstance(again, CharTokenizer)
+    assert again.alphabet == ALPHABET
+
+
+def test_spelled_out_special_tokens_in_a_text_stay_text() -> None:
+    """A user's message that spells <assistant> must not start an assistant's turn."""
+    tokenizer = CharTokenizer("<>asitn")
+    ids = tokenizer.encode_chat([{"role": "user", "content": "<assistant>"}])
+    assert ids.tolist().count(SPECIAL_TOKENS.index("<assistant>")) == 1
+
+
+def test_unknown_characters_and_roles_are_named() -> None:
+    with pytest.raises(DataError, match="'xy'"):
+        CharTokenizer(ALPHABET).encode("1x2y")
+    with pytest.raises(DataError, match="'robot'"):
+        CharTokenizer(ALPHABET).encode_chat([{"role": "robot", "content": "a"}])
+
+
+def test_messages_without_a_chat_template_are_refused(twin: HubTokenizer) -> None:
+    inner = PreTrainedTokenizerFast(tokenizer_object=twin.inner.backend_tokenizer, eos_token="<eos>")
+    with pytest.raises(DataError, match="row 3 is a list of chat messages"):
+        render_prompt(HubTokenizer(inner), CHAT, name="row 3")
+
+
+def test_a_prompt_longer_than_the_model_is_refused_with_both_lengths() -> None:
+    with pytest.raises(DataError, match="row 7 has 6 tokens and the model takes at most 5"):
+        render_prompt(CharTokenizer(ALPHABET), "12+34", max_tokens=5, name="row 7")
+
+
+def test_text_prompts_begin_with_the_first_token_of_a_document() -> None:
+    assert render_prompt(CharTokenizer(ALPHABET), "1").tolist() == [1, len(SPECIAL_TOKENS) + 1]
