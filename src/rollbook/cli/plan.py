@@ -128,13 +128,11 @@ def command(
     if output is not None:
         from rollbook.planner.run_toml import run_toml
 
-        output.write_text(run_toml(plan), encoding="utf-8")
-        typer.echo(f"wrote {output}", err=True)
+        _write(output, run_toml(plan))
     if html is not None:
         from rollbook.planner.report import html_report
 
-        html.write_text(html_report(plan), encoding="utf-8")
-        typer.echo(f"wrote {html}", err=True)
+        _write(html, html_report(plan))
     if emit:
         typer.echo(EMITTERS[emit](plan), nl=False)
     elif as_json:
@@ -232,6 +230,18 @@ def request_from_options(
         max_staleness_steps=max_staleness,
         max_context_tokens=_count_or_zero(max_context, "--max-context"),
     )
+
+
+def _write(path: Path, text: str) -> None:
+    from rollbook.errors import ConfigError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}", "choose a file in a folder that exists"
+        ) from None
+    typer.echo(f"wrote {path}", err=True)
 
 
 def _count_or_zero(text: str, what: str) -> int:

@@ -11,7 +11,8 @@ def choose(request: PlanRequest, candidates: list[Candidate]) -> tuple[Candidate
     """The recommendation with its reason: on-policy unless asynchrony saves enough to pay for itself."""
     fitting = [c for c in candidates if c.fits]
     if not fitting:
-        return None, "no topology fits: " + (candidates[0].why_not[0] if candidates else "there are no GPUs")
+        shared = next(c for c in candidates if c.mode == "sync")  # no split has more memory for either side
+        return None, f"no topology fits: {shared.why_not[0]}"
     on_policy = next((c for c in fitting if c.is_on_policy), None)
     asynchronous = next((c for c in fitting if not c.is_on_policy), None)
     if asynchronous is None or request.max_staleness_steps == 0:

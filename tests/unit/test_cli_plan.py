@@ -1,0 +1,208 @@
+"""`rollbook plan` and `rollbook simulate` as a user meets them: keys, columns, files, mistakes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook.cli.main import main
+
+PAPER_8B = [
+    "--model", "Llama-3-8B", "--gpu", "H100", "--num-gpus", "16", "--prompts", "512", "--group-size", "8",
+    "--prompt-tokens", "300", "--response-tokens", "1024", "--max-response-tokens", "4096", "--assume", "paper",
+]  # fmt: skip
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command line."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(args))
+    captured = capsys.readouterr()
+    code = ended.value.code
+    return (code if isinstance(code, int) else 0), captured.out, captured.err
+
+
+def test_json_has_the_fixed_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "plan", *PAPER_8B, "--json")
+    assert (code, err) == (0, "")
+    data: dict[str, Any] = json.loads(out)
+    assert {
+        "workload", "model", "cluster", "assumptions", "step", "topologies", "recommendation", "waterfall",
+        "derivation",
+    } <= set(data)  # fmt: skip
+    step = data["step"]
+    assert set(step["flops"]) >= {
+        "generate", "prefill", "reference", "proximal", "reward_model", "train", "critic", "total",
+    }  # fmt: skip
+    assert set(step["seconds"]) >= {
+        "generate_throughput", "generate_tail", "prefill", "forward", "train", "switch", "sync", "total",
+    }  # fmt: skip
+    assert set(step["decode"]) >= {
+        "num_replicas", "slots_per_replica", "num_waves", "decode_step_s", "tokens_per_s_per_gpu", "mfu_frac",
+    }  # fmt: skip
+    assert set(step["memory"]) >= {
+        "weights_bytes", "train_state_bytes", "train_state_bytes_per_gpu", "reference_bytes_per_gpu",
+        "rollout_weights_bytes_per_gpu", "kv_bytes_per_token", "kv_total_bytes",
+    }  # fmt: skip
+    for topology in data["topologies"]:
+        assert {"mode", "num_rollout_gpus", "num_train_gpus", "step_s", "mfu_frac", "fits", "why_not"} <= set(
+            topology
+        )
+        assert set(topology["idle_frac"]) == {"rollout", "train"}
+        assert topology["fits"] == (topology["why_not"] == [])
+    assert [d["step"] for d in data["derivation"]] == [1, 2, 3, 4, 5, 6]
+    for derived in data["derivation"]:
+        assert {"title", "inputs", "outputs", "because"} <= set(derived)
+    losses = sum(loss["frac"] for loss in data["waterfall"])
+    assert losses + step["mfu_frac"] == pytest.approx(1.0)
+    assert step["seconds"]["total"] == pytest.approx(111.3, abs=0.06)
+    assert step["mfu_frac"] == pytest.approx(0.287, abs=0.0006)
+
+
+def test_counts_may_be_written_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(
+        capsys, "plan", "--model", "qwen3-8b", "--num-gpus", "8", "--response-tokens", "2k",
+        "--max-response-tokens", "8k", "--json",
+    )  # fmt: skip
+    workload = json.loads(out)["workload"]
+    assert (workload["response_tokens"], workload["max_response_tokens"]) == (2048, 8192)
+
+
+def test_the_printed_plan_is_readable_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(capsys, "plan", "--model", "deepseek-v3", "--num-gpus", "512", "--response-tokens", "8k")
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
+    for title in ("Recommendation", "Topologies, best first", "Where the peak goes", "What if"):
+        assert title in out
+    assert "…" not in out  # nothing is cut off
+
+
+def test_planning_imports_no_torch() -> None:
+    import subprocess
+
+    code = (
+        "import sys; from rollbook.cli.main import main\n"
+        "try: main(['plan', '--model', 'qwen3-8b', '--json'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'ray', 'pyarrow'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "what", "hint"),
+    [
+        (["--model", "qwen3-9b"], "model 'qwen3-9b'", "did you mean"),
+        (["--model", "qwen3-8b", "--gpu", "H10O"], "'H10O'", "did you mean"),
+        (["--model", "qwen3-8b", "--num-gpus", "0"], "below 1", "at least 1"),
+        (["--model", "qwen3-8b", "--prompts", "-4"], "below 1", "at least 1"),
+        (["--model", "qwen3-8b", "--response-tokens", "many"], "not a number", "such as 4096"),
+        (["--model", "qwen3-8b", "--group-size", "1"], "group_size is 1", "at least 2"),
+        (["--model", "qwen3-8b", "--max-response-tokens", "64k"], "beyond the 40960", "--max-context"),
+        (["--model", "qwen3-8b", "--num-gpus", "20"], "not whole nodes", "16 or 24"),
+        (["--model", "qwen3-8b", "--num-gpus", "16", "--rollout-tp", "3"], "does not divide", "TP 2 or 4"),
+        (["--model", "qwen3-8b", "--algorithm", "gppo"], "'gppo'", "did you mean"),
+        (["--model", "qwen3-8b", "--reward", "sandbx"], "'sandbx'", "did you mean 'sandbox'"),
+        (["--model", "qwen3-8b", "--emit", "verl2"], "'verl2'", "did you mean 'verl'"),
+        (["--model", "qwen3-8b", "--assume", "papr"], "'papr'", "paper"),
+        (["--model", "qwen3-8b", "--split", "4;4"], "'4;4'", "40:24"),
+        (["--model", "no/such/config.json"], "no/such/config.json", "config.json"),
+    ],
+)
+def test_a_mistake_is_told_with_a_remedy_and_no_traceback(
+    capsys: pytest.CaptureFixture[str], args: list[str], what: str, hint: str
+) -> None:
+    code, out, err = run(capsys, "plan", *args)
+    assert (code, out) == (2, "")
+    error, remedy = err.rstrip().split("\nhint: ")
+    assert error.startswith("error: ") and what in error
+    assert hint in remedy
+    assert "Traceback" not in err
+
+
+def test_what_an_unknown_architecture_was_taken_for_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = {
+        "model_type": "novelformer", "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16,
+        "vocab_size": 50000, "max_position_embeddings": 32768,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    code, out, _ = run(capsys, "plan", "--model", str(path), "--num-gpus", "8")
+    assert code == 0
+    assert "assumed:" in out and "novelformer" in out and "num_key_value_heads is absent" in out
+
+
+def test_a_plan_that_fits_nowhere_is_an_answer_but_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    impossible = ["plan", "--model", "deepseek-v3", "--num-gpus", "8", "--offload", "none"]
+    code, out, _ = run(capsys, *impossible)
+    assert code == 0 and "Nothing fits" in out and "Any one of these would make it fit" in out
+    target = tmp_path / "run.toml"
+    code, _, err = run(capsys, *impossible, "-o", str(target))
+    assert code == 2 and "no topology fits" in err and "GPUs instead of 8" in err
+    assert not target.exists()
+
+
+def test_files_are_written_and_named_on_stderr(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    toml, page = tmp_path / "run.toml", tmp_path / "report.html"
+    code, _, err = run(capsys, "plan", "--model", "qwen3-8b", "-o", str(toml), "--html", str(page), "--json")
+    assert code == 0 and str(toml) in err and str(page) in err
+    assert toml.read_text().startswith("# Qwen3-8B on 8 H100")
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_measured_lengths_replace_mean_and_sigma(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("100\n200\n4000\n")
+    base = ["plan", "--model", "qwen3-8b", "--response-tokens", "1433", "--max-response-tokens", "4000"]
+    _, out, _ = run(capsys, *base, "--lengths", str(path), "--json")
+    measured = json.loads(out)["step"]["seconds"]["total"]
+    _, out, _ = run(capsys, *base, "--length-sigma", "0", "--json")
+    assert measured != json.loads(out)["step"]["seconds"]["total"]
+    code, _, err = run(capsys, *base, "--lengths", str(tmp_path / "none.txt"))
+    assert code == 2 and "cannot read" in err
+
+
+SMALL = [
+    "--model", "qwen3-0.6b", "--num-gpus", "8", "--prompts", "16", "--group-size", "4", "--response-tokens", "256",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_sync", "separate_async"])
+def test_simulate_prints_step_idle_shares_and_a_timeline(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(capsys, "simulate", *SMALL, "--mode", mode)
+    assert code == 0
+    for word in ("step", "rollout GPUs idle", "training GPUs idle", "bubble", "tail", "engines", "trainer"):
+        assert word in out
+    assert ("Staleness" in out) == (mode in ("colocate_async", "separate_async"))
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
+
+
+def test_simulate_prints_json_with_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys, "simulate", *SMALL, "--split", "4:4", "--steps", "6", "--turns", "3", "--env-seconds", "0.5",
+        "--replica-mtbf-hours", "1", "--failure-frac", "0.1", "--take", "arrival", "--json",
+    )  # fmt: skip
+    data = json.loads(out)
+    assert code == 0 and len(data["steps"]) == 6
+    assert data["num_failed"] > 0
+    assert data["topology"]["mode"] == "separate_async"
+    assert sum(data["staleness"].values()) == data["num_trained"]
+
+
+def test_simulate_refuses_a_mode_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "simulate", "--model", "deepseek-v3", "--num-gpus", "8", "--mode", "sync")
+    assert code == 2 and "sync does not fit" in err and "Traceback" not in err

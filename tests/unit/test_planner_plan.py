@@ -1,0 +1,253 @@
+"""The search, the choice, the waterfall and what a plan says when it cannot be made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollbook.errors import ConfigError, PlanError
+from rollbook.ledger.assumptions import load_assumptions
+from rollbook.ledger.hardware import Cluster, load_accelerator
+from rollbook.ledger.model import load_model
+from rollbook.ledger.workload import AgentWork, Workload
+from rollbook.planner.plan import make_plan
+from rollbook.planner.request import PlanRequest, choice_of, split_of
+from rollbook.planner.scenario import scenario_of
+from rollbook.planner.search import Search, node_unit
+from rollbook.planner.sensitivity import sensitivity
+from rollbook.planner.simulate import simulate
+from rollbook.planner.staleness import bounded_step_s
+from rollbook.planner.waterfall import waterfall
+
+
+def request(
+    model: str = "Qwen3-8B",
+    num_gpus: int = 32,
+    *,
+    gpu: str = "H100",
+    assume: str = "default",
+    work: dict[str, Any] | None = None,
+    **changes: Any,
+) -> PlanRequest:
+    values: dict[str, Any] = {
+        "num_prompts": 256, "group_size": 8, "prompt_tokens": 512, "response_tokens": 2048,
+        "max_response_tokens": 8192,
+    }  # fmt: skip
+    return PlanRequest(
+        model=load_model(model),
+        workload=Workload(**(values | (work or {}))),
+        cluster=Cluster(accelerator=load_accelerator(gpu), num_gpus=num_gpus),
+        assumptions=load_assumptions(assume),
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("assume", ["paper", "default"])
+@pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-30B-A3B"])
+def test_losses_and_mfu_add_up_to_the_whole_peak(assume: str, model: str) -> None:
+    r = request(model, assume=assume, work={"algorithm": "ppo", "reward": "model"})
+    for candidate in Search(r).run()[:12]:
+        losses = waterfall(candidate.account, r.cluster)
+        total = candidate.account.mfu_frac + sum(loss.frac for loss in losses)
+        assert total == pytest.approx(1.0, abs=1e-6)
+        assert losses == sorted(losses, key=lambda loss: -loss.frac)
+
+
+def test_ranking_puts_what_fits_first_and_fast_before_slow() -> None:
+    found = Search(request()).run()
+    fitting = [c.step_s for c in found if c.fits]
+    assert fitting == sorted(fitting)
+    assert {c.mode for c in found} == {"sync", "colocate_async", "separate_sync", "separate_async"}
+
+
+def test_separated_sides_are_whole_nodes() -> None:
+    for candidate in Search(request(num_gpus=64)).run():
+        if candidate.fits and candidate.mode.startswith("separate"):
+            assert candidate.split[0] % 8 == 0 and sum(candidate.split) == 64
+
+
+def test_inside_one_node_sides_are_single_gpus() -> None:
+    assert node_unit(request(num_gpus=8)) == 1
+    splits = {c.split for c in Search(request(num_gpus=8)).run() if c.mode == "separate_async"}
+    assert (3, 5) in splits
+
+
+def test_a_large_cluster_searches_around_the_optimum_instead_of_everywhere() -> None:
+    r = request("Qwen3-32B", 4096, work={"num_prompts": 4096, "group_size": 16})
+    search = Search(r)
+    found = search.run()
+    optimum = search.time_optimal_rollout_gpus()
+    assert optimum is not None
+    assert len(found) < 160
+    assert any(abs(c.split[0] - optimum) <= 8 and c.fits for c in found if c.mode == "separate_async")
+
+
+def test_on_policy_stands_when_asynchrony_gains_too_little() -> None:
+    eager = make_plan(request(min_async_gain_frac=0.0), is_brief=True).require_chosen()
+    reluctant = make_plan(request(min_async_gain_frac=0.9), is_brief=True)
+    assert not eager.is_on_policy
+    assert reluctant.require_chosen().is_on_policy
+    assert "less than the 90.0 %" in reluctant.choice_because
+
+
+def test_a_bound_of_zero_stays_on_policy() -> None:
+    plan = make_plan(request(max_staleness_steps=0), is_brief=True)
+    assert plan.require_chosen().is_on_policy and "bound is 0" in plan.choice_because
+
+
+@pytest.mark.parametrize("bound", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("model", "num_gpus", "rollout"), [("Qwen3-8B", 32, 8), ("Qwen3-32B", 64, 16), ("Qwen3-32B", 64, 32)]
+)
+def test_the_step_under_a_staleness_bound_agrees_with_the_simulator(
+    model: str, num_gpus: int, rollout: int, bound: int
+) -> None:
+    """Both asynchronous modes; 48 larger topologies agree to 2 % at the median and 15 % at worst."""
+    r = request(
+        model,
+        num_gpus,
+        max_staleness_steps=bound,
+        work={"num_prompts": 64, "response_tokens": 4096, "max_response_tokens": 32768},
+    )
+    search = Search(r)
+    for candidate in (
+        search.candidate("separate_async", rollout, num_gpus - rollout),
+        search.candidate("colocate_async", num_gpus, num_gpus),
+    ):
+        simulated = simulate(scenario_of(r, candidate))
+        assert candidate.step_s == pytest.approx(simulated.step_s, rel=0.16)
+
+
+def test_a_wider_staleness_bound_never_slows_the_step() -> None:
+    work = {"num_prompts": 32, "response_tokens": 4096, "max_response_tokens": 32768}
+    steps = [
+        Search(request(max_staleness_steps=bound, work=work)).candidate("separate_async", 8, 24).step_s
+        for bound in (1, 2, 4, 8)
+    ]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] > 1.2 * steps[-1]
+
+
+def test_a_batch_has_bound_plus_one_steps_from_admission_to_the_end_of_its_training() -> None:
+    """(bound + 1) (T - what stands between the sides' work) >= G + t, with equality where the bound binds."""
+    r = request(work={"num_prompts": 32, "response_tokens": 4096, "max_response_tokens": 32768})
+    free = Search(replace(r, max_staleness_steps=8)).candidate("separate_async", 8, 24)
+    bound = Search(r).candidate("separate_async", 8, 24)
+    total_s, latency_s = bounded_step_s(
+        r, replace(bound.account, seconds=free.account.seconds), bound.rollout_layout
+    )
+    between_s = free.account.seconds.total - max(
+        free.account.seconds.prefill + free.account.seconds.generate_throughput, free.account.train.total_s
+    )
+    assert 2 * (total_s - between_s) == pytest.approx(latency_s + free.account.train.total_s, rel=0.01)
+
+
+def test_simulated_sync_steps_agree_with_the_ledger() -> None:
+    for model, num_gpus in (("Qwen3-8B", 16), ("Qwen3-32B", 64)):
+        r = request(model, num_gpus)
+        candidate = Search(r).candidate("sync", num_gpus, num_gpus)
+        assert simulate(scenario_of(r, candidate, num_steps=6)).step_s == pytest.approx(
+            candidate.step_s, rel=0.08
+        )
+
+
+def test_a_plan_that_fits_nowhere_names_the_smallest_change() -> None:
+    """671 B parameters at 16 bytes on 64 GPUs of 80 GB; with the optimizer on the host it would just fit."""
+    plan = make_plan(request("DeepSeek-V3", 64, offload="none"))
+    assert plan.chosen is None
+    assert not any(c.fits for c in plan.candidates)
+    assert plan.smallest_changes[0] == "keep the optimizer state in host memory (--offload auto)"
+    assert any("GPUs instead of 64" in change for change in plan.smallest_changes)
+    with pytest.raises(PlanError, match="no topology fits"):
+        plan.require_chosen()
+    as_json = plan.as_json()
+    assert as_json["recommendation"]["mode"] is None  # type: ignore[index]
+    assert "Nothing fits" in plan.derivation[4].because
+
+
+def test_the_named_number_of_gpus_is_the_smallest_that_fits() -> None:
+    plan = make_plan(request("Qwen3-32B", 4, offload="none", assume="paper"))
+    change = next(c for c in plan.smallest_changes if "GPUs instead" in c)
+    enough = int(change.split()[1])
+    r = request("Qwen3-32B", enough, offload="none", assume="paper")
+    assert any(c.fits for c in Search(r).run())
+    fewer = request("Qwen3-32B", enough - 1 if enough <= 8 else enough - 8, offload="none", assume="paper")
+    assert not any(c.fits for c in Search(fewer).run())
+
+
+def test_offload_is_used_only_where_nothing_else_fits() -> None:
+    assert not make_plan(request("Qwen3-8B", 8), is_brief=True).require_chosen().train.is_offloaded
+    tight = make_plan(request("DeepSeek-V3", 64), is_brief=True).require_chosen()
+    assert tight.train.is_offloaded
+    assert "host memory" in make_plan(request("DeepSeek-V3", 64), is_brief=True).derivation[4].because
+
+
+def test_every_size_of_the_front_is_whole_nodes_and_faster_with_more_gpus() -> None:
+    sizes = [s for s in make_plan(request(num_gpus=32)).sizes if s.best is not None]
+    assert [s.num_gpus for s in sizes] == sorted(s.num_gpus for s in sizes)
+    steps = [s.best.step_s for s in sizes if s.best is not None]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_longer_responses_cost_more_and_slower_compute_costs_at_most_its_share() -> None:
+    r = request()
+    plan = make_plan(r, is_brief=True)
+    chosen = plan.require_chosen()
+    longer, wider, slower = sensitivity(r, chosen, [chosen.rollout_layout])
+    assert longer.change_frac is not None and longer.change_frac > 0.5
+    assert wider.change_frac is not None and 0 <= wider.change_frac < longer.change_frac
+    assert slower.change_frac is not None and 0 < slower.change_frac < 1 / 0.9 - 1 + 0.02
+
+
+def test_longer_responses_stop_at_the_models_context() -> None:
+    work = {"response_tokens": 30000, "max_response_tokens": 40000, "num_prompts": 64}
+    r = request("Qwen3-8B", 64, work=work)  # context of 40,960
+    plan = make_plan(r, is_brief=True)
+    shifts = sensitivity(r, plan.require_chosen(), [])
+    assert shifts[0].change.startswith("responses 1.5")
+
+
+def test_agents_that_wait_for_environments_take_longer() -> None:
+    alone = make_plan(request(), is_brief=True).base.step_s
+    agent = AgentWork(num_turns=5, observation_tokens=200, env_s=20.0)
+    assert make_plan(request(work={"agent": agent}), is_brief=True).base.step_s > alone + 60
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"work": {"response_tokens": 8192, "max_response_tokens": 65536}}, "beyond the 40960 of Qwen3-8B"),
+        ({"work": {"group_size": 1}}, "group_size is 1"),
+        ({"num_gpus": 12}, "not whole nodes of 8"),
+        ({"rollout_tp": 5}, "does not divide 32 GPUs"),
+        ({"num_gpus": 24, "rollout_tp": 3}, "32 attention heads"),
+        ({"split": (20, 20)}, "split of 20:20"),
+        ({"max_staleness_steps": -1}, "staleness is -1"),
+    ],
+)
+def test_a_question_that_cannot_be_meant_is_an_error_with_a_remedy(
+    change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(PlanError, match=words) as caught:
+        make_plan(request(**change))
+    assert len(caught.value.remedy) > 10
+
+
+def test_a_group_of_one_is_fine_with_a_critic() -> None:
+    assert make_plan(request(work={"group_size": 1, "algorithm": "ppo"}), is_brief=True).chosen is not None
+
+
+def test_a_scaled_rope_may_be_declared() -> None:
+    work = {"response_tokens": 8192, "max_response_tokens": 65536, "num_prompts": 32}
+    assert make_plan(request(work=work, max_context_tokens=131072), is_brief=True).candidates
+
+
+def test_unknown_names_get_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean"):
+        load_model("Qwen3-8b-typo")
+    with pytest.raises(PlanError, match="did you mean 'float8'"):
+        choice_of("--rollout-dtype", "float9", "bfloat16", "float8", "auto")
+    with pytest.raises(PlanError, match="40:24"):
+        split_of("40-24")

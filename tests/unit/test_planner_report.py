@@ -1,0 +1,83 @@
+"""The page of a plan: one file, well-formed, everything on it that was promised."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from rollbook.ledger.assumptions import load_assumptions
+from rollbook.ledger.hardware import Cluster, load_accelerator
+from rollbook.ledger.model import load_model
+from rollbook.ledger.workload import Workload
+from rollbook.planner.charts import nice_ticks
+from rollbook.planner.plan import make_plan
+from rollbook.planner.report import html_report
+from rollbook.planner.request import PlanRequest
+
+
+def page(num_gpus: int = 16, model: str = "Qwen3-8B", **changes: object) -> str:
+    workload = Workload(
+        num_prompts=32, group_size=4, prompt_tokens=512, response_tokens=1024, max_response_tokens=8192
+    )
+    request = PlanRequest(
+        model=load_model(model),
+        workload=workload,
+        cluster=Cluster(accelerator=load_accelerator("H100"), num_gpus=num_gpus),
+        assumptions=load_assumptions("default"),
+        **changes,  # type: ignore[arg-type]
+    )
+    return html_report(make_plan(request))
+
+
+PAGE = page()
+
+
+def test_the_page_needs_no_other_file_and_no_script() -> None:
+    assert not re.search(r"https?://", PAGE)
+    assert "<script" not in PAGE and "<link" not in PAGE and "<img" not in PAGE
+    assert "prefers-color-scheme: dark" in PAGE
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        "Topologies side by side", "Where the peak goes", "Memory", "A simulated timeline", "More or fewer GPUs",
+        "What if", "How the plan was derived", "Assumptions",
+    ],
+)  # fmt: skip
+def test_every_part_is_on_the_page(title: str) -> None:
+    assert title in PAGE
+
+
+def test_each_chart_is_well_formed_and_named() -> None:
+    charts = re.findall(r"<svg.*?</svg>", PAGE, re.DOTALL)
+    assert len(charts) == 6
+    for chart in charts:
+        root = ET.fromstring(chart)
+        assert root.get("aria-label")
+        width = float(root.get("viewBox", "0 0 0 0").split()[2])
+        for rect in root.iter("rect"):
+            assert float(rect.get("x", "0")) >= 0
+            assert float(rect.get("x", "0")) + float(rect.get("width", "0")) <= width + 1.5
+
+
+def test_every_color_of_a_chart_is_defined_for_light_and_dark() -> None:
+    used = set(re.findall(r"var\(--([a-z]+)\)", PAGE))
+    light, dark = PAGE.split("prefers-color-scheme: dark")[0], PAGE.split("prefers-color-scheme: dark")[1]
+    for name in used:
+        assert f"--{name}:" in light, name
+        assert f"--{name}:" in dark.split("</style>")[0], name
+
+
+def test_a_plan_that_does_not_fit_still_has_a_page_that_says_what_would() -> None:
+    text = page(16, "Llama-3.1-405B", offload="none")
+    assert "Nothing fits" in text and "GPUs instead of 16" in text
+    assert "A simulated timeline" not in text
+
+
+def test_ticks_are_round_and_within_the_axis() -> None:
+    for most in (0.7, 3.0, 42.0, 870.0, 12_345.0):
+        ticks = nice_ticks(most)
+        assert ticks[0] == 0 and ticks[-1] <= most and 3 <= len(ticks) <= 7
