@@ -1,0 +1,96 @@
+"""Tensors that leave a device for a while and come back into the same tensors.
+
+Pinning is slow (about 1.6 GB/s) and page-locked copies are fast (about 55 GB/s), so each owner's host buffer is
+pinned once and reused for the rest of the run. What moves is the storage under the tensors: parameters, optimizer
+states and views of them stay the same Python objects, and nobody has to look them up again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from rollbook.errors import RunError
+
+ALIGN_BYTES = 512
+
+
+class Parking:
+    """The tensors of one owner, on their device or in one host buffer.
+
+    Args:
+        name: for messages, e.g. "optimizer moments".
+        tensors: contiguous storages of one device; two views of one storage move it once.
+    """
+
+    def __init__(self, name: str, tensors: Iterable[Tensor]) -> None:
+        self.name = name
+        storages = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage
+        self._storages = list(storages.values())
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        devices = {storage.device for storage in self._storages}
+        if len(devices) > 1:
+            raise RunError(
+                f"{name} lies on {', '.join(sorted(map(str, devices)))}",
+                "park the tensors of one device at a time",
+            )
+        self.device = devices.pop() if devices else torch.device("cpu")
+        self.num_bytes = sum(self._sizes)
+        self.is_parked = False
+        self.pin_s = 0.0
+        """Seconds spent on pinning, once."""
+        self._host: Tensor | None = None
+
+    def pin(self) -> None:
+        """Allocate the host buffer now rather than inside the first hand-over."""
+        if self._host is None:
+            began_at_s = time.perf_counter()
+            room = sum(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in self._sizes)
+            self._host = torch.empty(room, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            self.pin_s = time.perf_counter() - began_at_s
+
+    def to_host(self) -> int:
+        """Copy everything to the host and give the device's memory back to the allocator. Returns the bytes."""
+        if self.is_parked:
+            return 0
+        self.pin()
+        for storage, slot in self._slots():
+            slot.copy_(_as_bytes(storage), non_blocking=True)
+        self._finish()
+        for storage in self._storages:
+            storage.resize_(0)
+        self.is_parked = True
+        return self.num_bytes
+
+    def to_device(self) -> int:
+        """Allocate again and copy back, into the same tensors. Returns the bytes."""
+        if not self.is_parked:
+            return 0
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+        for storage, slot in self._slots():
+            _as_bytes(storage).copy_(slot, non_blocking=True)
+        self._finish()
+        self.is_parked = False
+        return self.num_bytes
+
+    def _slots(self) -> Iterable[tuple[torch.UntypedStorage, Tensor]]:
+        assert self._host is not None
+        start = 0
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            yield storage, self._host[start : start + size]
+            start += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
