@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from functools import partial
 
 from rollbook.algos.filters import drop_reason
 from rollbook.algos.shaping import shape_rewards
@@ -28,7 +28,7 @@ from rollbook.envs.stream import PromptStream
 from rollbook.errors import ConfigError
 from rollbook.modeling.load import LoadedModel
 from rollbook.modeling.tokenizer import Tokenizer
-from rollbook.observe.recorder import Recorder, Sink
+from rollbook.observe.recorder import Recorder
 from rollbook.rollout.agent_loop import run_trajectory
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.rollout.router import Router
@@ -36,31 +36,6 @@ from rollbook.sync.inproc import InprocPort
 from rollbook.sync.publisher import Publisher
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import Group, Prompt, SamplingParams, Trajectory
-
-
-def open_recorder(config: RunConfig, folder: Path, *, resume: bool) -> Recorder:
-    """The run directory with the sinks of `[observe]`."""
-    sinks: list[Sink] = []
-    if config.observe.terminal != "off":
-        from rollbook.observe.terminal import TerminalView
-
-        is_live = config.observe.terminal == "auto"
-        sinks.append(TerminalView(folder, num_steps=config.run.num_steps, is_live=is_live))
-    if config.observe.prometheus_port is not None:
-        from rollbook.observe.prometheus import PrometheusSink
-
-        port, host = config.observe.prometheus_port, config.observe.prometheus_host
-        sinks.append(PrometheusSink(config.run.name, host=host, port=port))
-    if config.observe.trackers:
-        from rollbook.observe.sinks.table import SinkTarget, open_sink
-
-        plain = config.model_dump(mode="json")
-        target = SinkTarget(
-            run_dir=folder, project=config.observe.project, name=config.run.name, config=plain
-        )
-        sinks += [open_sink(name, target) for name in config.observe.trackers]
-    num_gpus = 0 if config.model.device == "cpu" else 1
-    return Recorder(folder, sinks, resume=resume, strict=config.observe.strict_metrics, num_gpus=num_gpus)
 
 
 @asynccontextmanager
@@ -80,6 +55,7 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
         )
         tokenizer = trainer.model.tokenizer
         assert tokenizer is not None
+        recorder.decode = partial(tokenizer.decode, skip_special_tokens=False)
         prompts = _load_prompts(config, trainer.model, tokenizer)
         scorer = Scorer(config.reward)
         await scorer.start()

@@ -186,8 +186,9 @@ def _train_points(trainer: Trainer, work: TypicalWork) -> tuple[list[BatchPoint]
         step_s = _optimizer_s(trainer)
         optimizer_s.append(step_s)
         num_micro = int(values["trainer/actor_micro_batches"].result())
-        train.append(BatchPoint(num_micro, batch.num_tokens, max(update_s - step_s, 1e-6)))
-        forward.append(BatchPoint(num_micro, batch.num_tokens, forward_s))
+        num_tokens = int(values["trainer/actor_tokens"].result())  # computed: shared prompts once
+        train.append(BatchPoint(num_micro, num_tokens, max(update_s - step_s, 1e-6)))
+        forward.append(BatchPoint(num_micro, num_tokens, forward_s))
     trainer.load_state_dict(held)
     return train[1:], forward[1:], float(np.median(optimizer_s))
 

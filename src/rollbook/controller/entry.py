@@ -8,9 +8,10 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollbook.config.loading import load_config, write_config
+from rollbook.config.loading import config_to_toml, load_config
 from rollbook.config.run_config import RunConfig
 from rollbook.errors import ConfigError, RunError
+from rollbook.observe.opening import open_recorder
 from rollbook.observe.recorder import Recorder
 
 
@@ -37,11 +38,16 @@ def resume_run(folder: Path, overrides: Sequence[str]) -> Path:
 
 
 def _run(config: RunConfig, folder: Path, *, resume: bool) -> Path:
-    from rollbook.controller.build import open_recorder
-
-    recorder = open_recorder(config, folder, resume=resume)
+    recorder = open_recorder(
+        folder,
+        config.observe,
+        resolved=config.model_dump(mode="json"),
+        num_steps=config.run.num_steps,
+        resume=resume,
+        num_gpus=0 if config.model.device == "cpu" else 1,
+    )
     try:
-        write_config(config, folder / "config.toml")
+        recorder.run_dir.write_config(config_to_toml(config))
         asyncio.run(_main(config, recorder, resume=resume))
     finally:
         recorder.close()

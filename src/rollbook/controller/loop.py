@@ -13,7 +13,6 @@ has the device. There is no other difference between the modes.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +45,7 @@ from rollbook.envs.rewards.scorer import Scorer
 from rollbook.errors import SyncError
 from rollbook.ledger.entry import Entry
 from rollbook.observe.recorder import Recorder
-from rollbook.observe.values import Last, Total, Values
+from rollbook.observe.values import Last, Ratio, Total, Values
 from rollbook.rollout.engine import EngineStats
 from rollbook.rollout.router import Router
 from rollbook.sync.publisher import PublicationReport, Publisher
@@ -82,6 +81,8 @@ class Controller:
     weight_version: int = 0
     """The newest published version."""
     last_publication: PublicationReport | None = None
+    has_moved: bool = False
+    """The trainer's weights changed since the last publication; a step of flat rewards changes nothing."""
     is_stop_requested: bool = False
     """Set by Ctrl-C: the loop ends after the step in progress, with a checkpoint."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "trainer"))
@@ -107,9 +108,7 @@ class Controller:
         plan = await make_plan(self)
         if plan is not None:
             self.expected = plan.stages
-            (self.recorder.path / "plan.json").write_text(
-                json.dumps(plan.as_json(), indent=1), encoding="utf-8"
-            )
+            self.recorder.run_dir.write_plan(plan.as_json())
         if step is None:
             if self.evaluator.is_due(0, is_last=True):
                 self.recorder.metrics(await self.evaluator.run(self.router), step=0)
@@ -136,6 +135,7 @@ class Controller:
                 batch = self.trainer.make_batch(sequences, step=update, weight_version=self.weight_version)
                 lr = warmup_lr(config.learning_rate, update, config.num_updates)
                 values = await self.compute(partial(self.trainer.update, batch, objective, lr=lr))
+                self._note_movement(values)
                 self.recorder.event("warmup", update=update, loss=values["warmup/loss"].result())
                 if update % config.check_every_updates == 0 or update == config.num_updates:
                     await self.publish(self.weight_version + 1)
@@ -217,7 +217,9 @@ class Controller:
         """Every optimizer update of the step."""
         objective = PolicyObjective(self.config.algorithm, proximal_is_current=not self.needs_proximal)
         with self.recorder.span("train", expected_s=self._expected_s("train")) as span:
-            self.recorder.metrics(await self.compute(lambda: self.trainer.update(batch, objective)))
+            values = await self.compute(lambda: self.trainer.update(batch, objective))
+            self._note_movement(values)
+            self.recorder.metrics(values)
             span.set(tokens=batch.num_tokens)
         if self.config.algorithm.needs_values:
             critic = ValueObjective(self.config.algorithm)
@@ -298,20 +300,26 @@ class Controller:
             SyncError: it failed twice; every replica still holds a version that was proven.
         """
         try:
-            report = await self.publisher.publish(weight_version)
+            report = await self.publisher.publish(weight_version, moved=self.has_moved)
         except SyncError as error:
             self.recorder.event("publication_failed", weight_version=weight_version, error=error.what)
             self.recorder.metrics({"sync/num_failed": Total(1), "sync/num_retries": Total(1)})
-            report = await self.publisher.publish(weight_version)
+            report = await self.publisher.publish(weight_version, moved=self.has_moved)
         for replica_id, why in report.quarantined.items():
             self.router.take_out(replica_id, why)
             self.recorder.event("quarantined", replica_id=replica_id, why=why)
         for replica_id in report.committed:
             self.router.put_back(replica_id)
         self.weight_version = weight_version
+        self.has_moved = False
         self.last_publication = report
         self.recorder.event("publication", **report.as_event())
         return report
+
+    def _note_movement(self, values: Values) -> None:
+        """An update whose gradient is not zero moves the weights: a publication of the same bits is then a fault."""
+        norm = values.get("actor/grad_norm")
+        self.has_moved |= isinstance(norm, Ratio) and norm.numerator > 0
 
     def _is_publication_due(self, step: int) -> bool:
         is_last = step + 1 == self.config.run.num_steps

@@ -88,7 +88,8 @@ class Recorder:
         self.clock = clock or SystemClock()
         self.strict = strict
         self.num_gpus = num_gpus
-        self._decode = decode
+        self.decode = decode
+        """May be set once the tokenizer is there."""
         self._lock = threading.RLock()
         self._values: Values = {}
         self._step_span: Span | None = None
@@ -329,17 +330,17 @@ class Recorder:
 
         path = self.run_dir.trajectories_path(step)
         write_trajectories(path, step, trajectories, loss_masks or {})
-        if self._decode is not None:
+        if self.decode is not None:
             self._write_tokens(trajectories)
         return path
 
     def _write_tokens(self, trajectories: Sequence[Trajectory]) -> None:
-        assert self._decode is not None
+        assert self.decode is not None
         seen = {int(i) for trajectory in trajectories for i in trajectory.token_ids()}
         with self._lock:
             new = sorted(seen - self._token_ids_written)
             if new:
-                lines = [json.dumps({"id": i, "text": self._decode([i])}, ensure_ascii=False) for i in new]
+                lines = [json.dumps({"id": i, "text": self.decode([i])}, ensure_ascii=False) for i in new]
                 self.run_dir.tokens.append("\n".join(lines))
                 self._token_ids_written.update(new)
 
