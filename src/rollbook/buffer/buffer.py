@@ -77,6 +77,8 @@ class Taken:
     """One a group: the step minus the step whose weights sampled its oldest token."""
     evictions: list[Eviction]
     num_refills: int
+    dropped: list[Group]
+    """Groups that finished and were not trained (flat, stale): their rewards are part of the policy's record."""
     prompts_done: list[Prompt]
     """Prompts that will not be sampled again: trained, failed and evicted ones, for the prompt stream."""
 
@@ -104,6 +106,7 @@ class GroupBuffer:
     _num_places_taken: int = 0
     _num_finished: int = 0
     _evictions: list[Eviction] = field(default_factory=list)
+    _dropped: list[Group] = field(default_factory=list)
     _prompts_done: list[Prompt] = field(default_factory=list)
     _version_step: dict[int, int] = field(default_factory=lambda: {0: 0})
 
@@ -229,7 +232,7 @@ class GroupBuffer:
                 "look at the failure and flat-group counts: the task is too easy, too hard, or its scorer fails; "
                 "or raise buffer.max_refills_per_step",
             )
-        taken = Taken([], [], [], self.num_refills, [])
+        taken = Taken([], [], [], self.num_refills, [], [])
         for entry in chosen:
             del self._entries[entry.group_id]
             self._num_places_taken += 1
@@ -255,6 +258,7 @@ class GroupBuffer:
         ):  # a starved step is smaller; its places are used up all the same
             self._num_places_taken += self.groups_per_step - len(chosen)
         taken.evictions, self._evictions = self._evictions, []
+        taken.dropped, self._dropped = self._dropped, []
         taken.prompts_done, self._prompts_done = self._prompts_done, []
         self.step += 1
         self.num_refills = 0
@@ -320,6 +324,7 @@ class GroupBuffer:
         num_tokens = sum(t.num_response_tokens for t in entry.group.trajectories)
         staleness = self.staleness_steps(entry.group) if entry.group.scored else 0
         self._evictions.append(Eviction(entry.group_id, reason, staleness, num_tokens))
+        self._dropped.append(entry.group)
         self._prompts_done.append(entry.prompt)
         self._move(entry, state)
 

@@ -42,7 +42,7 @@ from rollbook.controller.step_metrics import (
 )
 from rollbook.controller.warmup import answer_sequences, warmup_lr
 from rollbook.envs.rewards.scorer import Scorer
-from rollbook.errors import SyncError
+from rollbook.errors import CheckpointError, SyncError
 from rollbook.ledger.entry import Entry
 from rollbook.observe.recorder import Recorder
 from rollbook.observe.values import Last, Ratio, Total, Values
@@ -77,12 +77,15 @@ class Controller:
     """Model FLOPs of one forward, per token."""
     peak_flops_per_s: float = 0.0
     """Of all devices of the run; 0: not known."""
-    first_step: int = 0
+    num_steps_done: int = 0
+    """Steps done: the next one to make."""
     weight_version: int = 0
     """The newest published version."""
     last_publication: PublicationReport | None = None
     has_moved: bool = False
     """The trainer's weights changed since the last publication; a step of flat rewards changes nothing."""
+    is_stepping: bool = False
+    """The loop has begun: a Ctrl-C waits for the end of the step."""
     is_stop_requested: bool = False
     """Set by Ctrl-C: the loop ends after the step in progress, with a checkpoint."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "trainer"))
@@ -93,10 +96,15 @@ class Controller:
     async def begin(self, *, resume: bool) -> None:
         """Everything before the first step: weights proven on every replica, warm-up, preflight, expectations."""
         step = self.saver.load(self) if resume else None
-        await self.publish(self.weight_version, is_first=True)
+        if self.is_complete:
+            self.recorder.event("already_complete", num_steps_done=self.num_steps_done)
+            return
+        if self.rollout.buffer.serving_step < self.num_steps_done:
+            self.weight_version += 1  # the checkpoint's weights were never published: they are no known version
+        await self.publish(self.weight_version)
         if step is None:
             await self._warm_up()
-        self.rollout.buffer.published(self.weight_version, self.first_step)
+        self.rollout.buffer.published(self.weight_version, self.num_steps_done)
         await preflight(
             scorer=self.scorer,
             prompts=self.train_prompts,
@@ -112,8 +120,7 @@ class Controller:
         if step is None:
             if self.evaluator.is_due(0, is_last=True):
                 self.recorder.metrics(await self.evaluator.run(self.router), step=0)
-            counters = self.saver.counters(self, 0)
-            await self.compute(lambda: self.saver.write(counters, self.trainer))
+            await self._write_checkpoint(0)
 
     async def _warm_up(self) -> None:
         """Supervised updates on reference answers, until enough held-out prompts are answered or they are used up."""
@@ -156,9 +163,10 @@ class Controller:
 
     async def run(self) -> None:
         """Every step of the run. On an error the run directory stays whole and resumable."""
+        self.is_stepping = True
         try:
-            for step in range(self.first_step, self.config.run.num_steps):
-                if self.rollout.is_exhausted or self.is_stop_requested:
+            for step in range(self.num_steps_done, self.config.run.num_steps):
+                if self.is_stop_requested or self.is_complete:
                     break
                 with self.recorder.step(step) as span:
                     span.expected_s = self._expected_step_s()
@@ -170,7 +178,9 @@ class Controller:
                     await self._report(taken, batch, step)
                     await self._evaluate(step)
                     await self._save(step)
+                self.num_steps_done = step + 1
                 self.rollout.admit()
+            await self._finish()
         finally:
             await self.rollout.stop()
             self._thread.shutdown(wait=True)
@@ -197,15 +207,15 @@ class Controller:
             batch = self.trainer.make_batch(sequences, step=step, weight_version=self.weight_version)
         if self.needs_proximal:
             with self.recorder.span("proximal", expected_s=self._expected_s("proximal")) as span:
-                await self.compute(lambda: self.trainer.fill_proximal(batch))
+                self.recorder.metrics(await self.compute(lambda: self.trainer.fill_proximal(batch)))
                 span.set(tokens=batch.num_tokens)
         if algorithm.needs_reference:
             with self.recorder.span("reference", expected_s=self._expected_s("reference")) as span:
-                await self.compute(lambda: self.trainer.fill_reference(batch))
+                self.recorder.metrics(await self.compute(lambda: self.trainer.fill_reference(batch)))
                 span.set(tokens=batch.num_tokens)
         if algorithm.needs_values:
             with self.recorder.span("values", expected_s=self._expected_s("values")) as span:
-                await self.compute(lambda: self.trainer.fill_values(batch))
+                self.recorder.metrics(await self.compute(lambda: self.trainer.fill_values(batch)))
                 span.set(tokens=batch.num_tokens)
         with self.recorder.span("adv"):
             if self.needs_proximal:
@@ -256,28 +266,54 @@ class Controller:
         self.recorder.metrics(values)
         every = self.config.observe.trajectories_every_steps
         if every and step % every == 0:
-            finished = [t for group in taken.groups for t in group.scored]
+            finished = [t for group in [*taken.groups, *taken.dropped] for t in group.scored]
             self.recorder.trajectories(step, finished + failed, loss_masks=masks)
 
     async def _evaluate(self, step: int) -> None:
         """Held-out prompts, before the next step's groups take the engine."""
-        is_last = step + 1 == self.config.run.num_steps
-        if self.evaluator.is_due(step + 1, is_last=is_last):
+        if self.evaluator.is_due(step + 1, is_last=self._is_last(step)):
             with self.recorder.span("eval"):
                 self.recorder.metrics(await self.evaluator.run(self.router))
 
     async def _save(self, step: int) -> None:
-        is_last = step + 1 == self.config.run.num_steps or self.is_stop_requested
-        if self.saver.is_due(step + 1, is_last=is_last):
+        if self.saver.is_due(step + 1, is_last=self._is_last(step) or self.is_stop_requested):
             with self.recorder.span("checkpoint"):
-                counters = self.saver.counters(self, step + 1)
-                await self.compute(lambda: self.saver.write(counters, self.trainer))
+                await self._write_checkpoint(step + 1)
+
+    async def _finish(self) -> None:
+        """What a run leaves behind: the state it ended in and, if nothing is left to do, the model."""
+        if self.saver.newest_step != self.num_steps_done:  # the data ended without a group to train
+            await self._write_checkpoint(self.num_steps_done)
+        if self.is_complete and self.config.checkpoint.save_model:
+            await self.compute(lambda: self.saver.write_model(self.trainer))
 
     # ---- what the stages use -----------------------------------------------------------------------------
 
     async def compute(self, work: Callable[[], Result]) -> Result:
         """Run `work` on the trainer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _write_checkpoint(self, num_steps_done: int) -> None:
+        """Write the whole RL state, once more if that fails.
+
+        Raises:
+            CheckpointError: it failed twice; earlier checkpoints are untouched.
+        """
+        counters = self.saver.counters(self, num_steps_done)
+        try:
+            await self.compute(lambda: self.saver.write(counters, self.trainer))
+        except CheckpointError as error:
+            self.recorder.event("checkpoint_failed", num_steps_done=num_steps_done, error=error.what)
+            await self.compute(lambda: self.saver.write(counters, self.trainer))
+
+    @property
+    def is_complete(self) -> bool:
+        """Every step was made, or every epoch of the data was consumed."""
+        return self.num_steps_done >= self.config.run.num_steps or self.rollout.is_exhausted
+
+    def _is_last(self, step: int) -> bool:
+        """Whether no step follows: known before the next prompts are asked for."""
+        return step + 1 == self.config.run.num_steps or self.rollout.stream.is_consumed
 
     @property
     def num_sequences(self) -> int:
@@ -286,14 +322,17 @@ class Controller:
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether a forward must give the trust-region anchor: with one update on policy it is the current policy."""
+        """Whether a forward must give the trust-region anchor: with one update on policy it is the current policy.
+
+        The staleness bound decides, not the schedule, so that a bound of 0 gives the same numbers in all of them.
+        """
         algorithm = self.config.algorithm
         if algorithm.proximal == "behavior":
             return False
-        is_on_policy = self.schedule.is_on_policy and self.trainer.num_updates_per_step == 1
-        return algorithm.needs_proximal_first or not is_on_policy
+        is_on_policy = self.config.buffer.max_staleness_steps == 0
+        return algorithm.needs_proximal_first or not is_on_policy or self.trainer.num_updates_per_step > 1
 
-    async def publish(self, weight_version: int, *, is_first: bool = False) -> PublicationReport:
+    async def publish(self, weight_version: int) -> PublicationReport:
         """One publication, repeated once if it fails. Replicas that missed it are out of service.
 
         Raises:
@@ -322,8 +361,7 @@ class Controller:
         self.has_moved |= isinstance(norm, Ratio) and norm.numerator > 0
 
     def _is_publication_due(self, step: int) -> bool:
-        is_last = step + 1 == self.config.run.num_steps
-        return is_last or (step + 1) % self.config.sync.every_steps == 0
+        return self._is_last(step) or (step + 1) % self.config.sync.every_steps == 0
 
     def _gap(self, batch: TrainBatch) -> Values:
         """Trainer against engine on the step's tokens."""

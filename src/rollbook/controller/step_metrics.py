@@ -34,24 +34,32 @@ def spread(name: str, numbers: Sequence[float], statistics: Sequence[str] = ("me
 
 
 def trajectory_values(taken: Taken, failed: Iterable[Trajectory]) -> Values:
-    """Lengths and rewards of what is trained; failures of what is not."""
-    scored = [t for group in taken.groups for t in group.scored]
+    """Lengths and rewards of what is trained, of all that finished, and the failures.
+
+    `critic/...` and `response_length/...` are of trained trajectories; `reward/<source>/...` and `generated/...` of
+    all finished ones, so that a filter which drops flat groups does not change what the reward curve means.
+    """
     failed = list(failed)
-    lengths = [t.num_response_tokens for t in scored]
-    rewards = [t.reward for t in scored if t.reward is not None]
-    values = spread("response_length", lengths, ("mean", "p50", "p99", "max", "min"))
-    values |= spread("prompt_length", [len(t.prompt.prompt_ids) for t in scored])
-    values |= spread("num_turns", [len(t.turns) for t in scored])
+    trained = [t for group in taken.groups for t in group.scored]
+    finished = trained + [t for group in taken.dropped for t in group.scored]
+    rewards = [t.reward for t in trained if t.reward is not None]
+    spreads = ("mean", "p50", "p99", "max", "min")
+    values = spread("response_length", [t.num_response_tokens for t in trained], spreads)
+    values |= spread("generated/response_length", [t.num_response_tokens for t in finished], spreads)
+    values |= spread("prompt_length", [len(t.prompt.prompt_ids) for t in trained])
+    values |= spread("num_turns", [len(t.turns) for t in finished])
     values |= spread("critic/rewards", rewards)
-    values |= spread("critic/score", [t.reward_terms.get(RAW_SCORE, t.reward or 0.0) for t in scored])
+    values |= spread("critic/score", [t.reward_terms.get(RAW_SCORE, t.reward or 0.0) for t in trained])
     values |= {
-        "response_length/clip_ratio": Ratio(sum(t.is_truncated for t in scored), len(scored)),
+        "response_length/clip_ratio": Ratio(sum(t.is_truncated for t in trained), len(trained)),
+        "generated/clip_ratio": Ratio(sum(t.is_truncated for t in finished), len(finished)),
+        "generated/num_trajectories": Total(len(finished)),
         "failures/num": Total(len(failed)),
-        "failures/frac": Ratio(len(failed), len(failed) + len(scored)),
-        "response/aborted_ratio": Ratio(len(failed), len(failed) + len(scored)),
+        "failures/frac": Ratio(len(failed), len(failed) + len(finished)),
+        "response/aborted_ratio": Ratio(len(failed), len(failed) + len(finished)),
     }
-    values |= _reward_by_source(scored, failed)
-    return values | _tail(scored)
+    values |= _reward_by_source(finished, failed)
+    return values | _tail(finished)
 
 
 def _reward_by_source(scored: Sequence[Trajectory], failed: Sequence[Trajectory]) -> Values:
