@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,30 +37,46 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep: int) -> Path
     Raises:
         CheckpointError: the disk is full or cannot be written; nothing that was there is lost.
     """
-    final, aside = folder / f"step_{step}", folder / f"step_{step}.partial"
     arrays: dict[str, torch.Tensor] = {}
     plain = _split(state, "", arrays)
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+
+    def write(aside: Path) -> None:
         save_file(arrays, aside / "tensors.safetensors")
         (aside / "state.json").write_text(json.dumps(plain), encoding="utf-8")
         digests = {name: _sha256(aside / name) for name in ("tensors.safetensors", "state.json")}
         (aside / "manifest.json").write_text(json.dumps({"step": step, "sha256": digests}), encoding="utf-8")
+
+    final = save_folder(folder / f"step_{step}", write)
+    for old in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(folder / f"step_{old}", ignore_errors=True)
+    return final
+
+
+def save_folder(final: Path, write: Callable[[Path], None]) -> Path:
+    """Let `write` fill a folder beside `final`, which takes its name once everything is on the disk.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written; what was at `final` is untouched.
+    """
+    aside, replaced = final.with_name(f"{final.name}.partial"), final.with_name(f"{final.name}.replaced")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        write(aside)
         for path in aside.iterdir():
             _flush(path)
-        if final.exists():  # a retried step: the new one replaces it only now that it is whole
-            shutil.rmtree(final)
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
         aside.rename(final)
-        _flush(folder)
+        _flush(final.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {final} could not be written: {error}",
+            f"{final} could not be written: {error}",
             "free disk space or choose another run.dir; earlier checkpoints are untouched",
         ) from error
-    for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(folder / f"step_{old}", ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 

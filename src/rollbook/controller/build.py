@@ -128,6 +128,7 @@ def _engine(config: RunConfig, trainer: Trainer, tokenizer: Tokenizer, replica_i
         and config.rollout.device == config.model.device
         and config.rollout.dtype in ("auto", config.model.dtype)
         and config.sync.staging == "staged"
+        and config.sync.every_steps == 1  # else the engine would serve updates that no publication has named
     )
     return NativeEngine(
         trainer.model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,8 +64,9 @@ async def _main(config: RunConfig, recorder: Recorder, *, resume: bool) -> None:
         loop = asyncio.get_running_loop()
 
         def interrupt() -> None:
-            """First Ctrl-C: end after this step, with a checkpoint. Second: at once; resume repeats the step."""
-            if controller.is_stop_requested:
+            """First Ctrl-C: end after this step, with a checkpoint. Second, or before the first step: at once; resume
+            repeats the step."""
+            if controller.is_stop_requested or not controller.is_stepping:
                 task.cancel()
             controller.is_stop_requested = True
             recorder.event("interrupted", remedy="again to stop at once; `rollbook train --resume` continues")
@@ -74,6 +76,9 @@ async def _main(config: RunConfig, recorder: Recorder, *, resume: bool) -> None:
             loop.add_signal_handler(signal.SIGTERM, interrupt)
         try:
             await controller.begin(resume=resume)
+            if resume and controller.is_complete:
+                done = f"{controller.num_steps_done} of {config.run.num_steps} steps"
+                print(f"{recorder.path} is already complete: {done}; nothing was trained", file=sys.stderr)
             await controller.run()
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None

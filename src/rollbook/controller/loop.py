@@ -78,7 +78,7 @@ class Controller:
     peak_flops_per_s: float = 0.0
     """Of all devices of the run; 0: not known."""
     num_steps_done: int = 0
-    """Steps done: the next one to make."""
+    """The next step to make, too."""
     weight_version: int = 0
     """The newest published version."""
     last_publication: PublicationReport | None = None
@@ -96,11 +96,13 @@ class Controller:
     async def begin(self, *, resume: bool) -> None:
         """Everything before the first step: weights proven on every replica, warm-up, preflight, expectations."""
         step = self.saver.load(self) if resume else None
-        if self.is_complete:
+        if step is not None and self.is_complete:
             self.recorder.event("already_complete", num_steps_done=self.num_steps_done)
             return
         if self.rollout.buffer.serving_step < self.num_steps_done:
-            self.weight_version += 1  # the checkpoint's weights were never published: they are no known version
+            self.weight_version += (
+                1  # the checkpoint's weights were in no publication: a version of their own
+            )
         await self.publish(self.weight_version)
         if step is None:
             await self._warm_up()

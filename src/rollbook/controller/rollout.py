@@ -34,6 +34,10 @@ class PromptStream(Protocol):
 
     def acknowledge(self, prompt: Prompt) -> None: ...
 
+    @property
+    def is_consumed(self) -> bool:
+        """Every prompt of every epoch was acknowledged."""
+
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
@@ -136,17 +140,18 @@ class Rollout:
     def _is_ready(self) -> bool:
         if self.buffer.is_ready():
             return True
-        return self._is_exhausted and not self._tasks and self.buffer.num_finished > 0 and self._end_of_data()
+        return self._is_exhausted and not self._tasks and self._end_of_data()
 
     def _end_of_data(self) -> bool:
-        """The stream ran dry in the middle of a step: its last groups form a smaller one."""
+        """The stream ran dry in the middle of a step: its last groups, if any is left, form a smaller one."""
         self.buffer.is_last_step = True
         return self.buffer.is_ready()
 
     @property
     def is_exhausted(self) -> bool:
         """No prompt is left and no group is under way."""
-        return self._is_exhausted and not self._tasks and self.buffer.num_finished == 0
+        is_dry = self._is_exhausted or self.stream.is_consumed
+        return is_dry and not self._tasks and self.buffer.num_finished == 0
 
     async def stop(self) -> None:
         """Cancel what runs. Its prompts were not acknowledged, so a resumed run samples them again."""

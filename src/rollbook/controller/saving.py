@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollbook.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from rollbook.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, save_folder
 from rollbook.checkpoint.config import CheckpointConfig
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ class Saver:
     def __init__(self, folder: Path, config: CheckpointConfig) -> None:
         self.folder = folder
         self.config = config
+        self.newest_step: int | None = None
+        """Steps done of the checkpoint written or taken up last."""
 
     def is_due(self, num_steps_done: int, *, is_last: bool) -> bool:
         every = self.config.every_steps
@@ -41,7 +43,20 @@ class Saver:
     def write(self, counters: dict[str, Any], trainer: Trainer) -> Path:
         """Write `checkpoints/step_N`. Called on the trainer's thread, between two steps."""
         state = counters | {"trainer": trainer.state_dict()}
-        return save_checkpoint(self.folder, counters["num_steps_done"], state, keep=self.config.keep)
+        path = save_checkpoint(self.folder, counters["num_steps_done"], state, keep=self.config.keep)
+        self.newest_step = counters["num_steps_done"]
+        return path
+
+    def write_model(self, trainer: Trainer) -> Path:
+        """Write `model/` beside the checkpoints: the published weights as a Hugging Face folder, whole or not at all.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        return save_folder(
+            self.folder.parent / "model",
+            lambda aside: trainer.model.save(aside, dict(trainer.export_weights())),
+        )
 
     def load(self, controller: Controller) -> int | None:
         """Take up the newest checkpoint; returns its step, or None where there is none."""
@@ -53,5 +68,5 @@ class Saver:
         controller.rollout.stream.restore(state["stream"])
         controller.rollout.buffer.restore(state["buffer"])
         controller.weight_version = state["weight_version"]
-        controller.first_step = state["num_steps_done"]
-        return controller.first_step
+        controller.num_steps_done = self.newest_step = state["num_steps_done"]
+        return self.newest_step

@@ -16,6 +16,7 @@ class EventKind:
 EVENT_KINDS: dict[str, EventKind] = {
     "run_started": EventKind((), "A new run took the directory."),
     "run_resumed": EventKind((), "A later process took the directory up again."),
+    "already_complete": EventKind(("num_steps_done",), "The run that was taken up has no step left to make."),
     "run_failed": EventKind(("error", "remedy"), "The run stopped on an error; it can be resumed."),
     "interrupted": EventKind(("remedy",), "Ctrl-C or a termination signal arrived."),
     "warmup": EventKind(("update", "loss"), "One update of the supervised warm-up."),
@@ -109,6 +110,12 @@ EVENT_KINDS: dict[str, EventKind] = {
         ("rule", "summary", "remedy", "severity", "evidence", "cost_s"), "A diagnosis made during the run."
     ),
     "checkpoint": EventKind(("path", "num_bytes", "duration_s"), "The RL state is on disk, whole."),
+    "checkpoint_failed": EventKind(
+        ("num_steps_done", "error"), "A checkpoint could not be written; it is tried once more."
+    ),
+    "empty_batch": EventKind(
+        ("evictions",), "Failures and filters left nothing to train: the step made no update."
+    ),
     "nonfinite": EventKind(
         ("metrics",), "Metrics of the step that were NaN or infinite (null in metrics.jsonl)."
     ),
