@@ -179,9 +179,11 @@ def _train_points(trainer: Trainer, work: TypicalWork) -> tuple[list[BatchPoint]
         batch.mini_batches = [list(range(len(batch.sequences)))]
         began_s = time.perf_counter()
         trainer.fill_proximal(batch)
+        _wait(trainer.model.device)
         forward_s = time.perf_counter() - began_s
         began_s = time.perf_counter()
         values = trainer.update(batch, objective, lr=0.0)
+        _wait(trainer.model.device)
         update_s = time.perf_counter() - began_s
         step_s = _optimizer_s(trainer)
         optimizer_s.append(step_s)
@@ -194,11 +196,16 @@ def _train_points(trainer: Trainer, work: TypicalWork) -> tuple[list[BatchPoint]
 
 
 def _optimizer_s(trainer: Trainer) -> float:
-    for parameter in trainer.optimizer.parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    """Seconds of one update; gradients that did not arrive count as zeros."""
     began_s = time.perf_counter()
     trainer.optimizer.step(0.0)
+    _wait(trainer.model.device)
     return time.perf_counter() - began_s
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _sequences(trainer: Trainer, work: TypicalWork, num_groups: int) -> list[TrainSequence]:
@@ -245,11 +252,9 @@ def _itemsize(dtype: str) -> int:
 def _median_s(device: torch.device, work: Callable[[], object]) -> float:
     seconds = []
     for _ in range(REPEATS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _wait(device)
         began_s = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _wait(device)
         seconds.append(time.perf_counter() - began_s)
     return float(np.median(seconds[1:]))
