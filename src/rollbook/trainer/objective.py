@@ -92,6 +92,7 @@ class SupervisedObjective:
     ) -> tuple[Tensor, Values]:
         """See Objective.
 
+        >>> import torch
         >>> micro = MicroBatch(
         ...     cu_seqlens=torch.tensor([0, 3]), sequence_idx=torch.tensor([0]),
         ...     action_mask=torch.tensor([False, True, True]), loss_mask=torch.tensor([False, True, True]),
