@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollbook.sync.bucket import Packer, SlotBuffers
 from rollbook.sync.delta import AcknowledgedWeights
-from rollbook.sync.digest import digest
+from rollbook.sync.digest import digests
 from rollbook.sync.layout import MappedWeights, Place, fused, stacked
 from rollbook.sync.transaction import ReplicaTransaction
 from rollbook.weights import Bucket, Manifest, TensorSpec
@@ -160,4 +160,5 @@ def publish(
 
 
 def live_digests(engine: MappedWeights) -> dict[str, str]:
-    return {name: digest(engine.read(name)) for name in engine.specs()}
+    names = list(engine.specs())
+    return dict(zip(names, digests([engine.read(name) for name in names]), strict=True))
