@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollbook.cli.plan import (
+    DEFAULTS,
     AlgorithmOption,
     AssumeOption,
     ContextOption,
@@ -35,8 +36,8 @@ from rollbook.cli.plan import (
     SigmaOption,
     StalenessOption,
     TurnsOption,
-    request_from_options,
 )
+from rollbook.planner.options import PlanOptions
 
 if TYPE_CHECKING:
     from rollbook.planner.request import PlanRequest
@@ -46,31 +47,31 @@ if TYPE_CHECKING:
 
 def command(
     model: ModelOption,
-    gpu: GpuOption = "H100",
-    num_gpus: NumGpusOption = "8",
-    gpus_per_node: NodeOption = 0,
-    prompts: PromptsOption = "512",
-    group_size: GroupOption = "16",
-    prompt_tokens: PromptTokensOption = "1024",
-    response_tokens: ResponseTokensOption = "4096",
-    max_response_tokens: MaxResponseOption = "",
-    length_sigma: SigmaOption = 0.6,
-    lengths: LengthsOption = None,
-    algorithm: AlgorithmOption = "grpo",
-    reward: RewardOption = "rule",
-    reference: ReferenceOption = True,
-    proximal: ProximalOption = True,
-    mini_batches: MiniBatchOption = 1,
-    turns: TurnsOption = 1.0,
-    observation_tokens: ObservationOption = "0",
-    env_seconds: EnvOption = 0.0,
-    env_p99_seconds: EnvP99Option = 0.0,
-    rollout_tp: RolloutTpOption = 0,
-    rollout_dtype: DtypeOption = "bfloat16",
-    offload: OffloadOption = "auto",
-    max_staleness: StalenessOption = 1,
-    max_context: ContextOption = "0",
-    assume: AssumeOption = "default",
+    gpu: GpuOption = DEFAULTS.gpu,
+    num_gpus: NumGpusOption = str(DEFAULTS.num_gpus),
+    gpus_per_node: NodeOption = DEFAULTS.gpus_per_node,
+    prompts: PromptsOption = str(DEFAULTS.prompts),
+    group_size: GroupOption = str(DEFAULTS.group_size),
+    prompt_tokens: PromptTokensOption = str(DEFAULTS.prompt_tokens),
+    response_tokens: ResponseTokensOption = str(DEFAULTS.response_tokens),
+    max_response_tokens: MaxResponseOption = str(DEFAULTS.max_response_tokens),
+    length_sigma: SigmaOption = DEFAULTS.length_sigma,
+    lengths: LengthsOption = DEFAULTS.lengths,
+    algorithm: AlgorithmOption = DEFAULTS.algorithm,
+    reward: RewardOption = DEFAULTS.reward,
+    reference: ReferenceOption = DEFAULTS.reference,
+    proximal: ProximalOption = DEFAULTS.proximal,
+    mini_batches: MiniBatchOption = DEFAULTS.mini_batches,
+    turns: TurnsOption = DEFAULTS.turns,
+    observation_tokens: ObservationOption = str(DEFAULTS.observation_tokens),
+    env_seconds: EnvOption = DEFAULTS.env_seconds,
+    env_p99_seconds: EnvP99Option = DEFAULTS.env_p99_seconds,
+    rollout_tp: RolloutTpOption = DEFAULTS.rollout_tp,
+    rollout_dtype: DtypeOption = DEFAULTS.rollout_dtype,
+    offload: OffloadOption = DEFAULTS.offload,
+    max_staleness: StalenessOption = DEFAULTS.max_staleness,
+    max_context: ContextOption = str(DEFAULTS.max_context),
+    assume: AssumeOption = DEFAULTS.assume,
     mode: Annotated[
         str,
         typer.Option(
@@ -124,7 +125,7 @@ def command(
 
     if mode:
         choice_of("--mode", mode, "sync", "colocate_async", "separate_sync", "separate_async")
-    request = request_from_options(
+    options = PlanOptions(
         model=model, gpu=gpu, num_gpus=num_gpus, gpus_per_node=gpus_per_node, prompts=prompts,
         group_size=group_size, prompt_tokens=prompt_tokens, response_tokens=response_tokens,
         max_response_tokens=max_response_tokens, length_sigma=length_sigma, lengths=lengths,
@@ -133,6 +134,7 @@ def command(
         env_p99_seconds=env_p99_seconds, rollout_tp=rollout_tp, rollout_dtype=rollout_dtype, offload=offload,
         max_staleness=max_staleness, max_context=max_context, assume=assume, split=split,
     )  # fmt: skip
+    request = options.request()
     candidate = _candidate(request, mode)
     scenario = replace(
         scenario_of(request, candidate, num_steps=steps),

@@ -1,0 +1,86 @@
+"""`rollbook reconcile`: a finished run against its plan, stage by stage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rollbook.planner.reconcile import Expectation
+
+
+def command(
+    run: Annotated[str, typer.Argument(help="Run directory, or a log of verl, TRL, slime or AReaL.")],
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            "--workload",
+            help="TOML with the options of `rollbook plan` as keys, and mode; for logs without a plan.",
+        ),
+    ] = None,
+    assume: Annotated[
+        str, typer.Option("--assume", help="Assumptions for --workload: paper, default, or a TOML file.")
+    ] = "default",
+    format: Annotated[str, typer.Option("--format", help="Log format; empty: found out.")] = "",
+    first: Annotated[int, typer.Option("--first", help="First step to look at; -1: after the warm-up.")] = -1,
+    last: Annotated[int, typer.Option("--last", help="Last step to look at; -1: the last of the log.")] = -1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare plan and measurement stage by stage, and say which three stages most deserve work.
+
+    Example: rollbook reconcile runs/addition
+    """
+    from rollbook.diagnose.readers.table import load
+    from rollbook.planner.reconcile import expectation_of_run, means_of, reconcile
+
+    series = load(run, format=format or None)
+    means, first_step, last_step, num_steps = means_of(
+        series.steps,
+        series.values,
+        first=first if first >= 0 else None,
+        last=last if last >= 0 else None,
+    )
+    expectation = (
+        _expectation_of(workload, assume, means)
+        if workload is not None
+        else expectation_of_run(Path(series.source))
+    )
+    result = reconcile(
+        expectation,
+        means,
+        source=series.source,
+        first_step=first_step,
+        last_step=last_step,
+        num_steps=num_steps,
+    )
+    if as_json:
+        typer.echo(json.dumps(result.as_json()))
+        return
+    from rich.console import Console
+
+    from rollbook.planner.show_reconciliation import show_reconciliation
+
+    show_reconciliation(result, Console(highlight=False))
+
+
+def _expectation_of(path: Path, assume: str, means: dict[str, float]) -> Expectation:
+    """The plan of a described workload; lengths that the description leaves out are taken from the log."""
+    from dataclasses import replace
+
+    from rollbook.planner.options import PlanOptions, read_options
+    from rollbook.planner.reconcile import expectation_of_request
+    from rollbook.planner.request import choice_of
+
+    values: dict[str, Any] = {"assume": assume, **read_options(path)}
+    notes = []
+    for key, metric in (("prompt_tokens", "prompt_length/mean"), ("response_tokens", "response_length/mean")):
+        if key not in values and metric in means:
+            values[key] = max(round(means[metric]), 1)
+            notes.append(f"{key} = {values[key]}, as the log measured it")
+    named = str(values.pop("mode", "sync"))
+    mode = choice_of("mode", named, "sync", "colocate_async", "separate_sync", "separate_async")
+    expectation, _ = expectation_of_request(PlanOptions(**values).request(), mode=mode)
+    return replace(expectation, notes=expectation.notes + tuple(notes))

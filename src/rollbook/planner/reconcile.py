@@ -1,0 +1,510 @@
+"""Plan against measurement: which stage lost which seconds, and where the peak of the step really went.
+
+    plan.json, or a workload  ─►  Expectation ─┐
+                                               ├─►  Reconciliation: stages, waterfall, what deserves work
+    timing_s/... of a log     ─►  means a step ┘
+
+A stage's loss is its share of the step's GPU time beyond what its FLOPs need at peak. It splits into what the plan
+expected to lose and what was lost beyond the plan; the shares of all stages, of uncovered time and the MFU add up
+to one.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.errors import ConfigError, DataError
+from rollbook.ledger.account import StepAccount
+from rollbook.ledger.hardware import MachineSpec
+from rollbook.ledger.step import is_colocated
+from rollbook.observe.catalogue import STAGES, STAGES_OUTSIDE_STEP
+from rollbook.observe.run_dir import CONFIG, PLAN
+from rollbook.planner.request import PlanRequest
+from rollbook.planner.search import Candidate, Search
+from rollbook.planner.words import percent, seconds
+
+Means = Mapping[str, float]
+"""Metric name -> mean over the steps looked at."""
+
+_INSIDE_ROLLOUT = frozenset({"reward"})
+"""Planned for, but hidden behind generation: not part of the expected step."""
+_NUM_WARMUP_STEPS = 2
+_NUM_DESERVING = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What was expected of one stage of a step."""
+
+    seconds: float
+    low: float
+    high: float
+    flops: float = 0.0
+    num_gpus: int = 1
+    """GPUs that the stage holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """What was expected of a step, by stage."""
+
+    source: str
+    stages: dict[str, Expected]
+    step_s: float
+    num_gpus: int = 1
+    peak_flops_per_s: float = 0.0
+    """Of all GPUs; 0 when unknown."""
+    hidden_rollout_gpus: int = 0
+    """GPUs of a rollout side that works beside the trainer, whose stages no step loop times."""
+    hidden_rollout_flops: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageResult:
+    """One stage, planned and measured."""
+
+    stage: str
+    measured_s: float
+    planned: Expected | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over planned."""
+        if self.planned is None or self.planned.seconds <= 0:
+            return None
+        return self.measured_s / self.planned.seconds
+
+    @property
+    def beyond_s(self) -> float:
+        """Seconds beyond the plan; all of them where nothing was planned."""
+        return max(self.measured_s - (self.planned.seconds if self.planned else 0.0), 0.0)
+
+    @property
+    def verdict(self) -> str:
+        if self.planned is None:
+            return "not planned"
+        if self.measured_s > self.planned.high:
+            return "slower"
+        return "faster" if self.measured_s < self.planned.low else "as planned"
+
+    def as_json(self) -> dict[str, object]:
+        planned = self.planned
+        return {
+            "stage": self.stage,
+            "planned_s": planned.seconds if planned else None,
+            "low_s": planned.low if planned else None,
+            "high_s": planned.high if planned else None,
+            "measured_s": self.measured_s,
+            "ratio": self.ratio,
+            "verdict": self.verdict,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLoss:
+    """One step down the measured waterfall."""
+
+    loss: str
+    frac: float
+    """Of the peak over the step; of the step's time when the peak is unknown."""
+    beyond_frac: float
+    """The part of `frac` that the plan did not expect."""
+
+    def as_json(self) -> dict[str, object]:
+        return {"loss": self.loss, "frac": self.frac, "beyond_plan_frac": self.beyond_frac}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deserving:
+    """A stage worth work, with what could be won."""
+
+    stage: str
+    seconds: float
+    why: str
+
+    def as_json(self) -> dict[str, object]:
+        return {"stage": self.stage, "seconds": self.seconds, "why": self.why}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconciliation:
+    """The result."""
+
+    source: str
+    expectation: Expectation
+    first_step: int
+    last_step: int
+    num_steps: int
+    step: StageResult
+    stages: tuple[StageResult, ...]
+    mfu_frac: float | None
+    waterfall: tuple[MeasuredLoss, ...]
+    deserving: tuple[Deserving, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    def as_json(self) -> dict[str, object]:
+        """For `reconcile --json`."""
+        return {
+            "source": self.source,
+            "plan": self.expectation.source,
+            "steps": {"first": self.first_step, "last": self.last_step, "count": self.num_steps},
+            "step": self.step.as_json(),
+            "stages": [s.as_json() for s in self.stages],
+            "mfu_frac": self.mfu_frac,
+            "waterfall": [loss.as_json() for loss in self.waterfall],
+            "deserve_work": [d.as_json() for d in self.deserving],
+            "notes": list(self.notes),
+        }
+
+
+# -- what was expected
+
+
+def expectation_of_run(folder: Path) -> Expectation:
+    """From a run directory's `plan.json`.
+
+    Raises:
+        DataError: there is none, or it has no stages.
+    """
+    path = folder / PLAN
+    try:
+        plan = json.loads(path.read_text())
+        entries: dict[str, dict[str, Any]] = plan["stages"]
+    except OSError:
+        raise DataError(
+            f"{folder} has no {PLAN}: the run was not planned",
+            "run with plan.is_on = true, or give --workload with the model, GPUs and lengths",
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no plan: {error!r}", "give --workload instead") from None
+    stages = {
+        name: Expected(
+            seconds=float(entry["seconds"]),
+            low=float(entry["low"]),
+            high=float(entry["high"]),
+            flops=float(entry.get("flops", 0.0)),
+        )
+        for name, entry in entries.items()
+        if name != "step"
+    }
+    step = entries.get("step")
+    step_s = (
+        float(step["seconds"])
+        if step is not None
+        else sum(e.seconds for name, e in stages.items() if name not in _INSIDE_ROLLOUT)
+    )
+    peak, note = _peak_of_run(folder, plan)
+    return Expectation(
+        source=str(path), stages=stages, step_s=step_s, peak_flops_per_s=peak, notes=(note,) if note else ()
+    )
+
+
+def _peak_of_run(folder: Path, plan: Mapping[str, Any]) -> tuple[float, str]:
+    """The machine's best GEMM rate: from the plan, or from the hardware.toml its config names."""
+    machine = plan.get("machine")
+    if isinstance(machine, dict) and isinstance(machine.get("peak_flops_per_s"), int | float):
+        return float(machine["peak_flops_per_s"]), ""
+    try:
+        config = tomllib.loads((folder / CONFIG).read_text())
+        hardware = str(config.get("plan", {}).get("hardware", ""))
+        spec = MachineSpec.read(Path(hardware)) if hardware else None
+    except (OSError, tomllib.TOMLDecodeError, ConfigError):
+        spec = None
+    if spec is None or not spec.gemm_flops_per_s:
+        return 0.0, "the machine's peak is not known: losses are shares of the step's time"
+    rates = spec.gemm_flops_per_s
+    return float(rates.get(spec.dtype, max(rates.values()))), ""
+
+
+def expectation_of_request(request: PlanRequest, *, mode: str = "sync") -> tuple[Expectation, Candidate]:
+    """From a workload's description: the ledger's account of the named topology.
+
+    Raises:
+        PlanError: an unknown mode, or a separated one without a split.
+    """
+    request.check()
+    search = Search(request)
+    gpus = request.cluster.num_gpus
+    if mode in ("sync", "colocate_async"):
+        candidate = search.candidate(mode, gpus, gpus)  # type: ignore[arg-type]
+    else:
+        if request.split is None:
+            raise ConfigError(f"mode is {mode!r} without a split", 'add split = "rollout:train" GPUs')
+        candidate = search.candidate(mode, *request.split)  # type: ignore[arg-type]
+    account = candidate.account
+    r = request.workload
+    reference_and_proximal = account.flops.reference + account.flops.proximal
+    name = (
+        f"{request.model.name} on {gpus} {request.cluster.accelerator.name}, {mode}, "
+        f"assumptions {request.assumptions.name}"
+    )
+    notes = list(candidate.why_not)
+    if not reference_and_proximal and account.seconds.forward and r.algorithm == "grpo":
+        notes.append("forward passes are planned as one stage")
+    beside = mode == "separate_async"
+    return (
+        Expectation(
+            source=name,
+            stages=_stages(request, account),
+            step_s=account.seconds.total,
+            num_gpus=account.num_gpus,
+            peak_flops_per_s=account.num_gpus * request.cluster.accelerator.peak("bfloat16"),
+            hidden_rollout_gpus=account.rollout.num_gpus if beside else 0,
+            hidden_rollout_flops=account.flops.generate + account.flops.prefill if beside else 0.0,
+            notes=tuple(notes),
+        ),
+        candidate,
+    )
+
+
+def _stages(request: PlanRequest, account: StepAccount) -> dict[str, Expected]:
+    s, f = account.seconds, account.flops
+    rollout_error, train_error = account.rollout.error_frac, account.train.error_frac
+    train_gpus, everyone = account.train.num_gpus, account.num_gpus
+    parts: dict[str, tuple[float, float, float, int]] = {}
+    rollout_s = s.prefill + s.generate_throughput + s.generate_tail
+    if account.mode == "separate_async":
+        # The step loop times its own wait for groups, on the training GPUs.
+        parts["rollout"] = (
+            max(s.total - account.train.total_s - s.sync, 0.0),
+            0.0,
+            rollout_error,
+            train_gpus,
+        )
+    else:
+        gpus = everyone if is_colocated(account.mode) else account.rollout.num_gpus
+        parts["rollout"] = (rollout_s + s.env, f.generate + f.prefill, rollout_error, gpus)
+    critic_forward = f.critic / (1 + 3 * request.workload.num_epochs)
+    forwards = {
+        "proximal": f.proximal,
+        "reference": f.reference,
+        "reward": f.reward_model,
+        "values": critic_forward,
+    }
+    total = sum(forwards.values())
+    for name, flops in forwards.items():
+        if flops:
+            parts[name] = (s.forward * flops / total, flops, train_error, train_gpus)
+    policy_share = f.train / (f.train + f.critic - critic_forward)
+    parts["train"] = (s.train * policy_share, f.train, train_error, train_gpus)
+    if f.critic:
+        parts["critic"] = (s.train * (1 - policy_share), f.critic - critic_forward, train_error, train_gpus)
+    if s.switch:
+        parts["to_trainer"] = (s.switch / 2, 0.0, 0.5, everyone)
+        parts["to_rollout"] = (s.switch / 2, 0.0, 0.5, everyone)
+    parts["sync"] = (s.sync, 0.0, 0.5, everyone if account.mode != "separate_async" else train_gpus)
+    return {
+        name: Expected(
+            seconds=value, low=value / (1 + error), high=value * (1 + error), flops=flops, num_gpus=gpus
+        )
+        for name, (value, flops, error, gpus) in parts.items()
+    }
+
+
+# -- plan against measurement
+
+
+def means_of(
+    steps: NDArray[np.int64],
+    values: Mapping[str, NDArray[np.float64]],
+    *,
+    first: int | None,
+    last: int | None,
+) -> tuple[dict[str, float], int, int, int]:
+    """Mean seconds of each timed stage over the steps looked at, with the first, the last and their number.
+
+    The first two steps of a longer run are left out: they compile, load and warm up. A stage that some steps do
+    not have (a checkpoint) counts as zero there.
+
+    Raises:
+        DataError: no step is left, or the log times nothing.
+    """
+    if first is None and len(steps) > 3 * _NUM_WARMUP_STEPS:
+        first = int(steps[_NUM_WARMUP_STEPS])
+    keep = np.ones(len(steps), bool)
+    keep &= steps >= (first if first is not None else steps.min(initial=0))
+    keep &= steps <= (last if last is not None else steps.max(initial=0))
+    if "timing_s/step" in values:
+        keep &= np.isfinite(values["timing_s/step"])
+    if not keep.any():
+        raise DataError(
+            f"no timed step between {first} and {last}",
+            f"the log holds steps {int(steps.min(initial=0))} to {int(steps.max(initial=0))}",
+        )
+    means = {}
+    for name, series in values.items():
+        if name.startswith("timing_s/"):
+            means[name] = float(np.nan_to_num(series[keep]).mean())
+        elif np.isfinite(series[keep]).any():
+            means[name] = float(np.nanmean(series[keep]))
+    if "timing_s/step" not in means:
+        raise DataError("the log times no step (timing_s/step)", "give a log of verl, TRL or rollbook")
+    kept = steps[keep]
+    return means, int(kept[0]), int(kept[-1]), int(keep.sum())
+
+
+def reconcile(
+    expectation: Expectation,
+    means: Means,
+    *,
+    source: str,
+    first_step: int = 0,
+    last_step: int = 0,
+    num_steps: int = 1,
+) -> Reconciliation:
+    """Compare an expectation with mean measured seconds."""
+    stages = _stage_results(expectation, means)
+    step_s = means["timing_s/step"]
+    expectation = _with_peak(expectation, means)
+    planned_step = Expected(
+        seconds=expectation.step_s,
+        low=expectation.step_s * _share(expectation, "low"),
+        high=expectation.step_s * _share(expectation, "high"),
+    )
+    step = StageResult(stage="step", measured_s=step_s, planned=planned_step)
+    in_step = [s for s in stages if s.stage not in STAGES_OUTSIDE_STEP]
+    mfu_frac, losses = _waterfall(expectation, in_step, step_s)
+    return Reconciliation(
+        source=source,
+        expectation=expectation,
+        first_step=first_step,
+        last_step=last_step,
+        num_steps=num_steps,
+        step=step,
+        stages=tuple(stages),
+        mfu_frac=mfu_frac,
+        waterfall=tuple(losses),
+        deserving=tuple(_deserving(expectation, in_step, step_s)),
+        notes=expectation.notes + tuple(_notes(expectation, stages)),
+    )
+
+
+def _with_peak(expectation: Expectation, means: Means) -> Expectation:
+    """The peak that the log's own whole-step MFU implies, where the plan does not say it."""
+    mfu_frac = means.get("perf/mfu/step", 0.0)
+    if expectation.peak_flops_per_s or mfu_frac <= 0:
+        return expectation
+    flops = sum(stage.flops for stage in expectation.stages.values())
+    return replace(expectation, peak_flops_per_s=flops / (means["timing_s/step"] * mfu_frac), notes=())
+
+
+def _share(expectation: Expectation, end: str) -> float:
+    """How far the ends of the stages' ranges lie from their middles, over the whole step."""
+    in_step = [e for name, e in expectation.stages.items() if name not in _INSIDE_ROLLOUT]
+    middle = sum(e.seconds for e in in_step)
+    return sum(getattr(e, end) for e in in_step) / middle if middle > 0 else 1.0
+
+
+def _stage_results(expectation: Expectation, means: Means) -> list[StageResult]:
+    found = []
+    for stage, suffix in STAGES.items():
+        measured = means.get(f"timing_s/{suffix}")
+        if measured is None or (measured == 0 and stage not in expectation.stages):
+            continue
+        found.append(StageResult(stage=stage, measured_s=measured, planned=expectation.stages.get(stage)))
+    covered = sum(s.measured_s for s in found if s.stage not in STAGES_OUTSIDE_STEP)
+    other = means["timing_s/step"] - covered
+    if other > 1e-3 * means["timing_s/step"]:
+        found.append(StageResult(stage="other", measured_s=other, planned=None))
+    return found
+
+
+def _waterfall(
+    expectation: Expectation, stages: list[StageResult], step_s: float
+) -> tuple[float | None, list[MeasuredLoss]]:
+    """Losses in shares of the peak (or of the time, when the peak is not known), largest first."""
+    peak, gpus = expectation.peak_flops_per_s, expectation.num_gpus
+    losses = []
+    useful = expectation.hidden_rollout_flops
+    for result in stages:
+        planned = result.planned
+        held = (planned.num_gpus if planned else _loop_gpus(expectation)) / gpus
+        flops = planned.flops if planned else 0.0
+        useful += flops
+        ideal = flops / (peak * step_s) if peak else 0.0
+        share = result.measured_s * held / step_s
+        # What the plan expected to lose, and no more than what was lost.
+        beyond = min(result.beyond_s * held / step_s, max(share - ideal, 0.0))
+        losses.append(MeasuredLoss(loss=result.stage, frac=share - ideal, beyond_frac=beyond))
+    if expectation.hidden_rollout_gpus:
+        share = expectation.hidden_rollout_gpus / gpus
+        ideal = expectation.hidden_rollout_flops / (peak * step_s)
+        losses.append(MeasuredLoss(loss="rollout GPUs", frac=share - ideal, beyond_frac=0.0))
+    mfu_frac = useful / (peak * step_s) if peak else None
+    # Stages may hold a part of the GPUs: what nobody holds was idle.
+    idle = 1 - (mfu_frac or 0.0) - sum(loss.frac for loss in losses)
+    if idle > 1e-3:
+        losses.append(MeasuredLoss(loss="idle", frac=idle, beyond_frac=0.0))
+    return mfu_frac, sorted(losses, key=lambda loss: -loss.frac)
+
+
+def _loop_gpus(expectation: Expectation) -> int:
+    """GPUs that an unplanned stage of the step loop holds: all that are not a separate rollout side."""
+    return expectation.num_gpus - expectation.hidden_rollout_gpus
+
+
+def _deserving(expectation: Expectation, stages: list[StageResult], step_s: float) -> list[Deserving]:
+    """Stages that took longer than planned by seconds lost; then those that the plan itself spends most on."""
+    late = sorted((s for s in stages if s.beyond_s > 0.02 * step_s), key=lambda s: -s.beyond_s)
+    chosen = [
+        Deserving(stage=s.stage, seconds=s.beyond_s, why=_why_late(s, step_s)) for s in late[:_NUM_DESERVING]
+    ]
+    taken = {d.stage for d in chosen}
+    rest = sorted((s for s in stages if s.stage not in taken), key=lambda s: -s.measured_s)
+    for s in rest[: _NUM_DESERVING - len(chosen)]:
+        why = (
+            f"as planned, and {percent(s.measured_s / step_s)} of the step: to shorten it, change the plan "
+            f"({_LEVERS.get(s.stage, 'its size')})"
+        )
+        chosen.append(Deserving(stage=s.stage, seconds=s.measured_s, why=why))
+    return chosen
+
+
+def _why_late(result: StageResult, step_s: float) -> str:
+    lever = _LOOK_AT.get(result.stage, "its spans in events.jsonl")
+    share = percent(result.beyond_s / step_s)
+    if result.planned is None:
+        return f"{seconds(result.measured_s)} that nobody planned, {share} of the step: look at {lever}"
+    return (
+        f"{seconds(result.measured_s)} where {seconds(result.planned.seconds)} were planned: "
+        f"{seconds(result.beyond_s)} lost, {share} of the step; look at {lever}"
+    )
+
+
+_LOOK_AT = {
+    "rollout": "response lengths against the plan's, slots in use, preemptions, environment seconds",
+    "reward": "scorer time-outs and the number of workers",
+    "proximal": "micro batch sizes and padding; it should take a third of training",
+    "reference": "micro batch sizes, and whether the reference is offloaded",
+    "values": "the critic's micro batches",
+    "train": "micro batches that are not full, recomputation, gather of sharded weights",
+    "critic": "the critic's micro batches",
+    "sync": "bucket size, transport, and a replica that answers late",
+    "checkpoint": "asynchronous saving, or a longer interval",
+    "wait": "responses that do not end when the engine is to become quiet",
+    "to_rollout": "pinned memory, and graphs captured again",
+    "to_trainer": "pinned memory for the training state",
+    "other": "what runs between the spans: logging, data loading, the interpreter",
+}
+_LEVERS = {
+    "rollout": "asynchrony fills the tail, more replicas or float8 engines speed up decoding",
+    "train": "fewer forwards, packing, more training GPUs",
+    "proximal": 'algorithm.proximal = "behavior" needs no forward',
+    "reference": "no KL term needs no reference",
+    "sync": "a delta, or publishing less often",
+}
+
+
+def _notes(expectation: Expectation, stages: list[StageResult]) -> list[str]:
+    measured = {s.stage for s in stages}
+    silent = [n for n in expectation.stages if n not in measured and n not in _INSIDE_ROLLOUT]
+    return [f"planned but not timed by the log: {', '.join(silent)}"] if silent else []

@@ -1,0 +1,89 @@
+"""A reconciliation in a terminal: stages, the measured waterfall, and what deserves work."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rollbook.planner.reconcile import Reconciliation, StageResult
+from rollbook.planner.words import percent, seconds
+
+_STYLES = {"slower": "red", "faster": "green", "as planned": "", "not planned": "dim"}
+_BAR_WIDTH = 30
+
+
+def show_reconciliation(result: Reconciliation, console: Console) -> None:
+    """Print everything, the answer first."""
+    step = result.step
+    assert step.planned is not None and step.ratio is not None
+    console.print(
+        Text.assemble(
+            (f"A step takes {seconds(step.measured_s)}", "bold"),
+            f"; planned were {seconds(step.planned.seconds)} "
+            f"({seconds(step.planned.low)} to {seconds(step.planned.high)}): {step.ratio:.2f} x, {step.verdict}.",
+        )
+    )
+    steps = f"{result.num_steps} steps, {result.first_step} to {result.last_step}"
+    console.print(
+        Text(f"Means of {steps}, of {result.source} against {result.expectation.source}.", style="dim")
+    )
+    for note in result.notes:
+        console.print(Text(f"note: {note}", style="yellow"))
+    console.print()
+    console.print(Padding(_stages(result), (0, 0, 0, 2)))
+    console.print()
+    title = "Where the peak went" if result.mfu_frac is not None else "Where the step went"
+    console.print(Text(title, style="bold"))
+    console.print(Padding(_waterfall(result), (0, 0, 0, 2)))
+    console.print()
+    console.print(Text("What deserves work", style="bold"))
+    for i, deserving in enumerate(result.deserving, 1):
+        console.print(
+            Padding(Text.assemble(f"{i}. ", (deserving.stage, "bold"), f": {deserving.why}."), (0, 0, 0, 2))
+        )
+
+
+def _stages(result: Reconciliation) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("stage")
+    for name in ("planned", "range", "measured", "ratio"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for stage in (*result.stages, result.step):
+        table.add_row(*_cells(stage), style="bold" if stage.stage == "step" else _STYLES[stage.verdict])
+    return table
+
+
+def _cells(stage: StageResult) -> list[str]:
+    planned = stage.planned
+    return [
+        stage.stage,
+        seconds(planned.seconds) if planned else "",
+        f"{seconds(planned.low)} to {seconds(planned.high)}" if planned else "",
+        seconds(stage.measured_s),
+        f"{stage.ratio:.2f}" if stage.ratio is not None else "",
+        stage.verdict,
+    ]
+
+
+def _waterfall(result: Reconciliation) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True, width=_BAR_WIDTH)
+    table.add_column(no_wrap=True, style="dim")
+    for loss in result.waterfall:
+        if loss.frac < 0.0005:
+            continue
+        whole = max(round(_BAR_WIDTH * loss.frac), 1)
+        beyond = round(whole * loss.beyond_frac / loss.frac)
+        bar = Text("█" * (whole - beyond), style="blue") + Text("█" * beyond, style="red")
+        more = f"{percent(loss.beyond_frac)} beyond the plan" if loss.beyond_frac >= 0.0005 else ""
+        table.add_row(loss.loss, percent(loss.frac), bar, more)
+    if result.mfu_frac is not None:
+        bar = Text("█" * max(round(_BAR_WIDTH * result.mfu_frac), 1), style="green")
+        table.add_row("useful", percent(result.mfu_frac), bar, "the whole-step MFU")
+    return table

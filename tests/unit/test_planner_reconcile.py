@@ -1,0 +1,299 @@
+"""Plan against measurement: our run directory, verl's and TRL's logs; figures worked by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollbook.cli.main import main
+from rollbook.errors import ConfigError, DataError
+from rollbook.planner.options import PlanOptions, read_options
+from rollbook.planner.reconcile import (
+    Expectation,
+    Expected,
+    expectation_of_request,
+    expectation_of_run,
+    means_of,
+    reconcile,
+)
+
+PLANNED = {"rollout": (40.0, 2e12), "proximal": (5.0, 2e12), "train": (20.0, 6e12), "sync": (2.0, 0.0)}
+"""Seconds and FLOPs; 67 s a step, 1e13 FLOPs."""
+MEASURED = {"gen": 60.0, "old_log_prob": 5.0, "update_actor": 19.0, "update_weights": 6.0, "step": 92.0}
+
+
+def expectation(peak: float = 1e12) -> Expectation:
+    stages = {
+        name: Expected(seconds=s, low=s / 1.2, high=s * 1.2, flops=f) for name, (s, f) in PLANNED.items()
+    }
+    return Expectation(source="a plan", stages=stages, step_s=67.0, peak_flops_per_s=peak)
+
+
+def measured(**changes: float) -> dict[str, float]:
+    return {f"timing_s/{k}": v for k, v in (MEASURED | changes).items()}
+
+
+def run_directory(folder: Path, num_steps: int = 3, **machine: float) -> Path:
+    plan = {
+        "machine": machine,
+        "stages": {
+            name: {
+                "seconds": s, "low": s / 1.2, "high": s * 1.2, "bytes": 0, "flops": f, "formula": "x",
+                "source": "y",
+            }
+            for name, (s, f) in PLANNED.items()
+        },
+    }  # fmt: skip
+    (folder / "plan.json").write_text(json.dumps(plan))
+    lines = [
+        json.dumps({"step": step, "data": measured() | {"response_length/mean": 9.0}})
+        for step in range(num_steps)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "events.jsonl").write_text("")
+    return folder
+
+
+def test_stages_carry_ratio_and_verdict() -> None:
+    result = reconcile(expectation(), measured(), source="a log")
+    by_name = {s.stage: s for s in result.stages}
+    assert by_name["rollout"].ratio == pytest.approx(1.5) and by_name["rollout"].verdict == "slower"
+    assert by_name["train"].verdict == "as planned"
+    assert by_name["sync"].ratio == pytest.approx(3.0)
+    assert by_name["other"].measured_s == pytest.approx(2.0)  # 92 - 60 - 5 - 19 - 6
+    assert by_name["other"].verdict == "not planned"
+    assert result.step.ratio == pytest.approx(92 / 67)
+
+
+def test_the_measured_waterfall_adds_up_to_the_peak() -> None:
+    """1e13 FLOPs at 1e12 a second in 92 s: MFU 10/92. Rollout loses (60 - 2) / 92, 20/92 of it unplanned."""
+    result = reconcile(expectation(), measured(), source="a log")
+    losses = {loss.loss: loss for loss in result.waterfall}
+    assert result.mfu_frac == pytest.approx(10 / 92)
+    assert losses["rollout"].frac == pytest.approx(58 / 92)
+    assert losses["rollout"].beyond_frac == pytest.approx(20 / 92)
+    assert losses["train"].frac == pytest.approx(13 / 92) and losses["train"].beyond_frac == 0
+    assert sum(loss.frac for loss in result.waterfall) + 10 / 92 == pytest.approx(1.0)
+
+
+def test_without_a_peak_the_losses_are_shares_of_the_time() -> None:
+    result = reconcile(expectation(peak=0.0), measured(), source="a log")
+    assert result.mfu_frac is None
+    assert sum(loss.frac for loss in result.waterfall) == pytest.approx(1.0)
+    assert result.waterfall[0].loss == "rollout"
+    assert result.waterfall[0].frac == pytest.approx(60 / 92)
+
+
+def test_the_logs_own_mfu_stands_in_for_an_unknown_peak() -> None:
+    means = measured() | {"perf/mfu/step": 0.25}
+    result = reconcile(expectation(peak=0.0), means, source="a log")
+    assert result.mfu_frac == pytest.approx(0.25)
+
+
+def test_the_three_stages_that_lost_most_deserve_work_first() -> None:
+    result = reconcile(expectation(), measured(), source="a log")
+    assert [d.stage for d in result.deserving] == ["rollout", "sync", "other"]
+    assert [d.seconds for d in result.deserving] == pytest.approx([20.0, 4.0, 2.0])
+    assert "20.0 s lost" in result.deserving[0].why
+
+
+def test_a_run_that_keeps_to_its_plan_is_told_what_the_plan_spends_most_on() -> None:
+    means = measured(gen=40.0, update_weights=2.0, step=66.0)
+    result = reconcile(expectation(), means, source="a log")
+    assert [d.stage for d in result.deserving] == ["rollout", "train", "proximal"]
+    assert all(d.why.startswith("as planned") for d in result.deserving)
+
+
+def test_a_separated_rollout_side_loses_peak_that_no_stage_times() -> None:
+    """Half of the GPUs generate beside the trainer: 0.5 - 2e12 / (1e12 x 92) of the peak is lost there."""
+    stages = {"train": Expected(seconds=80.0, low=70.0, high=90.0, flops=6e12, num_gpus=4)}
+    beside = Expectation(
+        source="x", stages=stages, step_s=85.0, num_gpus=8, peak_flops_per_s=1e12, hidden_rollout_gpus=4,
+        hidden_rollout_flops=2e12,
+    )  # fmt: skip
+    result = reconcile(beside, {"timing_s/step": 92.0, "timing_s/update_actor": 80.0}, source="y")
+    losses = {loss.loss: loss.frac for loss in result.waterfall}
+    assert losses["rollout GPUs"] == pytest.approx(0.5 - 2 / 92)
+    assert losses["train"] == pytest.approx(40 / 92 - 6 / 92)
+    assert sum(losses.values()) + 8 / 92 == pytest.approx(1.0)
+
+
+def test_warm_up_steps_are_left_out_of_longer_runs() -> None:
+    steps = np.arange(8)
+    seconds = np.array([100.0, 50.0, 10, 10, 10, 10, 10, 10])
+    means, first, last, count = means_of(steps, {"timing_s/step": seconds}, first=None, last=None)
+    assert (means["timing_s/step"], first, last, count) == (10.0, 2, 7, 6)
+    means, first, _, count = means_of(steps, {"timing_s/step": seconds}, first=0, last=1)
+    assert (means["timing_s/step"], first, count) == (75.0, 0, 2)
+
+
+def test_a_stage_of_some_steps_only_counts_as_zero_in_the_others() -> None:
+    steps = np.arange(4)
+    values = {
+        "timing_s/step": np.full(4, 10.0),
+        "timing_s/save_checkpoint": np.array([np.nan, np.nan, np.nan, 8.0]),
+    }
+    means, *_ = means_of(steps, values, first=0, last=None)
+    assert means["timing_s/save_checkpoint"] == 2.0
+
+
+def test_nothing_to_compare_is_an_error() -> None:
+    with pytest.raises(DataError, match="no timed step"):
+        means_of(np.arange(3), {"timing_s/step": np.ones(3)}, first=7, last=9)
+    with pytest.raises(DataError, match="times no step"):
+        means_of(np.arange(3), {"actor/loss": np.ones(3)}, first=0, last=None)
+
+
+def test_the_expectation_of_a_run_is_its_plan_json(tmp_path: Path) -> None:
+    found = expectation_of_run(run_directory(tmp_path, peak_flops_per_s=1e12))
+    assert found.step_s == 67.0 and found.peak_flops_per_s == 1e12
+    assert found.stages["train"].flops == 6e12
+
+
+def test_a_reward_that_hides_behind_generation_is_not_part_of_the_expected_step(tmp_path: Path) -> None:
+    run_directory(tmp_path)
+    path = tmp_path / "plan.json"
+    plan = json.loads(path.read_text())
+    plan["stages"]["reward"] = {"seconds": 30.0, "low": 20.0, "high": 40.0}
+    path.write_text(json.dumps(plan))
+    assert expectation_of_run(tmp_path).step_s == 67.0
+
+
+def test_the_stages_of_a_workload_add_up_to_the_ledgers_step() -> None:
+    options = PlanOptions(model="Qwen3-8B", num_gpus="16", prompts="64", algorithm="ppo", reward="model")
+    found, candidate = expectation_of_request(options.request(), mode="sync")
+    other_s = options.request().assumptions.step_base_s
+    assert sum(s.seconds for s in found.stages.values()) + other_s == pytest.approx(candidate.step_s)
+    assert {"rollout", "proximal", "reference", "values", "train", "critic", "sync"} <= set(found.stages)
+    assert sum(s.flops for s in found.stages.values()) == pytest.approx(candidate.account.flops.total)
+
+
+def test_of_a_separated_mode_the_rollout_stage_is_the_trainers_wait() -> None:
+    options = PlanOptions(model="Qwen3-8B", num_gpus="16", prompts="64", split="8:8")
+    found, candidate = expectation_of_request(options.request(), mode="separate_async")
+    assert found.hidden_rollout_gpus == 8
+    assert found.stages["rollout"].seconds < 0.8 * candidate.step_s
+    with pytest.raises(ConfigError, match="without a split"):
+        expectation_of_request(PlanOptions(model="Qwen3-8B", num_gpus="16").request(), mode="separate_async")
+
+
+# -- the command
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["reconcile", *args])
+    captured = capsys.readouterr()
+    code = ended.value.code
+    return (code if isinstance(code, int) else 0), captured.out, captured.err
+
+
+def test_reconcile_prints_a_run_of_ours(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(capsys, str(run_directory(tmp_path, peak_flops_per_s=1e12)))
+    assert code == 0
+    assert out.startswith("A step takes 92.0 s; planned were 67.0 s")
+    assert "1.50" in out and "slower" in out and "the whole-step MFU" in out
+    assert "1. rollout:" in out and "2. sync:" in out
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
+
+
+def test_reconcile_json_names_every_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, out, _ = run(capsys, str(run_directory(tmp_path, num_steps=12)), "--json")
+    data: dict[str, Any] = json.loads(out)
+    assert data["steps"] == {"first": 2, "last": 11, "count": 10}
+    assert {s["stage"] for s in data["stages"]} == {"rollout", "proximal", "train", "sync", "other"}
+    assert data["step"]["measured_s"] == pytest.approx(92.0)
+    assert len(data["deserve_work"]) == 3
+    assert any("peak is not known" in note for note in data["notes"])
+
+
+WORKLOAD = """
+model = "Qwen2.5-7B"
+gpu = "H800"
+num_gpus = 32
+prompts = 512
+group_size = 16
+max_response_tokens = "16k"
+reference = false
+mode = "sync"
+"""
+
+
+def verl_log(path: Path) -> Path:
+    lines = []
+    for step in range(1, 10):
+        data = {
+            "training/global_step": step, "timing_s/step": 300.0, "timing_s/gen": 180.0, "timing_s/reward": 5.0,
+            "timing_s/old_log_prob": 25.0, "timing_s/adv": 1.0, "timing_s/update_actor": 80.0,
+            "timing_s/update_weights": 6.0, "response_length/mean": 4000.0, "prompt_length/mean": 200.0,
+            "perf/throughput": 1000.0, "actor/grad_norm": 0.2, "critic/rewards/mean": 0.3,
+        }  # fmt: skip
+        lines.append(json.dumps({"step": step, "data": data}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_reconcile_reads_verls_file_and_takes_missing_lengths_from_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    workload = tmp_path / "workload.toml"
+    workload.write_text(WORKLOAD)
+    log = verl_log(tmp_path / "verl.jsonl")
+    code, out, err = run(capsys, str(log), "--workload", str(workload), "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    stages = {s["stage"]: s for s in data["stages"]}
+    assert stages["rollout"]["planned_s"] > 0 and stages["train"]["planned_s"] > 0
+    assert stages["rollout"]["measured_s"] == 180.0
+    assert "response_tokens = 4000, as the log measured it" in data["notes"]
+    losses = sum(loss["frac"] for loss in data["waterfall"])
+    assert losses + data["mfu_frac"] == pytest.approx(1.0)
+
+
+def test_reconcile_reads_a_trl_state_with_nothing_but_step_times(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    history = [
+        {"step": i, "loss": 0.1, "reward": 0.2, "grad_norm": 0.1, "learning_rate": 1e-6, "step_time": 40.0,
+         "completions/mean_length": 500.0}
+        for i in range(1, 6)
+    ]  # fmt: skip
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    workload = tmp_path / "workload.toml"
+    workload.write_text('model = "Qwen3-0.6B"\nnum_gpus = 8\nprompts = 32\ngroup_size = 8\n')
+    code, out, err = run(capsys, str(tmp_path), "--workload", str(workload), "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    assert data["step"]["measured_s"] == 40.0 and data["step"]["ratio"] is not None
+    assert any("not timed by the log" in note for note in data["notes"])
+
+
+def test_mistakes_are_told_with_a_remedy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = verl_log(tmp_path / "verl.jsonl")
+    code, _, err = run(capsys, str(log))
+    assert code == 2 and "--workload" in err and "Traceback" not in err
+    bad = tmp_path / "bad.toml"
+    bad.write_text('model = "Qwen3-8B"\nprompt = 3\n')
+    code, _, err = run(capsys, str(log), "--workload", str(bad))
+    assert code == 2 and "unknown key prompt" in err and "did you mean" in err
+    code, _, err = run(capsys, str(tmp_path / "nothing"))
+    assert code == 2 and "there is no" in err
+
+
+def test_a_workload_file_must_be_toml_and_name_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "w.toml"
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_options(path)
+    path.write_text("model: x")
+    with pytest.raises(ConfigError, match="not TOML"):
+        read_options(path)
+    path.write_text("prompts = 4")
+    with pytest.raises(ConfigError, match="names no model"):
+        read_options(path)
