@@ -38,6 +38,7 @@ from rollbook.modeling.load import LoadedModel, load_model
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import GenerateRequest
 from rollbook.rollout.native.engine import NativeEngine
+from rollbook.rollout.native.paged_attention import PageBatch, attend_pages
 from rollbook.types import SamplingParams
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -180,35 +181,43 @@ async def started(model: LoadedModel, **settings: object) -> NativeEngine:
     return engine
 
 
-async def bench_jobs(repeats: int, vocab_sizes: list[int]) -> None:
-    print("\nuseful tokens/s, Hugging Face generate against the engine (median; spread = max/min)")
+async def bench_jobs(repeats: int, vocab_sizes: list[int], only: str) -> None:
+    print(
+        "\nuseful tokens/s, Hugging Face generate against the engine: wall seconds (max/min), CPU seconds beside them"
+    )
     for vocab_size in vocab_sizes:
         model = tiny_llama(vocab_size)
         for dtype_name, dtype in DTYPES.items():
             model.module.to(dtype)
             baseline = as_transformers(model)
             engine = await started(model)
-            for job in jobs():
-                taken: dict[str, list[float]] = {"generate": [], "engine": []}
+            for job in (job for job in jobs() if job.name.startswith(only)):
+                wall_s: dict[str, list[float]] = {"generate": [], "engine": []}
+                cpu_s: dict[str, list[float]] = {"generate": [], "engine": []}
                 for repeat in range(repeats + 1):
-                    for name in taken:
-                        began = time.perf_counter()
+                    for name in wall_s:
+                        began, cpu_began = time.perf_counter(), time.process_time()
                         if name == "generate":
                             run_generate(baseline, job)
                         else:
                             await run_engine(engine, vocab_size, job)
-                        if repeat:  # the first round warms up
-                            taken[name].append(time.perf_counter() - began)
-                medians = {name: statistics.median(times) for name, times in taken.items()}
-                spread = {name: max(times) / min(times) for name, times in taken.items()}
-                print(
-                    f"  {dtype_name} vocab {vocab_size:5d} {job.name:32s}"
-                    + "".join(
-                        f"  {name} {medians[name]:6.2f} s "
-                        f"{job.num_tokens / medians[name]:7.0f} tok/s (x{spread[name]:.2f})"
-                        for name in taken
+                        if repeat or repeats == 1:  # the first round warms up
+                            wall_s[name].append(time.perf_counter() - began)
+                            cpu_s[name].append(time.process_time() - cpu_began)
+                medians = {name: statistics.median(times) for name, times in wall_s.items()}
+                cpu = {name: statistics.median(times) for name, times in cpu_s.items()}
+                print(f"  {dtype_name} vocab {vocab_size:5d} {job.name:32s}", end="")
+                for name, median_s in medians.items():
+                    spread = max(wall_s[name]) / min(wall_s[name])
+                    rate = job.num_tokens / median_s
+                    print(
+                        f"  {name} {median_s:6.2f} s (x{spread:.2f}) cpu {cpu[name]:6.2f} s {rate:6.0f} tok/s",
+                        end="",
                     )
-                    + f"   ratio {medians['generate'] / medians['engine']:.2f}"
+                print(
+                    f"   ratio {medians['generate'] / medians['engine']:.2f}, of CPU time "
+                    f"{cpu['generate'] / cpu['engine']:.2f}",
+                    flush=True,
                 )
             await engine.close()
 
@@ -267,6 +276,97 @@ async def bench_invariant(repeats: int) -> None:
             await engine.close()
 
 
+# ---- one layer's attention
+
+
+def attention_case(
+    lengths: list[int], page_tokens: int, dtype: torch.dtype
+) -> dict[str, Callable[[], Tensor]]:
+    """Ways to attend for one new token per sequence, over equal contents; 2 key heads, 2 queries each, width 64."""
+    torch.manual_seed(0)
+    num_rows, num_kv_heads, per_kv, dim = len(lengths), 2, 2, 64
+    longest = max(lengths)
+    queries = torch.randn(num_rows, num_kv_heads * per_kv, dim).to(dtype)
+    keys, values = (torch.randn(num_rows, num_kv_heads, longest, dim).to(dtype) for _ in range(2))
+
+    counts = np.array([-(-length // page_tokens) for length in lengths])
+    num_pages = int(counts.sum())
+    lists = np.random.default_rng(0).permutation(num_pages)
+    list_starts = np.cumsum(counts) - counts
+    owner, start = np.zeros(num_pages, np.int64), np.zeros(num_pages, np.int64)
+    owner[lists] = np.repeat(np.arange(num_rows), counts)
+    start[lists] = (np.arange(num_pages) - list_starts[owner[lists]]) * page_tokens
+    pools = [torch.zeros(num_pages, num_kv_heads, page_tokens, dim, dtype=dtype) for _ in range(2)]
+    for page in range(num_pages):
+        first = int(start[page])
+        for pool, states in zip(pools, (keys, values), strict=True):
+            part = states[owner[page], :, first : min(first + page_tokens, longest)]
+            pool[page, :, : part.shape[1]] = part
+    position = torch.tensor(lengths) - 1
+    ids = [torch.from_numpy(x) for x in (owner, start, lists, list_starts)]
+    batch = PageBatch(num_rows, ids[0], ids[1], position, ids[2], ids[3])
+    scale = dim**-0.5
+
+    bias = torch.zeros(num_rows, 1, 1, longest, dtype=dtype)
+    bias.masked_fill_((torch.arange(longest) > position[:, None])[:, None, None], -torch.inf)
+    grouped = queries.view(num_rows, num_kv_heads, per_kv, dim)
+
+    def pages() -> Tensor:
+        return attend_pages(batch, queries, pools[0], pools[1], scale, 0, None, None)
+
+    def rectangle() -> Tensor:
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias).flatten(1, 2)
+
+    def flash_by_page() -> Tensor:
+        mask = batch.mask(1, page_tokens, 0, dtype)[:, None]
+        out, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            grouped[batch.owner], pools[0], pools[1], 0.0, False, attn_mask=mask, scale=scale
+        )
+        weight = weight.reshape(num_pages, -1)
+        peak = torch.embedding_bag(weight, batch.lists, batch.list_starts, False, 2)[0]
+        share = (weight - peak[batch.owner]).exp_()
+        merged = (out.reshape(num_pages, -1, dim).float() * share[:, :, None]).flatten(1)
+        total = torch.embedding_bag(share, batch.lists, batch.list_starts, False, 0)[0]
+        merged = torch.embedding_bag(merged, batch.lists, batch.list_starts, False, 0)[0]
+        return (merged.view(num_rows, -1, dim) / total[:, :, None]).to(dtype)
+
+    def copy() -> Tensor:
+        return pools[0].clone() + pools[1].clone().flatten()[0]
+
+    ways = {"pages": pages, "rectangle": rectangle, "flash by page": flash_by_page}
+    with torch.inference_mode():
+        for way in ways.values():
+            torch.testing.assert_close(
+                way(), rectangle(), atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0
+            )
+    return ways | {"copy of K and V": copy}
+
+
+def bench_attention(repeats: int) -> None:
+    print("\none layer's attention, milliseconds (median)")
+    rng = np.random.default_rng(0)
+    for dtype_name, dtype in DTYPES.items():
+        for num_rows in (1, 16, 64, 256):
+            tail = np.clip(rng.lognormal(np.log(64) - 0.5, 1.0, num_rows).astype(int), 1, 512) + PROMPT_TOKENS
+            for name, lengths in (
+                ("64", [64] * num_rows),
+                ("512", [512] * num_rows),
+                ("tail", tail.tolist()),
+            ):
+                if num_rows * max(lengths) > 64 * 512 and name == "512":
+                    continue
+                print(f"  {dtype_name} {num_rows:4d} rows of {name:4s}:", end="")
+                for page_tokens in (16, 32, 64):
+                    ways = attention_case(lengths, page_tokens, dtype)
+                    with torch.inference_mode():
+                        taken = {way: 1e3 * seconds(fn, 3 * repeats) for way, fn in ways.items()}
+                    shown = {
+                        k: v for k, v in taken.items() if page_tokens == 32 or k in ("pages", "flash by page")
+                    }
+                    print(f"  P={page_tokens}", *(f"{way} {ms:.2f}" for way, ms in shown.items()), end="")
+                print(flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -275,6 +375,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--vocab", type=int, nargs="*", default=[64, 4096])
+    parser.add_argument("--job", default="", help="only jobs whose name begins so")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     parts = args.parts or ["decode", "jobs", "attention", "invariant"]
@@ -282,7 +383,9 @@ def main() -> None:
     if "decode" in parts:
         asyncio.run(bench_decode(args.repeats, args.vocab))
     if "jobs" in parts:
-        asyncio.run(bench_jobs(args.repeats, args.vocab))
+        asyncio.run(bench_jobs(args.repeats, args.vocab, args.job))
+    if "attention" in parts:
+        bench_attention(args.repeats)
     if "invariant" in parts:
         asyncio.run(bench_invariant(args.repeats))
 

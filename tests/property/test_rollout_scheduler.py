@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rollbook.errors import EngineError
 from rollbook.rollout.engine import GenerateRequest, KVPolicy, Response
-from rollbook.rollout.native.pages import CopyPages
+from rollbook.rollout.native.pages import CopyPages, PageOperation, ZeroPages, merged
 from rollbook.rollout.native.scheduler import Scheduler, StepPlan
 from rollbook.types import FinishReason, SamplingParams
 
@@ -39,7 +39,7 @@ class FakePool:
         self.pages: list[list[Written | None]] = [[None] * size for _ in range(scheduler.pool.num_pages)]
 
     def carry_out(self) -> None:
-        for operation in self.scheduler.pool.operations:
+        for operation in merged(self.scheduler.pool.operations):
             if isinstance(operation, CopyPages):
                 assert not set(operation.sources) & set(operation.targets)
                 for source, target in zip(operation.sources, operation.targets, strict=True):
@@ -359,3 +359,33 @@ def test_members_go_on_when_the_one_that_computes_their_prompt_is_cancelled() ->
         pass
     assert set(run.responses) == {"1", "2", "3"}
     assert scheduler.counters.prefill_tokens == 5 + 12
+
+
+pages = st.integers(0, 9)
+operations = st.lists(
+    st.one_of(
+        st.lists(pages, unique=True, max_size=3).map(lambda p: ZeroPages(tuple(p))),
+        st.lists(pages, unique=True, min_size=2, max_size=6).map(
+            lambda p: CopyPages(tuple(p[: len(p) // 2]), tuple(p[len(p) // 2 : len(p) // 2 * 2]))
+        ),
+    ),
+    max_size=8,
+)
+
+
+@given(operations)
+def test_merged_page_operations_do_what_the_single_ones_do(script: list[PageOperation]) -> None:
+    def carried_out(steps: list[PageOperation]) -> list[str]:
+        held = list("abcdefghij")
+        for step in steps:
+            if isinstance(step, CopyPages):
+                taken = [held[page] for page in step.sources]  # all are read before any is written
+                for page, content in zip(step.targets, taken, strict=True):
+                    held[page] = content
+            else:
+                for page in step.pages:
+                    held[page] = "-"
+        return held
+
+    assert carried_out(merged(script)) == carried_out(script)
+    assert len(merged(script)) <= len(script)

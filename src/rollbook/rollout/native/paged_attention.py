@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rollbook.errors import EngineError
 from rollbook.modeling.attention import ATTENTIONS
-from rollbook.rollout.native.pages import CopyPages, PageOperation
+from rollbook.rollout.native.pages import CopyPages, PageOperation, merged
 
 ATTENTION_NAME = "rollbook_paged"
 
@@ -82,7 +82,7 @@ class KVPool:
 
     def carry_out(self, operations: Items[PageOperation]) -> None:
         """Apply page operations in order."""
-        for operation in operations:
+        for operation in merged(operations):
             if isinstance(operation, CopyPages):
                 sources = torch.tensor(operation.sources, device=self._planes[0].device)
                 targets = torch.tensor(operation.targets, device=self._planes[0].device)
@@ -246,12 +246,12 @@ def paged_attention(
     for batch in step.batches:
         part = queries[first : first + batch.num_rows]
         parts.append(
-            _attend_pages(batch, part, key_pool, value_pool, scale, sliding_window or 0, softcap, s_aux)
+            attend_pages(batch, part, key_pool, value_pool, scale, sliding_window or 0, softcap, s_aux)
         )
         first += batch.num_rows
     for span in step.spans:
         parts.append(
-            _attend_span(
+            attend_span(
                 span, queries, keys, values, key_pool, value_pool, scale, sliding_window or 0, softcap, s_aux
             )
         )
@@ -265,7 +265,7 @@ def paged_attention(
 ATTENTIONS[ATTENTION_NAME] = paged_attention
 
 
-def _attend_pages(
+def attend_pages(
     batch: PageBatch,
     queries: Tensor,
     key_pool: Tensor,
@@ -312,7 +312,7 @@ def _attend_pages(
     return (out.view(num_rows, num_heads, value_dim) / total[:, :, None]).to(queries.dtype)
 
 
-def _attend_span(
+def attend_span(
     span: SpanRows,
     queries: Tensor,
     keys: Tensor,

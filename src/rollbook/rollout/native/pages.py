@@ -34,6 +34,25 @@ class CopyPages:
 PageOperation = ZeroPages | CopyPages
 
 
+def merged(operations: Items[PageOperation]) -> list[PageOperation]:
+    """The same effect in fewer operations: neighbors of one kind become one where their order doesn't matter."""
+    result: list[PageOperation] = []
+    for operation in operations:
+        last = result[-1] if result else None
+        if isinstance(operation, ZeroPages) and isinstance(last, ZeroPages):
+            result[-1] = ZeroPages(last.pages + operation.pages)
+        elif (
+            isinstance(operation, CopyPages)
+            and isinstance(last, CopyPages)
+            and not set(last.targets) & {*operation.sources, *operation.targets}
+            and not set(last.sources) & set(operation.targets)
+        ):
+            result[-1] = CopyPages(last.sources + operation.sources, last.targets + operation.targets)
+        else:
+            result.append(operation)
+    return result
+
+
 class PagePool:
     """Free pages of a pool of `num_pages`, taken from either end."""
 
@@ -148,6 +167,8 @@ class PrefixCache:
     def keep(self, token_ids: Ids, pages: Items[int]) -> None:
         """Copy the pages of a finished sequence into the cache, as far as free or least recently used pages allow."""
         path: list[PageKey] = []
+        sources: list[int] = []
+        targets: list[int] = []
         parent_id, size = 0, self.page_tokens
         for idx, source in enumerate(pages):
             tokens = token_ids[idx * size : (idx + 1) * size].tobytes()
@@ -160,9 +181,11 @@ class PrefixCache:
                 self._next_id += 1
                 self._by_key[key] = held
                 bisect.insort(self._children.setdefault(parent_id, []), tokens)
-                self.pool.copy([source], [held.page])
+                sources.append(source)
+                targets.append(held.page)
             path.append(key)
             parent_id = held.node_id
+        self.pool.copy(sources, targets)
         self._touch(path)
 
     def evict(self, num_pages: int, keep: Items[PageKey] = ()) -> bool:
