@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,17 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+
+def run_async(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """The GPU machines' pytest has no asyncio plugin."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        asyncio.run(test(**arguments))  # type: ignore[arg-type]
+
+    return run
+
+
 REQUESTS = [
     request(random_ids(1 + 5 * (i // 2), i // 2), f"{i // 2}/{i % 2}", max_response_tokens=30)
     for i in range(16)
@@ -28,6 +42,7 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_pool_tokens": 240, "max_prefill_tokens": 7}])
+@run_async
 async def test_tokens_and_logprobs_equal_the_cpus(settings: dict[str, Any]) -> None:
     """The draws are the same numbers on every device; float32 logprobs differ by rounding only."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -42,6 +57,7 @@ async def test_tokens_and_logprobs_equal_the_cpus(settings: dict[str, Any]) -> N
         np.testing.assert_allclose(response.logprobs, logprobs, atol=1e-4)
 
 
+@run_async
 async def test_filters_and_greedy_on_the_device() -> None:
     model = tiny_model()
     asked = [
@@ -58,6 +74,7 @@ async def test_filters_and_greedy_on_the_device() -> None:
     assert [r.response_ids.tolist() for r in found] == [r.response_ids.tolist() for r in expected]
 
 
+@run_async
 async def test_sleep_gives_the_memory_back_and_the_response_goes_on() -> None:
     model = tiny_model()
     async with running(model) as engine:
@@ -65,8 +82,6 @@ async def test_sleep_gives_the_memory_back_and_the_response_goes_on() -> None:
     async with running(model, device="cuda", kv_pool_tokens=65_536) as engine:
         awake_bytes = torch.cuda.memory_allocated()
         hook = AtStep(engine, 3, engine.pause)
-        import asyncio
-
         task = asyncio.create_task(engine.generate(request(random_ids(5))))
         while hook.answer is None:
             await asyncio.sleep(0)
@@ -82,6 +97,7 @@ async def test_sleep_gives_the_memory_back_and_the_response_goes_on() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@run_async
 async def test_half_precision_stays_near_the_float32_trainer(dtype: str) -> None:
     model, prompt = tiny_model(), random_ids(5)
     async with running(model, device="cuda", dtype=dtype) as engine:
