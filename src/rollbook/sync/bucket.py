@@ -105,6 +105,8 @@ class Packer:
     """What deltas are taken against; None: every tensor travels whole."""
     ledger: DigestLedger | None = None
     sent_bytes: int = 0
+    device: torch.device = torch.device("cpu")
+    """Of the tensors that were exported last."""
 
     def buckets(self) -> Iterator[Bucket]:
         self.ledger = self.ledger or DigestLedger()
@@ -133,6 +135,7 @@ class Packer:
                     "the export is at fault: weight_specs() and export_weights() must agree",
                 )
             tensor = tensor.detach()
+            self.device = tensor.device
             self.ledger.add(name, tensor)
             yield name, tensor
         if missing:
@@ -147,14 +150,21 @@ class Packer:
         for name, tensor in self._tensors():
             num_bytes = self.specs[name].num_bytes
             if held and held_bytes + num_bytes > self.bucket_bytes:
-                self.ledger.flush()
                 yield self._shared(bucket_idx, held)
                 bucket_idx, held, held_bytes = bucket_idx + 1, {}, 0
             held[name] = tensor
             held_bytes += num_bytes
         yield self._shared(bucket_idx, held)
 
+    def _finish(self) -> None:
+        """The bucket's reader is on another stream, or in another process."""
+        assert self.ledger is not None
+        self.ledger.flush()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def _shared(self, bucket_idx: int, tensors: dict[str, Tensor]) -> Bucket:
+        self._finish()
         entries = tuple(
             BucketEntry(name=name, offset_bytes=0, num_bytes=self.specs[name].num_bytes) for name in tensors
         )
@@ -212,10 +222,7 @@ class Packer:
             yield entry, payload
 
     def _filled(self, bucket_idx: int, entries: list[BucketEntry], buffer: Tensor, used: int) -> Bucket:
-        assert self.ledger is not None
-        self.ledger.flush()
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # the next reader may be another process
+        self._finish()
         self.sent_bytes += used
         return Bucket(
             weight_version=self.weight_version,

@@ -92,6 +92,7 @@ class IpcReceiver:
             _bytes(place, "event_handle"),
             field(place, "event_sync_required", bool),
         )
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         try:
             with torch.cuda.device(fields[0]):
                 storage = torch.UntypedStorage._new_shared_cuda(*fields)

@@ -18,10 +18,11 @@ number, parts by offset, names against the manifest.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -73,6 +74,7 @@ class ReplicaTransaction:
         self.coverage: dict[str, int] = {}
         self._held_live: dict[str, str] = {}  # digests of the live tensors at `weight_version`, part for part
         self._held_full: dict[str, str] = {}  # the trainer's digests at `weight_version`
+        self._stream: torch.cuda.Stream | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -199,18 +201,32 @@ class ReplicaTransaction:
         manifest = self._require(State.OPEN, "receive")
         try:
             self._check_order(bucket, manifest)
-            if bucket.shared is not None:
-                self._receive_shared(bucket, bucket.shared)
-            else:
-                for entry in bucket.entries:
-                    self._receive_entry(bucket, entry)
-            self._arrivals.flush()
-            self._parts.flush()
-            _synchronize(self._staged.values())  # the sender may fill the buffer again once this returns
+            with self._own_stream():
+                if bucket.shared is not None:
+                    self._receive_shared(bucket, bucket.shared)
+                else:
+                    for entry in bucket.entries:
+                        self._receive_entry(bucket, entry)
+                self._arrivals.flush()
+                self._parts.flush()
         except Exception as error:
             self._fault = str(error)
             raise
         self._next_bucket_idx += 1
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Copies and digests beside the engine's decode steps, done when the block ends: the sender may then fill the
+        buffer again."""
+        device = next((self.live.read(name).device for name in self.live.specs()), torch.device("cpu"))
+        if device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
     def _check_order(self, bucket: Bucket, manifest: Manifest) -> None:
         if bucket.weight_version != manifest.weight_version:
