@@ -13,6 +13,7 @@ bfloat16 the same layout goes to torch's variable-length flash attention.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -374,6 +375,13 @@ def _varlen_attention(
     if gather is not None:
         key, value = key.index_select(0, gather), value.index_select(0, gather)
     left = -1 if window is None else window - 1
+    grouped = query.shape[1] != key.shape[1]
+    keywords: dict[str, Any] = {}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.12 and later
+        keywords["enable_gqa"] = grouped
+    elif grouped:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     out = varlen_attn(
         query,
         key,
@@ -384,7 +392,7 @@ def _varlen_attention(
         max_seen,
         scale=scaling,
         window_size=(left, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **keywords,
     )
     assert isinstance(out, Tensor)
     return out
