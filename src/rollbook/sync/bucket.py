@@ -105,7 +105,7 @@ class Packer:
     """What deltas are taken against; None: every tensor travels whole."""
     ledger: DigestLedger | None = None
     sent_bytes: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device | None = None
     """Of the tensors that were exported last."""
 
     def buckets(self) -> Iterator[Bucket]:
@@ -160,7 +160,7 @@ class Packer:
         """The bucket's reader is on another stream, or in another process."""
         assert self.ledger is not None
         self.ledger.flush()
-        if self.device.type == "cuda":
+        if self.device is not None and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def _shared(self, bucket_idx: int, tensors: dict[str, Tensor]) -> Bucket:
