@@ -384,6 +384,7 @@ def _facts(config: Any) -> ModelFacts:
         sliding_windows=windows,
         attention_softcap=getattr(text, "attn_logit_softcapping", None),
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        num_experts=int(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1),
         eos_ids=_eos_ids(text.eos_token_id),
     )
 

@@ -43,19 +43,19 @@ def engine_model(
         EngineError: weights can't be shared because dtype or device differ.
     """
     memo: dict[int, Any] = {}
-    if share_weights:
-        for name, parameter in model.module.named_parameters():
-            if parameter.dtype != dtype or parameter.device.type != device.type:
-                raise EngineError(
-                    f"weights can't be shared: {name} is {parameter.dtype} on {parameter.device}, the engine runs "
-                    f"{dtype} on {device}",
-                    "set rollout.dtype = \"auto\" and the trainer's device, or don't share weights",
-                )
-            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
-    module = copy.deepcopy(model.module, memo)
-    if not share_weights:
-        module = module.to(device=device, dtype=dtype)
-    own = replace(model, module=module.requires_grad_(False).eval())
+    for name, parameter in model.module.named_parameters():
+        if share_weights and (parameter.dtype != dtype or parameter.device.type != device.type):
+            raise EngineError(
+                f"weights can't be shared: {name} is {parameter.dtype} on {parameter.device}, the engine runs "
+                f"{dtype} on {device}",
+                "set rollout.dtype = \"auto\" and the trainer's device, or don't share weights",
+            )
+        held = parameter.detach()
+        held = held if share_weights else held.to(device=device, dtype=dtype, copy=True)
+        memo[id(parameter)] = nn.Parameter(held, requires_grad=False)
+    # Buffers keep their dtype: rotary frequencies rounded to bfloat16 would turn far positions wrongly.
+    module = copy.deepcopy(model.module, memo).to(device)
+    own = replace(model, module=module.eval())
     own.set_attention(ATTENTION_NAME)
     return own
 
