@@ -1,0 +1,790 @@
+"""The asyncio face of vLLM, and the thread that drives its engine core.
+
+    event loop ──(commands)──► engine thread: commands between steps · hand over · step · book tokens
+                                    │
+                                 VllmCore (core.py) ── in this process, or in vLLM's own processes
+
+Between two commands that were queued together no step runs; while a command runs, none is on its way (`freeze`). Each
+token is booked under the version that was live when its step ran, so that labels are exact in both modes.
+
+Requests wait in our own queue and are handed to vLLM as slots become free. Prefixes are shared through vLLM's cache
+under a salt that changes with every publication: blocks of older weights can't be hit, even while sequences that
+began before still hold them.
+
+What vLLM allows and what not:
+- Logprobs are ln p under temperature-scaled logits before top-k, top-p and min-p. vLLM can report them either before
+  temperature or after everything; requests for which the mode chosen at the start gives another number are refused.
+- Draws depend on (seed, group, member) and the position with vLLM's second model runner (CUDA, dense models): a
+  partial response continued later samples what it would have sampled. With the first runner they come from one
+  generator per request, seeded by (seed, group, member, first_token_idx): the same request repeats, a continued one
+  draws anew.
+- Numbers depend on the batch in the last digits; `rollout.batch_invariant` is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from rollbook.errors import DeadlineError, EngineError, RunError
+from rollbook.rollout.config import RolloutConfig
+from rollbook.rollout.engine import EngineStats, GenerateRequest, KVPolicy, PauseMode, Response
+from rollbook.rollout.native.draws import sequence_key
+from rollbook.rollout.vllm.config import VllmConfig
+from rollbook.rollout.vllm.core import (
+    CoreOptions,
+    CoreOutput,
+    CoreRequest,
+    CoreStep,
+    Finish,
+    LogprobsMode,
+    VllmCore,
+)
+from rollbook.types import FinishReason, Floats, SamplingParams, VersionRun
+from rollbook.weights import LiveWeights
+
+Result = TypeVar("Result")
+
+CLOSE_DEADLINE_S = 120.0
+"""How long `close` waits for the step that runs and vLLM's shutdown."""
+MIN_TEMPERATURE = 0.01
+"""vLLM raises smaller ones to this, silently."""
+SEED_MASK = (1 << 63) - 1
+
+
+class TextDecoder(Protocol):
+    """What stop strings need of a tokenizer."""
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A request whose caller waits on the event loop."""
+
+    request: GenerateRequest
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Response]
+    core_id: str = ""
+    """Empty while it waits in our queue; a new one each time it is handed over."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Floats] = field(default_factory=list)
+    version_starts: list[tuple[int, int]] = field(default_factory=list)
+    """(token index, version sampled from there on)."""
+    num_cached: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class _Command:
+    """Something to do between two steps; exactly one of `run` and `fail` is called."""
+
+    run: Callable[[], None]
+    fail: Callable[[RunError], None]
+
+
+@dataclass(slots=True)
+class _Counters:
+    prefill_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    decode_tokens: int = 0
+    decode_steps: int = 0
+    num_preemptions: int = 0
+    active_slots_sum: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    kv_used_frac: float = 0.0
+    core_running: int = 0
+
+
+class VllmEngine:
+    """vLLM as one replica; implements `rollbook.rollout.engine.Engine` and what a publication needs.
+
+    Args:
+        model_folder: config.json and weights (`LoadedModel.save` writes one); nothing is read from its generation
+            config.
+        eos_token_ids: tokens that end a response.
+        tokenizer: only for stop strings.
+        weight_version: of the weights in the folder. With `load_format = "dummy"` nothing is served before a
+            publication.
+    """
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        config: RolloutConfig,
+        options: VllmConfig | None = None,
+        *,
+        replica_id: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+        tokenizer: TextDecoder | None = None,
+        weight_version: int = 0,
+    ) -> None:
+        self.replica_id = replica_id
+        self.config = config
+        self.options = options or VllmConfig()
+        if config.batch_invariant:
+            raise EngineError(
+                'rollout.batch_invariant is set and rollout.engine is "vllm"',
+                'use rollout.engine = "native" for runs that must repeat bit for bit',
+            )
+        self.logprobs_mode: LogprobsMode = _logprobs_mode(config.sampling())
+        self._core_options = CoreOptions(
+            model_folder=str(model_folder),
+            replica_id=replica_id,
+            dtype=config.dtype,
+            device=config.device,
+            in_process=self.options.in_process,
+            tp_size=self.options.tp_size,
+            logprobs_mode=self.logprobs_mode,
+            num_slots=config.num_slots,
+            kv_pool_tokens=config.kv_pool_tokens,
+            max_prefill_tokens=config.max_prefill_tokens,
+            max_context_tokens=self.options.max_context_tokens,
+            prefix_cache=config.prefix_cache,
+            load_format=self.options.load_format,
+            compile=self.options.compile,
+            sleep_mode=self.options.sleep_mode,
+            trust_remote_code=self.options.trust_remote_code,
+            call_deadline_s=self.options.call_deadline_s,
+        )
+        self._eos_token_ids = eos_token_ids
+        self._tokenizer = tokenizer
+        self._weight_version = weight_version
+        self._needs_publication = self.options.load_format == "dummy"
+        self._core: VllmCore | None = None
+        self._queue: deque[_Sequence] = deque()
+        self._running: dict[str, _Sequence] = {}
+        """By core id."""
+        self._by_request: dict[str, _Sequence] = {}
+        """Everything not finished."""
+        self._num_handed_over = 0
+        self._salt_epoch = 0
+        self._counters = _Counters()
+        self._is_paused = False
+        self._is_draining = False
+        self._drained: list[_Command] = []
+        self._sleep_level = 0
+
+        self._lock = threading.Lock()
+        self._inbox: deque[_Command] = deque()
+        self._wake_up = threading.Event()
+        self._is_closing = False
+        self._ended: RunError | None = EngineError(
+            f"the engine of replica {replica_id} is not running", "await engine.start() first"
+        )
+        self._thread: threading.Thread | None = None
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Load the model and build vLLM's engine core on the engine's thread.
+
+        Raises:
+            EngineError: vLLM is missing or can't run this model here; says why.
+        """
+        if self._thread is not None:
+            raise EngineError(f"the engine of replica {self.replica_id} was already started", "start it once")
+        self._ended = None
+        self._thread = threading.Thread(target=self._main, name=f"vllm-engine-{self.replica_id}", daemon=True)
+        started = self._ask(self._build)
+        self._thread.start()
+        await started
+
+    async def close(self) -> None:
+        """End the thread after the step that runs, and vLLM; whoever waits for a response gets an EngineError."""
+        if self._thread is None:
+            return
+        self._is_closing = True
+        self._wake_up.set()
+        thread, loop = self._thread, asyncio.get_running_loop()
+        with ThreadPoolExecutor(1) as waiter:
+            await loop.run_in_executor(waiter, thread.join, CLOSE_DEADLINE_S)
+        if thread.is_alive():
+            raise DeadlineError(
+                f"vLLM of replica {self.replica_id} did not end within {CLOSE_DEADLINE_S:.0f} s",
+                "end the process; a step this long means the machine is overloaded or a kernel hangs",
+            )
+
+    # ---- requests
+
+    async def generate(self, request: GenerateRequest) -> Response:
+        """Sample one response.
+
+        Raises:
+            EngineError: the request can't run here, its logprobs are not finite, or the engine failed or was closed.
+            DeadlineError: it took longer than rollout.response_deadline_s.
+        """
+        loop = asyncio.get_running_loop()
+        sequence = _Sequence(request, loop, loop.create_future())
+        self._post(
+            _Command(
+                run=lambda: self._submit(sequence),
+                fail=lambda error: _call_loop(loop, _set_exception, sequence.future, error),
+            )
+        )
+        try:
+            async with asyncio.timeout(self.config.response_deadline_s):
+                return await sequence.future
+        except TimeoutError:
+            self._forget(sequence)
+            raise DeadlineError(
+                f"request {request.request_id} has no response after {self.config.response_deadline_s:g} s: replica "
+                f"{self.replica_id} runs {len(self._running)} and queues {len(self._queue)}",
+                "raise rollout.response_deadline_s, or look for a pause that was never resumed",
+            ) from None
+        except asyncio.CancelledError:
+            self._forget(sequence)
+            raise
+
+    def _submit(self, sequence: _Sequence) -> None:
+        if sequence.future.cancelled():
+            return
+        try:
+            self._check(sequence.request)
+        except EngineError as error:
+            _deliver([(sequence, error)])
+        else:
+            self._by_request[sequence.request.request_id] = sequence
+            self._queue.append(sequence)
+
+    def _check(self, request: GenerateRequest) -> None:
+        core, sampling = self._built(), request.sampling
+        name, num_prompt, wanted = request.request_id, len(request.prompt_ids), sampling.max_response_tokens
+        if name in self._by_request:
+            raise EngineError(f"request {name} is already running", "give every request an id of its own")
+        if num_prompt == 0 or wanted < 1:
+            raise EngineError(
+                f"request {name} has {num_prompt} prompt tokens and max_response_tokens {wanted}",
+                "both must be at least 1",
+            )
+        if num_prompt >= core.max_context_tokens:
+            raise EngineError(
+                f"request {name}: the prompt has {num_prompt} tokens, the engine's context is "
+                f"{core.max_context_tokens}",
+                "filter prompts by length, or raise rollout.vllm.max_context_tokens and rollout.kv_pool_tokens",
+            )
+        if sampling.stop_strings and self._tokenizer is None:
+            raise EngineError(
+                f"request {name} has stop strings and the engine has no tokenizer",
+                "start the engine with the model's tokenizer, or use stop token ids",
+            )
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
+            raise EngineError(
+                f"request {name}: vLLM would raise its temperature of {sampling.temperature:g} to {MIN_TEMPERATURE}",
+                "use 0 for greedy sampling",
+            )
+        if not _reports(self.logprobs_mode, sampling):
+            raise EngineError(
+                f"request {name} has temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k "
+                f"{sampling.top_k}, min_p {sampling.min_p:g}, and this engine was started with vLLM's "
+                f"{self.logprobs_mode}, which is another number than ln p before top-k, top-p and min-p",
+                "filter tokens at temperature 1 in all requests of the engine (its [rollout] too), or use neither "
+                'top-k, top-p nor min-p; rollout.engine = "native" has no such limit',
+            )
+
+    def _forget(self, sequence: _Sequence) -> None:
+        def forget() -> None:
+            if self._by_request.get(sequence.request.request_id) is sequence:
+                self._remove(sequence)
+
+        if self._ended is None:
+            self._post(_Command(run=forget, fail=lambda error: None))
+
+    # ---- pauses, sleep, weights
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Returns when no step runs. Requests that come while paused are queued.
+
+        keep: running sequences go on after `resume`. abort: every request, queued ones too, returns the tokens it
+        has. drain: what was handed to vLLM finishes first.
+        """
+        if mode == "drain":
+            await self._drain()
+            return
+
+        def pause() -> None:
+            self._freeze()
+            self._is_paused = True
+            if mode == "abort":
+                sequences = list(self._by_request.values())
+                for sequence in sequences:
+                    self._remove(sequence)
+                _deliver([(s, self._response(s, FinishReason.ABORTED)) for s in sequences])
+
+        await self._ask(pause)
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        drained: asyncio.Future[None] = loop.create_future()
+        waiter = _Command(
+            run=lambda: _call_loop(loop, _set_result, drained, None),
+            fail=lambda error: _call_loop(loop, _set_exception, drained, error),
+        )
+
+        def start() -> None:
+            self._is_draining = True
+            self._drained.append(waiter)
+
+        self._post(_Command(run=start, fail=waiter.fail))
+        await drained
+
+    async def resume(self) -> None:
+        def resume() -> None:
+            self._is_paused = False
+            self._end_drain()
+
+        await self._ask(resume)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back. Running sequences keep their tokens and are recomputed after `wake`.
+
+        On CUDA 1: weights to host memory, KV pool dropped; 2: both dropped. On a CPU vLLM has no sleep: only the
+        state changes, and level 2 still asks for a publication.
+        """
+        if level not in (1, 2):
+            raise EngineError(f"sleep level {level} does not exist", "use 1 or 2")
+
+        def sleep() -> None:
+            if level <= self._sleep_level:
+                return
+            core = self._built()
+            self._freeze()
+            if self._sleep_level:  # vLLM changes levels only awake
+                self._book(core.wake())
+            if level == 2:
+                # A core in its own process runs on by itself when it wakes, before new weights have come.
+                self._requeue(list(self._running.values()))
+            core.sleep(level)
+            self._sleep_level = level
+            self._needs_publication |= level == 2
+
+        await self._ask(sleep)
+
+    async def wake(self) -> None:
+        """Take the memory back, and serve, unless a pause is on. After level 2 nothing is served until
+        `adopt_version` says that a publication wrote every weight."""
+
+        def wake() -> None:
+            if self._sleep_level == 0:
+                return
+            self._sleep_level = 0
+            self._book(self._built().wake())
+
+        await self._ask(wake)
+
+    async def run_between_steps(self, fn: Callable[[], Result]) -> Result:
+        """Run `fn` on the engine's thread while no step runs. Its exception is raised here and harms nothing else."""
+
+        def run() -> Result:
+            self._freeze()
+            return fn()
+
+        return await self._ask(run)
+
+    async def adopt_version(self, weight_version: int, kv_policy: KVPolicy | None = None) -> None:
+        """From the next step on tokens are labeled `weight_version`, whose weights the caller has written.
+
+        Cached prefixes are no longer used. `kv_policy` (the config's when None) decides about running sequences:
+        "keep" goes on with the keys and values they have, "recompute" computes them again; logprobs already reported
+        stay. Sequences without a token yet start anew under the new weights either way.
+
+        Raises:
+            EngineError: the version would run backwards.
+        """
+        await self._ask(lambda: self.adopt_on_thread(weight_version, kv_policy))
+
+    def adopt_on_thread(self, weight_version: int, kv_policy: KVPolicy | None = None) -> None:
+        """`adopt_version` for callers inside `run_between_steps`."""
+        if weight_version < self._weight_version:
+            raise EngineError(
+                f"replica {self.replica_id} holds version {self._weight_version} and was told to adopt "
+                f"{weight_version}",
+                "versions only grow",
+            )
+        core = self._built()
+        self._freeze()
+        self._salt_epoch += 1
+        self._requeue([s for s in self._running.values() if not s.token_ids])
+        if (kv_policy or self.config.kv_policy) == "recompute":
+            core.recompute_running()
+        elif not self._running:
+            core.drop_prefixes()
+        core.label(weight_version)
+        self._weight_version = weight_version
+        self._needs_publication = False
+
+    async def live_weights(self) -> LiveWeights:
+        """The live parameters; use them inside `run_between_steps` only.
+
+        Raises:
+            EngineError: vLLM runs in processes of its own (publish through `VllmPort`), or holds parameters in a
+                layout that cannot be named.
+        """
+        from rollbook.rollout.vllm.weights import VllmWeights
+
+        return await self._ask(lambda: VllmWeights(self._built().model))
+
+    async def ask_workers(self, method: str, *args: str | bytes) -> list[Any]:
+        """A method of the worker extension on every rank, between two steps."""
+        return await self.run_between_steps(lambda: self.ask_workers_on_thread(method, *args))
+
+    def ask_workers_on_thread(self, method: str, *args: str | bytes) -> list[Any]:
+        return self._built().ask_workers(method, *args)
+
+    async def weight_version(self) -> int:
+        return self._weight_version
+
+    async def reset_prefix_cache(self) -> None:
+        """Prefixes computed so far are not used again, running sequences' included."""
+
+        def reset() -> None:
+            self._freeze()
+            self._salt_epoch += 1
+            if not self._running:
+                self._built().drop_prefixes()
+
+        await self._ask(reset)
+
+    async def stats(self) -> EngineStats:
+        """Read without waiting for the step that runs.
+
+        A step's seconds are split between prefill and decode by the sequences that got their first or a later token;
+        `kv_used_tokens` is vLLM's gauge after the last step.
+        """
+        core, counters = self._core, self._counters
+        pool = 0 if core is None else core.kv_pool_tokens
+        num_open = len(self._running)
+        num_running = min(num_open, counters.core_running)
+        return EngineStats(
+            weight_version=self._weight_version,
+            num_running=num_running,
+            num_waiting=len(self._queue) + num_open - num_running,
+            num_slots=self.config.num_slots,
+            kv_pool_tokens=pool,
+            kv_used_tokens=round(counters.kv_used_frac * pool) if num_open else 0,
+            prefill_tokens=counters.prefill_tokens,
+            cached_prompt_tokens=counters.cached_prompt_tokens,
+            decode_tokens=counters.decode_tokens,
+            decode_steps=counters.decode_steps,
+            num_preemptions=counters.num_preemptions,
+            busy_s=counters.prefill_s + counters.decode_s,
+            prefill_s=counters.prefill_s,
+            decode_s=counters.decode_s,
+            active_slots_sum=counters.active_slots_sum,
+            waiting_requests=tuple(list(self._by_request)[:32]),
+        )
+
+    # ---- commands
+
+    def _post(self, command: _Command) -> None:
+        with self._lock:
+            ended = self._ended
+            if ended is None:
+                self._inbox.append(command)
+        if ended is not None:
+            command.fail(ended)
+        self._wake_up.set()
+
+    async def _ask(self, fn: Callable[[], Result]) -> Result:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Result] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = fn()
+            except BaseException as error:
+                _call_loop(loop, _set_exception, answer, error)
+            else:
+                _call_loop(loop, _set_result, answer, result)
+
+        self._post(_Command(run=run, fail=lambda error: _call_loop(loop, _set_exception, answer, error)))
+        return await answer
+
+    # ---- the engine's thread
+
+    def _main(self) -> None:
+        try:
+            if self.config.num_threads:
+                torch.set_num_threads(self.config.num_threads)
+            while not self._is_closing:
+                self._wake_up.clear()
+                while self._inbox:
+                    self._inbox.popleft().run()
+                if not self._step():
+                    self._wake_up.wait()
+            error: RunError = EngineError(
+                f"the engine of replica {self.replica_id} was closed",
+                "start a new engine; the request had no response",
+            )
+        except RunError as cause:
+            error = cause
+        except BaseException as cause:
+            error = EngineError(
+                f"the engine of replica {self.replica_id} failed: {type(cause).__name__}: {cause}",
+                "look at the cause; restart the replica and publish the weights to it again",
+            )
+            error.__cause__ = cause
+        with self._lock:
+            self._ended = error
+            left = [*self._inbox, *self._drained]
+            self._inbox.clear()
+        for command in left:
+            command.fail(error)
+        _deliver([(sequence, error) for sequence in self._by_request.values()])
+        self._by_request.clear()
+        self._running.clear()
+        self._queue.clear()
+        core, self._core = self._core, None
+        if core is not None:
+            core.close()
+
+    def _build(self) -> None:
+        self._core = VllmCore(self._core_options)
+        self._core.freeze()
+        self._core.label(self._weight_version)
+
+    def _built(self) -> VllmCore:
+        assert self._core is not None, "commands are answered only after _build"
+        return self._core
+
+    def _step(self) -> bool:
+        """One step, if anything can run."""
+        if self._is_draining and not self._running:
+            self._is_paused = True
+            self._end_drain()
+        if self._is_paused or self._sleep_level or self._needs_publication or not self._by_request:
+            return False
+        began_at_s = time.perf_counter()
+        core = self._built()
+        while self._queue and not self._is_draining and len(self._running) < self.config.num_slots:
+            self._hand_over(core, self._queue.popleft())
+        step = core.step()
+        if step.ran:
+            num_first, num_later = self._book([step])
+            elapsed_s = time.perf_counter() - began_at_s
+            decode_s = elapsed_s * num_later / max(1, num_first + num_later)
+            self._counters.decode_s += decode_s
+            self._counters.prefill_s += elapsed_s - decode_s
+        return True
+
+    def _hand_over(self, core: VllmCore, sequence: _Sequence) -> None:
+        request, sampling, num_sampled = sequence.request, sequence.request.sampling, len(sequence.token_ids)
+        sequence.core_id = f"{request.request_id}~{self._num_handed_over}"
+        self._num_handed_over += 1
+        self._running[sequence.core_id] = sequence
+        key = sequence_key(request.seed, request.group_id, request.member_idx)
+        if not core.draws_by_position:
+            key = sequence_key(key, request.first_token_idx + num_sampled, 0)
+        eos = () if sampling.ignore_eos else self._eos_token_ids
+        # Filters don't change a greedy token, but vLLM would apply them to its logprob.
+        is_greedy = sampling.temperature == 0
+        core.add(
+            CoreRequest(
+                core_id=sequence.core_id,
+                prompt_ids=[*request.prompt_ids.tolist(), *sequence.token_ids],
+                max_tokens=sampling.max_response_tokens - num_sampled,
+                temperature=sampling.temperature,
+                top_p=1.0 if is_greedy else sampling.top_p,
+                top_k=0 if is_greedy else sampling.top_k,
+                min_p=0.0 if is_greedy else sampling.min_p,
+                seed=key & SEED_MASK,
+                stop_token_ids=sorted({*eos, *sampling.stop_token_ids}),
+                cache_salt=f"{self._weight_version}.{self._salt_epoch}",
+            )
+        )
+
+    def _freeze(self) -> None:
+        """No step runs or is on its way until the next `_step`; tokens on their way are booked first."""
+        self._book(self._built().freeze())
+
+    def _book(self, steps: Iterable[CoreStep]) -> tuple[int, int]:
+        """Take over the tokens of steps that ran under the current version; returns the number of sequences that got
+        their first token, and of those that got a later one."""
+        num_first = num_later = 0
+        for step in steps:
+            if step.weight_version not in (None, "default", str(self._weight_version)):
+                raise EngineError(
+                    f"vLLM labels a step with version {step.weight_version}, replica {self.replica_id} serves "
+                    f"{self._weight_version}",
+                    "something besides a publication changed vLLM's weights: restart the replica",
+                )
+            if step.num_running is not None:
+                self._counters.core_running = step.num_running
+            if step.kv_used_frac is not None:
+                self._counters.kv_used_frac = step.kv_used_frac
+            done: list[tuple[_Sequence, Response | RunError]] = []
+            num_later_here = 0
+            for output in step.outputs:
+                sequence = self._running.get(output.core_id)
+                if sequence is None:  # cancelled or handed over anew
+                    continue
+                if output.token_ids:
+                    is_first = output.num_cached_tokens is not None
+                    num_first += is_first
+                    num_later_here += not is_first
+                self._take(sequence, output, done)
+            _deliver(done)
+            num_later += num_later_here
+            if num_later_here:
+                self._counters.decode_steps += 1
+                self._counters.active_slots_sum += num_later_here
+        return num_first, num_later
+
+    def _take(
+        self, sequence: _Sequence, output: CoreOutput, done: list[tuple[_Sequence, Response | RunError]]
+    ) -> None:
+        counters, request = self._counters, sequence.request
+        counters.num_preemptions += output.num_preemptions
+        sequence.num_preemptions += output.num_preemptions
+        if output.num_cached_tokens is not None:
+            num_prompt = len(request.prompt_ids) + len(sequence.token_ids)
+            counters.cached_prompt_tokens += output.num_cached_tokens
+            counters.prefill_tokens += num_prompt - output.num_cached_tokens
+            if not sequence.token_ids:
+                sequence.num_cached = output.num_cached_tokens
+        if output.token_ids:
+            if not sequence.version_starts or sequence.version_starts[-1][1] != self._weight_version:
+                sequence.version_starts.append((len(sequence.token_ids), self._weight_version))
+            sequence.token_ids += output.token_ids
+            sequence.logprobs.append(output.logprobs)
+            counters.decode_tokens += len(output.token_ids)
+        finish: Finish | None = output.finish
+        if finish is None and self._has_stop_string(sequence):
+            self._built().abort([sequence.core_id])
+            finish = "stop"
+        outcome: Response | RunError
+        if not np.isfinite(output.logprobs).all():
+            outcome = EngineError(
+                f"request {request.request_id}: the logprob of token {len(sequence.token_ids) - 1} is not finite",
+                "the weights or the activations overflow: look at the last update, or use another dtype",
+            )
+        elif finish in ("abort", "error"):
+            outcome = EngineError(
+                f"vLLM ended request {request.request_id} by itself ({finish}) after {len(sequence.token_ids)} "
+                "tokens",
+                "look at vLLM's log",
+            )
+        elif finish is not None:
+            reason = FinishReason.STOP if finish == "stop" else FinishReason.LENGTH
+            outcome = self._response(sequence, reason)
+        else:
+            return
+        if finish is None:
+            self._built().abort([sequence.core_id])
+        del self._running[sequence.core_id]
+        del self._by_request[request.request_id]
+        done.append((sequence, outcome))
+
+    def _has_stop_string(self, sequence: _Sequence) -> bool:
+        stops = sequence.request.sampling.stop_strings
+        if not stops or self._tokenizer is None or not sequence.token_ids:
+            return False
+        # Each token adds at least one byte, so a string that just completed lies within so many tokens of the end.
+        longest = max(len(text.encode()) for text in stops)
+        text = self._tokenizer.decode(sequence.token_ids[-longest - 4 :])
+        return any(stop in text for stop in stops)
+
+    def _response(self, sequence: _Sequence, reason: FinishReason) -> Response:
+        starts = [*sequence.version_starts, (len(sequence.token_ids), -1)]
+        return Response(
+            request_id=sequence.request.request_id,
+            response_ids=np.array(sequence.token_ids, np.int32),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *sequence.logprobs]),
+            version_runs=tuple(
+                VersionRun(version, end - start) for (start, version), (end, _) in itertools.pairwise(starts)
+            ),
+            finish_reason=reason,
+            num_cached_prompt_tokens=sequence.num_cached,
+            num_preemptions=sequence.num_preemptions,
+            replica_id=self.replica_id,
+        )
+
+    def _remove(self, sequence: _Sequence) -> None:
+        del self._by_request[sequence.request.request_id]
+        if sequence.core_id in self._running:
+            del self._running[sequence.core_id]
+            self._built().abort([sequence.core_id])
+        else:
+            self._queue.remove(sequence)
+
+    def _requeue(self, sequences: list[_Sequence]) -> None:
+        """Take sequences back from vLLM, to be handed over anew with the tokens they have, before all others."""
+        self._built().abort([sequence.core_id for sequence in sequences])
+        for sequence in sequences:
+            del self._running[sequence.core_id]
+            sequence.core_id = ""
+        self._queue.extendleft(reversed(sequences))
+
+    def _end_drain(self) -> None:
+        self._is_draining = False
+        for waiter in self._drained:
+            waiter.run()
+        self._drained.clear()
+
+
+def _logprobs_mode(sampling: SamplingParams) -> LogprobsMode:
+    """Which of vLLM's numbers is ln p under temperature-scaled logits before top-k, top-p and min-p."""
+    if _reports("processed_logprobs", sampling):
+        return "processed_logprobs"
+    if _reports("raw_logprobs", sampling):
+        return "raw_logprobs"
+    raise EngineError(
+        f"rollout has temperature {sampling.temperature:g} with top_p {sampling.top_p:g}, top_k {sampling.top_k}, "
+        f"min_p {sampling.min_p:g}: vLLM cannot report the logprobs a trainer recomputes",
+        "it reports them before temperature or after the filters: set rollout.temperature = 1, or remove the "
+        'filters, or use rollout.engine = "native"',
+    )
+
+
+def _reports(mode: LogprobsMode, sampling: SamplingParams) -> bool:
+    if mode == "raw_logprobs":  # before temperature; greedy requests report theirs at temperature 1
+        return sampling.temperature in (0.0, 1.0)
+    return sampling.temperature == 0 or (sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0)
+
+
+def _deliver(results: list[tuple[_Sequence, Response | RunError]]) -> None:
+    """Hand results to the event loops that wait for them, in one call each."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Sequence, Response | RunError]]] = {}
+    for sequence, result in results:
+        by_loop.setdefault(sequence.loop, []).append((sequence, result))
+    for loop, items in by_loop.items():
+        _call_loop(loop, _set_results, items)
+
+
+def _set_results(items: list[tuple[_Sequence, Response | RunError]]) -> None:
+    for sequence, result in items:
+        if isinstance(result, RunError):
+            _set_exception(sequence.future, result)
+        else:
+            _set_result(sequence.future, result)
+
+
+def _set_result(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _call_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
+    # The loop may be closed while the thread finishes: then nobody waits any more.
+    if not loop.is_closed():
+        try:
+            loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            return
