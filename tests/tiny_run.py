@@ -178,6 +178,10 @@ def as_set(overrides: Mapping[str, Any]) -> list[str]:
 
 
 def _toml_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml_value(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(inner) for inner in value) + "]"
     return to_toml({"value": value}).partition("=")[2].strip()
 
 

@@ -112,6 +112,11 @@ class GroupBuffer:
 
     # ---- versions ----------------------------------------------------------------------------------------
 
+    def offered(self, weight_version: int, step: int) -> None:
+        """`weight_version`, which contains the updates of `step` steps, is on its way: from the moment a replica
+        holds it, finished groups may carry it."""
+        self._version_step.setdefault(weight_version, step)
+
     def published(self, weight_version: int, step: int) -> None:
         """Every serving replica now holds `weight_version`, which contains the updates of `step` steps."""
         newest = max(self._version_step)
@@ -341,7 +346,9 @@ class GroupBuffer:
 
     def state(self) -> dict[str, Any]:
         """Counters for a checkpoint. Groups under way are left out: a resumed run admits their prompts again."""
-        ended = {s.value: n for s, n in self.counts.items() if s not in (GroupState.RUNNING, GroupState.FINISHED)}
+        ended = {
+            s.value: n for s, n in self.counts.items() if s not in (GroupState.RUNNING, GroupState.FINISHED)
+        }
         untaken_failures = sum(e.state is GroupState.FAILED for e in self._entries.values())
         ended[GroupState.FAILED.value] = ended.get(GroupState.FAILED.value, 0) - untaken_failures
         return {

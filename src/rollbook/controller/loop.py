@@ -27,7 +27,7 @@ from rollbook.algos.gap import logprob_gap
 from rollbook.buffer.buffer import Taken
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.evaluate import Evaluator
-from rollbook.controller.expectation import make_plan
+from rollbook.controller.expectation import Plan, make_plan
 from rollbook.controller.objective import PolicyObjective, ValueObjective
 from rollbook.controller.preflight import preflight
 from rollbook.controller.rollout import Rollout
@@ -71,8 +71,10 @@ class Controller:
     saver: Saver
     scorer: Scorer
     train_prompts: Sequence[Prompt]
+    plan: Plan | None = None
+    """What the ledger expects of each stage of a step."""
     expected: Mapping[str, Entry] = field(default_factory=dict)
-    """What the ledger expects of each stage of a step; empty without a plan."""
+    """Of this step: the plan's, and from the moment the batch is known, what that batch should take."""
     flops_per_token: float = 0.0
     """Model FLOPs of one forward, per token."""
     peak_flops_per_s: float = 0.0
@@ -115,10 +117,9 @@ class Controller:
             recorder=self.recorder,
             deadline_s=self.config.buffer.group_deadline_s,
         )
-        plan = await make_plan(self)
-        if plan is not None:
-            self.expected = plan.stages
-            self.recorder.run_dir.write_plan(plan.as_json())
+        self.plan = await make_plan(self)
+        if self.plan is not None:
+            self.recorder.run_dir.write_plan(self.plan.as_json())
         if step is None:
             if self.evaluator.is_due(0, is_last=True):
                 self.recorder.metrics(await self.evaluator.run(self.router), step=0)
@@ -171,6 +172,7 @@ class Controller:
                 if self.is_stop_requested or self.is_complete:
                     break
                 with self.recorder.step(step) as span:
+                    self.expected = {} if self.plan is None else self.plan.stages
                     span.expected_s = self._expected_step_s()
                     taken = await self._collect()
                     batch = await self._prepare(taken, step)
@@ -207,6 +209,8 @@ class Controller:
                 self.recorder.event("empty_batch", evictions=len(taken.evictions))
                 return None
             batch = self.trainer.make_batch(sequences, step=step, weight_version=self.weight_version)
+        if self.plan is not None:
+            self.expected = self.plan.stages_for(len(sequences), batch.num_tokens / len(sequences))
         if self.needs_proximal:
             with self.recorder.span("proximal", expected_s=self._expected_s("proximal")) as span:
                 self.recorder.metrics(await self.compute(lambda: self.trainer.fill_proximal(batch)))
@@ -235,7 +239,7 @@ class Controller:
             span.set(tokens=batch.num_tokens)
         if self.config.algorithm.needs_values:
             critic = ValueObjective(self.config.algorithm)
-            with self.recorder.span("critic"):
+            with self.recorder.span("critic", expected_s=self._expected_s("critic")):
                 self.recorder.metrics(await self.compute(lambda: self.trainer.update_critic(batch, critic)))
         for idx, logprobs in objective.noted.items():
             batch.sequences[idx].proximal_logprobs = logprobs.float().cpu().numpy()
@@ -246,6 +250,7 @@ class Controller:
         if self._is_publication_due(step):
             if moved or self.rollout.buffer.serving_step < step:
                 with self.recorder.span("sync", expected_s=self._expected_s("sync")) as span:
+                    self.rollout.buffer.offered(self.weight_version + 1, step + 1)
                     report = await self.publish(self.weight_version + 1)
                     span.set(bytes=report.num_bytes)
                     self.recorder.metrics(report.values())
@@ -385,7 +390,7 @@ class Controller:
 
     def _expected_step_s(self) -> float | None:
         """The stages run one after the other unless generation goes on beside the training."""
-        seconds = {name: entry.seconds for name, entry in self.expected.items() if name != "reward"}
+        seconds = {name: entry.seconds for name, entry in self.expected.items()}
         if not seconds:
             return None
         if self.schedule.pauses_for_training:
