@@ -235,7 +235,9 @@ class DecoderStack(nn.Module):
         self.gradient_checkpointing = False
         # Not a buffer: casting the module must not round the frequencies.
         self.frequencies: Tensor | None = None
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Weights are loaded or initialized later; on the meta device nn.Embedding's own draw costs seconds of imports.
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
