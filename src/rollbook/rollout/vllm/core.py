@@ -277,7 +277,7 @@ class VllmCore:
             self._call("resume_scheduler")
         self._frozen = False
 
-    # ---- weights, caches, memory: only while frozen
+    # ---- weights, caches, memory: while frozen
 
     def recompute_running(self) -> None:
         """Drop the keys and values of running sequences and all cached prefixes; they are computed again."""
@@ -312,8 +312,8 @@ class VllmCore:
         return self.freeze()
 
     def ask_workers(self, method: str, *args: str | bytes) -> list[Any]:
-        """Call a method of the worker extension on every rank: texts and bytes in, one answer a rank out."""
-        assert self._frozen
+        """Call a method of the worker extension on every rank, between two of vLLM's steps: texts and bytes in, one
+        answer a rank out. A method that changes what a step reads must be called while frozen."""
         return list(self._call("collective_rpc", method, None, args, None))
 
     def close(self) -> None:

@@ -437,8 +437,8 @@ class VllmEngine:
         return await self._ask(lambda: VllmWeights(self._built().model))
 
     async def ask_workers(self, method: str, *args: str | bytes) -> list[Any]:
-        """A method of the worker extension on every rank, between two steps."""
-        return await self.run_between_steps(lambda: self.ask_workers_on_thread(method, *args))
+        """A method of the worker extension on every rank; generation goes on beside it."""
+        return await self._ask(lambda: self.ask_workers_on_thread(method, *args))
 
     def ask_workers_on_thread(self, method: str, *args: str | bytes) -> list[Any]:
         return self._built().ask_workers(method, *args)

@@ -3,8 +3,8 @@
     open ─► begin, open       receive ─► receive       prove ─► prove       commit ─► commit on all ranks, label
             on every rank                on every rank          on every rank         in one go, no step in between
 
-Every call is carried out between two steps while vLLM's scheduler is paused. A version is adopted only when every rank
-has proven its live parameters. If one rank fails to commit, the ranks may hold different versions: the replica is put
+Staged, vLLM goes on decoding until `commit`, which pauses its scheduler; direct, the engine is paused from `open` on.
+A version is adopted only when every rank has proven its live parameters. If one rank fails to commit, the ranks may hold different versions: the replica is put
 to sleep at level 2 and woken, so that it takes no step until a full re-sync commits.
 """
 
