@@ -22,8 +22,8 @@ from rollbook.weights import Bucket, CommitReport, Digests, LiveWeights, Manifes
 
 Result = TypeVar("Result")
 
-ADOPT_WAIT_S = 60.0
-"""How long the engine's thread is held for the event loop to queue the new version label."""
+LABEL_POLL_S = 1.0
+"""How often the engine's thread, held for the new version label, looks whether the event loop still lives."""
 
 
 class SwapEngine(Protocol):
@@ -65,8 +65,10 @@ class InprocPort:
         self._holds_pause = False
         self._beside_engine: asyncio.Future[None] | None = None
         self._in_order = asyncio.Lock()
+        self._blocking: asyncio.Future[None] | None = None
 
     async def weight_version(self) -> int:
+        await self._blocked()
         if self.transaction is not None and self.transaction.state is State.BROKEN:
             raise SyncError(
                 f"replica {self.replica_id} holds no proven version",
@@ -75,6 +77,7 @@ class InprocPort:
         return await self.engine.weight_version()
 
     async def open(self, manifest: Manifest) -> None:
+        await self._blocked()
         if self.transaction is None:
             self.transaction = ReplicaTransaction(
                 await self.engine.live_weights(),
@@ -119,7 +122,8 @@ class InprocPort:
                 loop.call_soon_threadsafe(_fail, outcome, error)
             else:
                 loop.call_soon_threadsafe(_answer, outcome, report)
-                labeled.wait(ADOPT_WAIT_S)  # no step before the label is queued behind this call
+                while not labeled.wait(LABEL_POLL_S) and not loop.is_closed():
+                    pass  # no step before the label is queued behind this call
 
         swapping = asyncio.ensure_future(self.engine.run_between_steps(swap))
         try:
@@ -131,7 +135,9 @@ class InprocPort:
             await swapping
         except BaseException as error:
             if transaction.state is State.BROKEN or not isinstance(error, SyncError):
-                await self._block(labeled)
+                self._blocking = asyncio.ensure_future(
+                    self._block(labeled)
+                )  # not awaited: the engine may hang
             raise
         await self._end_pause()
         return report
@@ -144,7 +150,8 @@ class InprocPort:
             await asyncio.wait([self._beside_engine])
         await self.engine.run_between_steps(transaction.abort)
         if transaction.state is State.BROKEN:
-            await self._block()
+            self._blocking = asyncio.ensure_future(self._block())
+            await asyncio.shield(self._blocking)
         await self._end_pause()
 
     async def _beside(self, work: Callable[[], None]) -> None:
@@ -159,10 +166,15 @@ class InprocPort:
         if held is not None:
             held.set()
         with contextlib.suppress(RunError):  # an engine that is dead takes no step either
-            await asyncio.shield(sleeping)
+            await sleeping
             await self.engine.wake()
         if self.transaction is not None:
             self.transaction.state = State.BROKEN
+
+    async def _blocked(self) -> None:
+        """Wait until a replica that is being taken out of service is out."""
+        if self._blocking is not None:
+            await asyncio.shield(self._blocking)
 
     async def _end_pause(self) -> None:
         if self._holds_pause:
