@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from rollbook.config.loading import config_to_toml, load_config
 from rollbook.config.run_config import RunConfig
 from rollbook.errors import ConfigError, RunError
+from rollbook.ledger.hardware import MachineSpec
 from rollbook.observe.opening import open_recorder
 from rollbook.observe.recorder import Recorder
 
@@ -53,6 +55,47 @@ def _run(config: RunConfig, folder: Path, *, resume: bool) -> Path:
     finally:
         recorder.close()
     return folder
+
+
+def free_name(folder: Path, name: str) -> str:
+    """`name`, or `name-2`, `name-3`, ... : the first that no run in `folder` has."""
+    number = 1
+    while (folder / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return name if number == 1 else f"{name}-{number}"
+
+
+def calibrate(config_path: Path | None, overrides: Sequence[str], *, device: str) -> MachineSpec:
+    """Ceilings of this machine and, with a config, the coefficients of its model."""
+    import torch
+
+    from rollbook.controller.calibrate import measure_machine
+
+    if config_path is None:
+        return measure_machine(torch.device(device))
+    config = load_config(config_path, [*overrides, "observe.terminal=off", "plan.hardware=''"], RunConfig)
+    config.check()
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = open_recorder(Path(folder) / "calibrate", config.observe, resolved={})
+        try:
+            return asyncio.run(_calibrate(config, recorder))
+        finally:
+            recorder.close()
+
+
+async def _calibrate(config: RunConfig, recorder: Recorder) -> MachineSpec:
+    from rollbook.controller.build import build
+    from rollbook.controller.expectation import make_plan
+
+    async with build(config, recorder) as controller:
+        await controller.publish(controller.weight_version)
+        plan = await make_plan(controller)
+        if plan is None:
+            raise ConfigError(
+                "this config cannot be calibrated: plan.is_on is false, or its engine is not the native one",
+                "set plan.is_on = true and rollout.engine = 'native'",
+            )
+        return plan.machine
 
 
 async def _main(config: RunConfig, recorder: Recorder, *, resume: bool) -> None:

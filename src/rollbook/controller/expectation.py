@@ -8,6 +8,7 @@ first step would generate them.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from rollbook.types import Group
 if TYPE_CHECKING:
     from rollbook.controller.loop import Controller
 
-SAMPLE_GROUPS = 32
+SAMPLE_GROUPS = 64
 """Most groups generated to learn how long responses are."""
 
 
@@ -36,9 +37,25 @@ SAMPLE_GROUPS = 32
 class Plan:
     """The expectation of one step, with everything it was made from."""
 
+    model: ModelSpec
     machine: MachineSpec
     work: StepWork
     stages: dict[str, Entry]
+
+    def stages_for(self, num_sequences: int, mean_tokens: float) -> dict[str, Entry]:
+        """The stages after the rollout, for what the filters really left: `num_sequences` of that mean length.
+
+        The plan's own stages stay what was expected before the run; these say what the work of one step should
+        take once it is known.
+        """
+        responses = max(mean_tokens - self.work.prompt_tokens, 1.0)
+        limit = self.work.lengths.max_tokens
+        work = replace(
+            self.work,
+            trained_frac=min(num_sequences / self.work.num_sequences, 1.0),
+            lengths=LengthDistribution(limit, min(responses, float(limit))),
+        )
+        return _stages(self.model, self.machine, work)
 
     def as_json(self) -> dict[str, Any]:
         """For `plan.json`."""
@@ -82,7 +99,7 @@ async def make_plan(controller: Controller) -> Plan | None:
     config = controller.config
     if not config.plan.is_on or not all(isinstance(e, NativeEngine) for e in controller.router.engines):
         return None
-    sample = await _sample(controller)
+    sample, host_s = await _sample(controller)
     lengths = [t.num_response_tokens for group in sample for t in group.scored]
     kept = [controller.rollout.judge(group) is None for group in sample]
     if not lengths:
@@ -121,11 +138,24 @@ async def make_plan(controller: Controller) -> Plan | None:
         uses_critic=config.algorithm.needs_values,
         param_bytes=float(controller.trainer.model.dtype.itemsize),
     )
-    stages = predict_stages(model_spec(controller), machine, work)
-    if work.uses_critic:  # the ledger counts both models under "train"; here each has a stage
-        half = replace(stages["train"], seconds=stages["train"].seconds / 2, flops=stages["train"].flops / 2)
-        stages |= {"train": half, "critic": replace(half, name="critic")}
-    return Plan(machine=machine, work=work, stages=stages)
+    machine = replace(machine, reward_s=host_s)
+    model = model_spec(controller)
+    return Plan(model=model, machine=machine, work=work, stages=_stages(model, machine, work))
+
+
+def _stages(model: ModelSpec, machine: MachineSpec, work: StepWork) -> dict[str, Entry]:
+    """The ledger's entries by the loop's stages: trajectories are scored inside the rollout, as they finish."""
+    stages = predict_stages(model, machine, work)
+    scoring = stages.pop("reward")
+    rollout = stages["rollout"]
+    stages["rollout"] = replace(
+        rollout,
+        seconds=rollout.seconds + scoring.seconds,
+        seconds_low=rollout.seconds_low + scoring.seconds_low,
+        seconds_high=rollout.seconds_high + scoring.seconds_high,
+        formula=f"{rollout.formula}; + host seconds of a trajectory (requests, environment, score) x trajectories",
+    )
+    return stages
 
 
 def model_spec(controller: Controller) -> ModelSpec:
@@ -133,8 +163,11 @@ def model_spec(controller: Controller) -> ModelSpec:
     return ModelSpec.from_hf_config(controller.trainer.model.hf_config())
 
 
-async def _sample(controller: Controller) -> list[Group]:
-    """Some training prompts, answered and scored as a step would; they do not count as taken."""
+async def _sample(controller: Controller) -> tuple[list[Group], float]:
+    """Some training prompts, answered and scored as a step would; they do not count as taken.
+
+    Also gives the seconds a trajectory costs besides its engine: requests, environment, score.
+    """
     num_groups = min(SAMPLE_GROUPS, controller.config.run.groups_per_step, len(controller.train_prompts))
     size = controller.config.rollout.group_size
     draw = np.random.default_rng(controller.config.run.seed)
@@ -145,11 +178,18 @@ async def _sample(controller: Controller) -> list[Group]:
         for n, row in enumerate(chosen)
         for i in range(size)
     ]
+    began_s, busy_s = time.perf_counter(), await _busy_s(controller)
     trajectories = await asyncio.gather(
         *(controller.rollout.produce(m) for m in members), return_exceptions=True
     )
+    idle_s = time.perf_counter() - began_s - (await _busy_s(controller) - busy_s)
     for n, row in enumerate(chosen):
         own = [t for t in trajectories[n * size : (n + 1) * size] if not isinstance(t, BaseException)]
         prompt = controller.train_prompts[row]
         groups.append(Group(group_id=-2 - n, prompt=prompt, trajectories=tuple(own)))
-    return groups
+    return groups, max(idle_s, 0.0) / len(members)
+
+
+async def _busy_s(controller: Controller) -> float:
+    """Engine seconds so far; replicas work side by side, so the busiest counts."""
+    return max([(await engine.stats()).busy_s for engine in controller.router.engines])
