@@ -309,6 +309,9 @@ def metrics(w: World) -> dict[str, Array]:
         m["num_turns/min"] = np.full(n, 2.0)
         m["env/turn_s/mean"] = w.turn_s * jitter(1.5)
         m["env/turn_s/max"] = w.turn_s * 6 * jitter(2)
+        if not w.flags.get("own_names"):
+            m["timing_s/agent_loop/tool_calls/mean"] = m["env/turn_s/mean"] * w.turns / 2
+            m["timing_s/agent_loop/tool_calls/max"] = m["env/turn_s/max"] * w.turns / 2
         m["env/num_active"] = np.round(w.env_active * jitter(0.5))
         m["env/num_leased"] = np.round(w.env_active * jitter(0.5))
         m["env/capacity"] = np.full(n, float(w.flags["capacity"]))

@@ -99,6 +99,8 @@ def gap(view: View) -> Gap | None:
         known = np.isfinite(amplitude)
         if known.sum() < 5:
             continue
+        resolution = view.resolution(metric)
+        amplitude = np.maximum(amplitude, 4.0 * resolution)
         typical = float(np.median(amplitude[known]))
         if typical <= 0.0:
             typical = float(amplitude[known].mean())
@@ -137,7 +139,7 @@ def gap(view: View) -> Gap | None:
 def _judge_levels(view: View, start: int, end: int) -> tuple[int, int]:
     """How many gap metrics are too large for any healthy pair of engines, and how many are usual."""
     behind = view.level(f"{STALENESS}/mean", start, end)
-    slack = 1.0 + 0.6 * behind if np.isfinite(behind) else 1.0
+    slack = 1.0 + 0.25 * behind if np.isfinite(behind) else 1.0
     bad = fine = 0
     for metric, (usual, too_much) in _LEVELS.items():
         level = view.level(metric, start, end)
@@ -313,32 +315,37 @@ class Policy:
 
 @once("policy")
 def policy(view: View) -> Policy:
-    found: list[Break] = []
+    """The optimizer's own signs. Gradient norm and clip fraction follow any disturbance; the step KL (trainer
+    against trainer) and the entropy are the policy's own, and without one of them there is no blow-up."""
+    own: list[Break] = []
+    shared: list[Break] = []
     ratios: list[float] = []
-    for metric, least, power in (
-        ("actor/grad_norm", 2.2, 1.0),
-        ("actor/ppo_kl", 3.0, 0.5),
-        ("actor/pg_clipfrac", 2.2, 1.0),
+    step_kl = view.derive("abs(actor/ppo_kl)", np.abs(view.values["actor/ppo_kl"])) if view.has("actor/ppo_kl") else None
+    for metric, least, power, into in (
+        (step_kl, 3.0, 0.5, own),
+        ("actor/pg_clipfrac", 2.2, 1.0, shared),
+        ("actor/grad_norm", 2.2, 1.0, shared),
     ):
-        name = metric
-        if metric == "actor/ppo_kl" and view.has(metric):
-            name = view.derive("abs(actor/ppo_kl)", np.abs(view.values[metric]))
-        rise = view.rise(name)
+        rise = view.rise(metric)
         if rise is not None and rise.peak_ratio >= least and rise.score >= 4 and not _is_warmup(view, rise):
-            found.append(rise)
+            into.append(rise)
             if metric != "actor/grad_norm":
                 ratios.append(rise.peak_ratio**power)
     up, down = view.rise("actor/entropy"), view.fall("actor/entropy", log=True)
     if up is not None and up.peak_ratio >= 1.5 and up.score >= 5:
-        found.append(up)
-    elif down is not None and down.ratio <= 0.5 and down.score >= 5 and len(found) >= 2:
-        found.append(down)
+        own.append(up)
+        ratios.append(up.peak_ratio)
+    elif down is not None and down.ratio <= 0.5 and down.score >= 5 and shared:
+        # Entropy falls in every healthy run: here it must fall with the rest.
+        if abs(down.idx - min(b.idx for b in shared)) <= max(6, view.n // 12):
+            own.append(down)
     nan_step, nan_metrics = _not_finite(view)
-    is_blow_up = len(found) >= 2
+    has_own = bool(own) or not (step_kl or view.has("actor/entropy"))
+    is_blow_up = has_own and len(own) + len(shared) >= 2
     return Policy(
-        blow_up_idx=min(b.idx for b in found) if is_blow_up else None,
-        blow_up=tuple(found) if is_blow_up else (),
-        update_ratio=min(ratios) if ratios else 1.0,
+        blow_up_idx=min(b.idx for b in (*own, *shared)) if is_blow_up else None,
+        blow_up=(*own, *shared) if is_blow_up else (),
+        update_ratio=float(np.median(ratios)) if ratios else 1.0,
         nan_step=nan_step,
         nan_metrics=nan_metrics,
     )
@@ -347,7 +354,7 @@ def policy(view: View) -> Policy:
 def _is_warmup(view: View, rise: Break) -> bool:
     """Whether a rise only follows the learning rate out of its warm-up."""
     before, late = view.level("actor/lr", 0, rise.idx), view.level("actor/lr", rise.idx)
-    return bool(np.isfinite(before) and np.isfinite(late) and late >= 1.25 * before)
+    return bool(np.isfinite(before) and np.isfinite(late) and late > 0 and late >= 1.25 * before)
 
 
 _MUST_BE_FINITE = (

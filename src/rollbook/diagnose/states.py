@@ -49,12 +49,11 @@ def _learning_rate_too_high(view: View) -> State | None:
     if policy.blow_up_idx is None:
         return None
     gap = signs.gap(view)
-    if gap is not None and gap.rise is not None:
-        rise = gap.rise
-        leads = rise.idx < policy.blow_up_idx - max(3, view.n // 40)
-        outgrows = rise.peak_ratio >= 1.6 and policy.update_ratio < 0.45 * rise.peak_ratio
-        if leads and outgrows:
-            return None
+    rise = gap.rise if gap is not None else None
+    if rise is not None and rise.peak_ratio >= 1.6 and rise.score >= 6:
+        leads = rise.idx <= policy.blow_up_idx + max(3, view.n // 40)
+        if leads and policy.update_ratio < 0.8 * rise.peak_ratio:
+            return None  # the engine went its own way first, and further
     moved = {b.metric for b in policy.blow_up}
     reward = view.fall(signs.reward(view).metric)
     fell = (

@@ -45,6 +45,10 @@ class Break:
     """Steps until 70 % of the local departure was reached."""
     end_idx: int | None
     """Where it went back to the baseline, if it did."""
+    ends_at_once: bool = False
+    """Whether it went back within a few values."""
+    early_share: float = 1.0
+    """Share of the late departure that the first quarter of what came after had reached: about 1 for a step."""
 
     @property
     def ratio(self) -> float:
@@ -109,6 +113,7 @@ class View:
     stride: int = 1
     """Steps a value stands for."""
     _breaks: dict[tuple[str, int, bool], Break | None] = field(default_factory=dict)
+    _resolutions: dict[str, float] = field(default_factory=dict)
     signs: dict[str, object] = field(default_factory=dict)
     """What `signs.py` has worked out, by name."""
 
@@ -185,6 +190,20 @@ class View:
         early, late = float(np.median(values[known[:part]])), float(np.median(values[known[-part:]]))
         smooth = changes.running_median(values[known], 7)
         return _ratio(late, early), spearman(smooth, known.astype(np.float64))
+
+    def resolution(self, metric: str) -> float:
+        """Step of the decimals that a metric was printed with (0.001 for "0.003"); 0 when there is no such step."""
+        if metric not in self._resolutions:
+            values = self.values[metric]
+            sample = values[np.isfinite(values)][:400]
+            found = 0.0
+            for decimals in (2, 3, 4):
+                scaled = sample * 10.0**decimals
+                if len(sample) >= 8 and np.all(np.abs(scaled - np.round(scaled)) < 1e-6) and np.any(sample % 1):
+                    found = 10.0**-decimals
+                    break
+            self._resolutions[metric] = found
+        return self._resolutions[metric]
 
     # -- breaks
 
@@ -268,7 +287,8 @@ def _find_break(view: View, metric: str, direction: Direction, log: bool) -> Bre
         return None
     scaled = values[known]
     if log:
-        floor = 1e-3 * float(np.median(np.abs(scaled))) + 1e-12
+        # Printed with three decimals, 0.001 and 0.003 may be the same number: below four steps nothing is told.
+        floor = max(1e-3 * float(np.median(np.abs(scaled))), 4.0 * view.resolution(metric)) + 1e-12
         scaled = np.log(np.maximum(scaled, floor))
     clean = changes.without_spikes(scaled)
     whole = _break_within(view, metric, known, clean, 0, len(clean), direction, log)
@@ -332,6 +352,8 @@ def _break_within(
         growth=growth,
         rise_steps=rise,
         end_idx=int(known[end]) if end < len(clean) else None,
+        ends_at_once=end < len(clean) and _falls_within(clean, end, base, direction, 4),
+        early_share=_early_share(after, base),
     )
 
 
@@ -364,6 +386,19 @@ def _end_of(clean: Series, at: int, base: float, direction: Direction) -> int:
         return len(clean)
     runs = np.flatnonzero(np.convolve(back.astype(np.int64), np.ones(5, np.int64), "valid") == 5)
     return at + first + int(runs[0]) if len(runs) else len(clean)
+
+
+def _early_share(after: Series, base: float) -> float:
+    quarter = max(1, len(after) // 4)
+    late = float(np.median(after[-quarter:])) - base
+    return (float(np.median(after[:quarter])) - base) / late if late else 1.0
+
+
+def _falls_within(clean: Series, end: int, base: float, direction: Direction, values: int) -> bool:
+    """Whether most of the departure was still there `values` values before its end."""
+    smooth = direction * (changes.running_median(clean, 3) - base)
+    inside = smooth[max(0, end - 12) : end]
+    return len(inside) > values and float(np.median(inside[:-values])) > 0.6 * float(np.max(inside))
 
 
 def _shape(local: Series, base: float) -> tuple[float, int]:

@@ -40,9 +40,11 @@ def judge(view: View) -> Finding | NotJudged | None:
         idx = fall.idx if idx is None else min(idx, fall.idx)
     if idx is None:
         return None
+    if dropped is not None and (share_dropped := _dropped_share(view, dropped)) is not None and share_dropped < 0.55:
+        return None  # most of what is generated is trained
     excess = signs.excess(view)
     slower = view.rise(excess)
-    costs = slower is not None and slower.peak_ratio >= 1.35 and slower.idx >= idx - max(8, view.n // 10)
+    costs = slower is not None and slower.peak_ratio >= 1.4 and slower.idx >= idx - max(8, view.n // 10)
     smaller = view.fall(view.first("batch/num_groups", "batch/num_sequences"))
     shrinks = smaller is not None and smaller.ratio <= 0.6 and smaller.score >= 5
     if not (costs or shrinks):
@@ -76,3 +78,14 @@ def judge(view: View) -> Finding | NotJudged | None:
         action="sample prompts by difficulty (leave out those solved always or never), mix in others, or cap the refills",
         next_check="share of right answers per prompt over the last steps: how many prompts are neither 0 nor 1?",
     )
+
+
+def _dropped_share(view: View, dropped: str) -> float | None:
+    """Late share of the generated samples that the filter drops; None when the batch size cannot be told."""
+    late = view.last(dropped)
+    batch = view.last("batch/num_sequences")
+    if not np.isfinite(batch):
+        length, prompt = view.last("response_length/mean"), view.last("prompt_length/mean")
+        tokens = view.last("perf/total_num_tokens")
+        batch = tokens / (length + (prompt if np.isfinite(prompt) else 0.0))
+    return float(late / (late + batch)) if np.isfinite(batch) and np.isfinite(late) and late + batch > 0 else None

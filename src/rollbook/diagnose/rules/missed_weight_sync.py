@@ -71,7 +71,8 @@ def _grows_after(view: View, idx: int) -> bool:
 
 def _is_unexplained_ramp(view: View, gap: signs.Gap, rise: Break) -> bool:
     """The gap ramps away from a normal level, and neither staleness nor the optimizer explains it."""
-    if rise.peak_ratio < LEAST_GROWTH or rise.score < 6 or not rise.is_ramp:
+    repaired = rise.ends_at_once and rise.score >= 9  # a ramp that ends at one step: the next publication arrived
+    if rise.peak_ratio < (1.25 if repaired else LEAST_GROWTH) or rise.score < 6 or not rise.is_ramp:
         return False
     if gap.num_fine == 0 and gap.num_bad > 0:
         return False  # it was wrong from the start: numerics
@@ -103,14 +104,17 @@ def optimizer_explains(view: View, rise: Break) -> bool:
     if policy.blow_up_idx is None:
         return False
     first = policy.blow_up_idx <= rise.idx + max(4, view.n // 25)
-    return first and policy.update_ratio >= 0.45 * rise.peak_ratio
+    return first and policy.update_ratio >= 0.8 * rise.peak_ratio
 
 
 def _never_synced(view: View, gap: signs.Gap) -> bool:
     """The gap only ever grows, from a normal level on, while the reward stands."""
     if gap.overall_ratio < 2.5 or gap.steadiness < 0.9 or gap.num_fine == 0:
         return False
-    if gap.rise is not None and (optimizer_explains(view, gap.rise) or staleness_explains(view, gap.rise)):
+    rise = gap.rise
+    if rise is not None and (not rise.is_ramp or rise.idx > 0.2 * view.n):
+        return False  # it began later
+    if rise is not None and (optimizer_explains(view, rise) or staleness_explains(view, rise)):
         return False
     if signs.policy(view).nan_step is not None or signs.policy(view).blow_up_idx is not None:
         return False

@@ -87,7 +87,7 @@ def judge(view: View) -> Finding | NotJudged | None:
 def _is_gradual(view: View, metric: str) -> bool:
     """No single step accounts for most of the growth."""
     rise = view.rise(metric)
-    return rise is None or rise.is_ramp or rise.rise_steps > 5
+    return rise is None or rise.early_share < 0.65
 
 
 def _trainer_slows(view: View) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.version_drift import newest_follows
 from rollbook.diagnose.rules.wording import of_break, of_contrast, share
 from rollbook.diagnose.view import View, spearman
 
@@ -22,17 +23,24 @@ def judge(view: View) -> Finding | NotJudged | None:
     rise = versions.rise
     if rise is None or rise.late < rise.before + 1.0 or rise.peak_ratio < 1.5 or rise.score < 5:
         return None
-    if versions.all_standing_since is not None or versions.some_standing_since is not None:
-        return None  # they stand still: another rule's
-    harm = _harm(view, rise.idx)
-    if not harm:
+    standing = versions.all_standing_since
+    if standing is None and versions.some_standing_since is not None and not newest_follows(view, rise.idx):
+        standing = versions.some_standing_since
+    if standing is not None:
+        return None  # engines stand still: another rule's
+    harm = _harm(view, rise.idx, min(rise.rise_steps, 40))
+    if not harm:  # a slow rise is seen late: look from further back
+        back = min(30, rise.idx // 3)
+        harm = _harm(view, rise.idx - back, back + min(rise.rise_steps, 40))
+    is_large = rise.late >= rise.before + 2.0 and rise.peak_ratio >= 2.5 and rise.score >= 8
+    if not harm and not is_large:
         return None
     together = spearman(view.values[versions.mean], view.values[signs.GAP]) if signs.gap(view) else 0.0
     return Finding(
         rule=RULE,
         title="samples are stale when they are trained",
         area="async",
-        confidence=share(0.75 + 0.05 * len(harm) + 0.1 * (together > 0.5)),
+        confidence=share(0.6 + 0.15 * bool(harm) + 0.05 * len(harm) + 0.1 * (together > 0.5)),
         step=rise.step,
         evidence=(of_break(rise, "versions behind the trainer"), *harm),
         cost_reward=_reward_lost(view, rise.idx),
@@ -43,11 +51,11 @@ def judge(view: View) -> Finding | NotJudged | None:
     )
 
 
-def _harm(view: View, idx: int) -> list[Evidence]:
+def _harm(view: View, idx: int, skip: int) -> list[Evidence]:
     """What got worse with the staleness."""
     worse: list[Evidence] = []
     if signs.gap(view) is not None:
-        c = view.contrast(signs.GAP, idx, width=20)
+        c = view.contrast(signs.GAP, idx, width=20, skip=skip)
         if c is not None and c.ratio >= 1.12 and c.score >= 4:
             worse.append(of_contrast(view, c, idx, "the gap follows"))
     for metric, direction, factor in (

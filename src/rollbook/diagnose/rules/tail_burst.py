@@ -68,6 +68,9 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
         return None
     if float(slow[begin:][long[begin:]].mean()) < 0.6:
         return None  # long tails do not cost seconds here
+    others = gen[idx][begin:][~long[begin:]]
+    if len(others) >= 4 and float(np.median(gen[idx][begin:][long[begin:]])) < 1.2 * float(np.median(others)):
+        return None  # steps without them are as slow
     start = int(idx[begin])
     grown = view.contrast("response_length/mean", start, width=20)
     if grown is not None and grown.ratio >= 1.5 and metric != "response_length/clip_ratio":

@@ -36,7 +36,7 @@ def judge(view: View) -> Finding | NotJudged | None:
                 says=f"replicas {names} of {len(replicas)} keep their version while the trainer's goes on",
             )
         )
-    elif versions.some_standing_since is not None and versions.all_standing_since is None and versions.oldest:
+    elif versions.some_standing_since is not None and not newest_follows(view, versions.some_standing_since):
         idx, confidence = versions.some_standing_since, 0.9
     elif (
         (rise := view.rise(spread, log=False)) is not None
@@ -75,3 +75,13 @@ def judge(view: View) -> Finding | NotJudged | None:
         "after their digests agree",
         next_check="look in the log of those replicas for the first failed or skipped publication",
     )
+
+
+def newest_follows(view: View, idx: int) -> bool:
+    """Whether the newest samples grew older too: then all stand still, or generation is slow."""
+    versions = signs.versions(view)
+    if versions.all_standing_since is not None:
+        return True
+    c = view.contrast(versions.newest, idx, width=15, skip=5)
+    oldest = view.contrast(versions.oldest, idx, width=15, skip=5)
+    return c is not None and oldest is not None and c.diff >= max(1.0, 0.2 * oldest.diff) and c.score >= 4
