@@ -138,7 +138,7 @@ def test_what_an_unknown_architecture_was_taken_for_is_said(
     path.write_text(json.dumps(config))
     code, out, _ = run(capsys, "plan", "--model", str(path), "--num-gpus", "8")
     assert code == 0
-    assert "assumed:" in out and "novelformer" in out and "num_key_value_heads is absent" in out
+    assert "note:" in out and "novelformer" in out and "num_key_value_heads is absent" in out
 
 
 def test_a_plan_that_fits_nowhere_is_an_answer_but_cannot_be_written(

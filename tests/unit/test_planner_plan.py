@@ -55,6 +55,17 @@ def test_losses_and_mfu_add_up_to_the_whole_peak(assume: str, model: str) -> Non
         assert losses == sorted(losses, key=lambda loss: -loss.frac)
 
 
+def test_a_decode_step_above_the_peak_is_told_and_loses_nothing() -> None:
+    """The paper account reads memory only: 1,024 short sequences on one GPU would compute above its peak."""
+    work = {"num_prompts": 1024, "group_size": 16, "prompt_tokens": 32, "response_tokens": 64,
+            "max_response_tokens": 64}  # fmt: skip
+    plan = make_plan(request("Gemma-3-1B", 1, gpu="H20-141GB", assume="paper", work=work), is_brief=True)
+    assert any("decode computes above the peak" in note for note in plan.warnings)
+    assert all(loss.frac >= 0 for loss in plan.base_waterfall)
+    total = sum(loss.frac for loss in plan.base_waterfall) + plan.base.account.mfu_frac
+    assert total == pytest.approx(1.0)
+
+
 def test_ranking_puts_what_fits_first_and_fast_before_slow() -> None:
     found = Search(request()).run()
     fitting = [c.step_s for c in found if c.fits]

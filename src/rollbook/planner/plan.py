@@ -16,7 +16,7 @@ from rollbook.planner.publication import Publication, choose_publication
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate, Search, host_bytes_per_node, node_unit
 from rollbook.planner.sensitivity import Shift, sensitivity
-from rollbook.planner.waterfall import Loss, waterfall
+from rollbook.planner.waterfall import Loss, above_peak, waterfall
 from rollbook.planner.words import MODE_TITLES, split
 
 _MOST_GPUS = 4096
@@ -157,7 +157,7 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         sizes=() if brief else tuple(_sizes(request, search.layouts)),
         shifts=() if brief or chosen is None else tuple(sensitivity(request, chosen, search.layouts)),
         smallest_changes=changes,
-        warnings=tuple(_warnings(request)),
+        warnings=tuple(_warnings(request, base)),
     )
 
 
@@ -242,9 +242,15 @@ def _sizes(request: PlanRequest, layouts: list[ReplicaLayout]) -> list[Size]:
     return sizes
 
 
-def _warnings(request: PlanRequest) -> list[str]:
+def _warnings(request: PlanRequest, base: Candidate) -> list[str]:
+    """What a reader must know before believing the numbers."""
     notes = [f"{request.model.name}: {note}" for note in request.model.assumed]
     notes += [f"{request.cluster.accelerator.name}: {note}" for note in request.cluster.accelerator.assumed]
+    if request.assumptions.method == "paper":
+        notes += [
+            f"{stage} computes above the peak: the paper account has no compute roof, use --assume default"
+            for stage in above_peak(base.account, request.cluster)
+        ]
     return notes
 
 

@@ -91,7 +91,7 @@ def _header(plan: Plan, title: str) -> str:
         f"{work.max_response_tokens:,}; {work.algorithm.upper()}, reward by {work.reward}, assumptions “"
         f"{r.assumptions.name}”."
     )
-    notes = "".join(f'<p class="why">Assumed: {_e(note)}</p>' for note in plan.warnings)
+    notes = "".join(f'<p class="why">Note: {_e(note)}</p>' for note in plan.warnings)
     chosen = plan.chosen
     if chosen is None:
         changes = "".join(f"<li>{_e(change)}</li>" for change in plan.smallest_changes)

@@ -38,7 +38,7 @@ def show_plan(plan: Plan, console: Console, *, num_topologies: int = 6) -> None:
         )
     )
     for note in plan.warnings:
-        console.print(Text(f"assumed: {note}", style="yellow"))
+        console.print(Text(f"note: {note}", style="yellow"))
     _section(console, "Recommendation", _recommendation(plan))
     _section(
         console, "One step, colocated and synchronous", _step_table(plan.base.account, plan.base_waterfall)

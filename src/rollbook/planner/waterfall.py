@@ -6,7 +6,7 @@ useful, the rest is lost to that stage. What no stage holds is waiting. The shar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollbook.ledger.account import StepAccount
 from rollbook.ledger.hardware import Cluster
@@ -73,7 +73,26 @@ def waterfall(account: StepAccount, cluster: Cluster) -> list[Loss]:
         losses.append(
             Loss(loss="waiting", frac=waiting, gpu_s=waiting * total_gpu_s, why=_why_waiting(account))
         )
-    return sorted(losses, key=lambda loss: -loss.frac)
+    return _without_gains(sorted(losses, key=lambda loss: -loss.frac))
+
+
+def above_peak(account: StepAccount, cluster: Cluster) -> list[str]:
+    """Stages that compute faster than the bfloat16 peak: float8 engines may, a model without a roof does."""
+    peak = cluster.accelerator.peak("bfloat16") * account.rollout.num_gpus
+    s, f = account.seconds, account.flops
+    rates = {"decode": (s.generate_throughput, f.generate), "prefill": (s.prefill, f.prefill)}
+    return [
+        name for name, (value_s, flops) in rates.items() if value_s > 0 and flops > value_s * peak * 1.001
+    ]
+
+
+def _without_gains(losses: list[Loss]) -> list[Loss]:
+    """A stage above the bfloat16 peak loses nothing; what it gains shortens the largest loss, so sums hold."""
+    gains = sum(loss.frac for loss in losses if loss.frac < 0)
+    kept = [loss for loss in losses if loss.frac >= 0]
+    if gains and kept:
+        kept[0] = replace(kept[0], frac=kept[0].frac + gains)
+    return kept
 
 
 def _why_decode(account: StepAccount) -> str:
