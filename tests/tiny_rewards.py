@@ -42,3 +42,8 @@ def dies_once(response: str, task: Mapping[str, Any], *, marker: str) -> float:
             pass
         os.kill(os.getpid(), 9)
     return low_digits(response, task)
+
+
+def by_answer(response: str, task: Mapping[str, Any]) -> float:
+    """1 where the row's answer is "right", whatever the response says."""
+    return float(task["answer"] == "right")

@@ -267,8 +267,9 @@ class Controller:
         values["training/weight_version"] = Last(self.weight_version)
         values["batch/num_groups"] = Total(len(taken.groups))
         masks = {}
+        values |= staleness_values(taken, self.weight_version if batch is None else batch.weight_version)
         if batch is not None:
-            values |= staleness_values(taken, batch.weight_version) | batch_values(batch)
+            values |= batch_values(batch)
             masks = {f"{s.group_id}/{s.member_idx}": s.loss_mask for s in batch.sequences}
         self.recorder.metrics(values)
         every = self.config.observe.trajectories_every_steps
