@@ -29,13 +29,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +61,7 @@ from rollbook.sync.transport import Receiver, Sender
 from rollbook.weights import TensorSpec, WeightPort
 
 MIB = 1 << 20
+Work = Coroutine[Any, Any, None]
 # hidden, layers, feed-forward, query and key-value width, vocabulary, tied head
 MODELS = {
     "0.05": (512, 8, 1536, 512, 128, 32000, True),
@@ -298,6 +301,14 @@ async def replica_main(args: dict[str, Any]) -> None:
     os._exit(0)  # process groups and mappings may wait for each other; there is nothing to save
 
 
+def shared_folder(bucket_bytes: int) -> str:
+    """Where two slots fit, in memory if possible."""
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        if Path(folder).exists() and shutil.disk_usage(folder).free > 4 * bucket_bytes:
+            return folder
+    return tempfile.gettempdir()
+
+
 def join_group(backend: Any, rank: int, device: torch.device, folder: str) -> BroadcastGroup:
     return BroadcastGroup.create(
         backend, rank=rank, size=2, device=device, deadline_s=120, file=str(Path(folder) / "store")
@@ -316,8 +327,7 @@ async def between_processes(
     what: str, table: Table, reps: int, body: Callable[[Publisher, float], Any] | None = None,
 ) -> None:  # fmt: skip
     """Publish to a replica in a process of its own, over one transport."""
-    shared = "/dev/shm" if Path("/dev/shm").exists() else None
-    with tempfile.TemporaryDirectory(dir=shared) as folder:
+    with tempfile.TemporaryDirectory(dir=shared_folder(settings.bucket_bytes)) as folder:
         async with replica_process(model, target, transport, settings.bucket_bytes, folder) as process:
             device = next(iter(source.tensors.values())).device
             sender: Sender
@@ -445,53 +455,62 @@ async def main() -> None:
     table = Table()
     for bucket_mib in args.bucket_mib:
         settings = Settings(bucket_mib * MIB)
+        is_first = bucket_mib == args.bucket_mib[0]
         for model in models:
             label = f"{model}B, {bucket_mib} MiB"
-            if "digest" in args.parts and bucket_mib == args.bucket_mib[0]:
+
+            def remote(transport: str, target: torch.device, what: str, link: float | None) -> Work:
+                what = f"{what} {model}B, {bucket_mib} MiB"  # noqa: B023 (awaited before the loop goes on)
+                return fresh(model, device, transport, target, settings, link, what, table, args.reps)  # noqa: B023
+
+            if "digest" in args.parts and is_first:
                 bench_digest(model, device, table)
-            if "inproc" in args.parts and bucket_mib == args.bucket_mib[0]:
-                await bench_inproc(model, device, settings, table, args.reps)
+            if "inproc" in args.parts and is_first:
+                await tried(bench_inproc(model, device, settings, table, args.reps), f"inproc {label}", table)
             if "host" in args.parts:
-                source = Source(random_weights(model, device))
                 link = host_link(device, settings.bucket_bytes)
-                await between_processes(
-                    model, source, "shm", peer, settings, link, f"host (shm) {label}", table, args.reps
-                )
-                del source
+                await tried(remote("shm", peer, "host (shm)", link), f"host {label}", table)
             if num_gpus and "ipc" in args.parts:
                 for target in dict.fromkeys((device, peer)):
-                    source = Source(random_weights(model, device))
-                    slot = torch.empty(settings.bucket_bytes, dtype=torch.uint8, device=device)
-                    link = copy_rate(
-                        slot, torch.empty(settings.bucket_bytes, dtype=torch.uint8, device=target)
-                    )
-                    await between_processes(
-                        model,
-                        source,
-                        "ipc",
-                        target,
-                        settings,
-                        link,
-                        f"ipc to {target} {label}",
-                        table,
-                        args.reps,
-                    )
-                    del source, slot
+                    link = peer_link(device, target, settings.bucket_bytes)
+                    await tried(remote("ipc", target, f"ipc to {target}", link), f"ipc {label}", table)
             if "nccl" in args.parts and (num_gpus > 1 or not num_gpus):
-                source = Source(random_weights(model, device))
                 backend = "nccl" if num_gpus else "gloo"
-                await between_processes(
-                    model, source, backend, peer, settings, None, f"{backend} {label}", table, args.reps
-                )
-                del source
-        if "delta" in args.parts and bucket_mib == args.bucket_mib[0]:
-            model = models[-1]
-            await bench_delta(
-                model, device, "shm", peer, settings, host_link(device, settings.bucket_bytes), table
-            )
+                await tried(remote(backend, peer, backend, None), f"{backend} {label}", table)
+        if "delta" in args.parts and is_first:
+            links = {"shm": host_link(device, settings.bucket_bytes)}
             if num_gpus:
-                await bench_delta(model, device, "ipc", peer, settings, float("nan"), table)
+                links["ipc"] = peer_link(device, peer, settings.bucket_bytes)
+            for transport, link in links.items():
+                work = bench_delta(models[-1], device, transport, peer, settings, link, table)
+                await tried(work, f"delta over {transport}", table)
     print("\n==== summary\n" + HEADER + "\n" + "\n".join(table.rows))
+
+
+async def fresh(
+    model: str, device: torch.device, transport: str, target: torch.device, settings: Settings, link: float | None,
+    what: str, table: Table, reps: int,
+) -> None:  # fmt: skip
+    """`between_processes` from new random weights."""
+    source = Source(random_weights(model, device))
+    await between_processes(model, source, transport, target, settings, link, what, table, reps)
+
+
+async def tried(work: Work, what: str, table: Table) -> None:
+    """One part that fails does not take the others' results with it."""
+    try:
+        await work
+    except Exception as error:
+        table.add(f"{what}: FAILED, {type(error).__name__}: {error}")
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def peer_link(device: torch.device, target: torch.device, num_bytes: int) -> float:
+    """GB/s of a copy from one GPU's memory to another's, or within one."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return copy_rate(source, torch.empty(num_bytes, dtype=torch.uint8, device=target))
 
 
 def host_link(device: torch.device, num_bytes: int) -> float:
