@@ -84,7 +84,7 @@ def nice_ticks(most: float, count: int = 5) -> list[float]:
     raw = most / count
     power = 10 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw)
-    return [step * i for i in range(math.floor(most / step) + 1)]
+    return [float(step * i) for i in range(math.floor(most / step) + 1)]
 
 
 def stacked_rows(

@@ -67,10 +67,6 @@ class Plan:
     """When nothing fits: changes of the question that would, the smallest first."""
     warnings: tuple[str, ...] = field(default=())
 
-    def best_of(self, mode: str) -> Candidate | None:
-        """The fastest candidate of a mode that fits."""
-        return next((c for c in self.candidates if c.mode == mode and c.fits), None)
-
     def require_chosen(self) -> Candidate:
         """Raises PlanError when nothing fits."""
         if self.chosen is None:
