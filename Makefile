@@ -4,24 +4,26 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo test lint check format clean
 
 $(STAMP): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints-dev.txt -e '.[dev,tasks,plots,tensorboard]'
+	$(BIN)/pip install -q -c constraints-dev.txt -e '.[dev,tasks]'
 	@touch $(STAMP)
 
 demo: $(STAMP)            ## plan, train and reconcile the arithmetic task (about three minutes)
 	$(BIN)/rollbook demo
 
-test: $(STAMP)            ## the tests
-	$(BIN)/python -m pytest
+test: $(STAMP)            ## the tests, on both cores
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-check: $(STAMP)           ## formatter, linter, strict types, tests, doctests
+lint: $(STAMP)            ## formatter, linter, strict types, doctests
 	$(BIN)/ruff format --check src tests bench
 	$(BIN)/ruff check src tests bench
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --doctest-modules src tests
+	$(BIN)/python -m pytest --doctest-modules src
+
+check: lint test          ## what CI runs
 
 format: $(STAMP)
 	$(BIN)/ruff format src tests bench
