@@ -11,6 +11,9 @@ from rollbook.diagnose.finding import Evidence, State
 from rollbook.diagnose.rules.wording import num, of_break
 from rollbook.diagnose.view import View
 
+OF_A_WELL_SYSTEM = frozenset({"plateau", "reward_saturates"})
+"""States that mean nothing while a fault of the system is there."""
+
 BRINGS_ABOUT: dict[str, frozenset[str]] = {
     "learning_rate_too_high": frozenset(
         {

@@ -119,7 +119,7 @@ def diagnose(run: RunSeries) -> Diagnosis:
         num_steps=run.num_steps,
         findings=tuple(causes),
         consequences=tuple(consequences),
-        states=tuple(known_states),
+        states=tuple(s for s in known_states if not causes or s.name not in states.OF_A_WELL_SYSTEM),
         signals=four_signals.judge(view),
         not_judged=tuple(j for j in judged if isinstance(j, NotJudged)),
         notes=tuple(run.notes),

@@ -66,7 +66,7 @@ class Break:
 
     @property
     def is_ramp(self) -> bool:
-        return self.growth >= 1.7 and self.rise_steps >= 4
+        return self.growth >= 1.6 and self.rise_steps >= 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,11 @@ class View:
             found = 0.0
             for decimals in (2, 3, 4):
                 scaled = sample * 10.0**decimals
-                if len(sample) >= 8 and np.all(np.abs(scaled - np.round(scaled)) < 1e-6) and np.any(sample % 1):
+                if (
+                    len(sample) >= 8
+                    and np.all(np.abs(scaled - np.round(scaled)) < 1e-6)
+                    and np.any(sample % 1)
+                ):
                     found = 10.0**-decimals
                     break
             self._resolutions[metric] = found
@@ -403,12 +407,20 @@ def _falls_within(clean: Series, end: int, base: float, direction: Direction, va
 
 def _shape(local: Series, base: float) -> tuple[float, int]:
     """(growth, rise_steps) of the first values after a break, in linear units."""
-    third = max(1, len(local) // 3)
     away = np.abs(local - base)
-    first, last = float(np.median(away[:third])), float(np.median(away[-third:]))
-    growth = last / first if first > 0 else np.inf
     smooth = changes.running_median(away, 3)
-    reached = np.flatnonzero(smooth >= 0.7 * max(last, first))
+    growth = 0.0
+    for size in (12, 24, 40):  # a ramp may level off after a few steps
+        part = away[:size]
+        third = max(1, len(part) // 3)
+        first, last = float(np.median(part[:third])), float(np.median(part[-third:]))
+        growth = max(growth, last / first if first > 0 else np.inf)
+        if len(part) < size:
+            break
+    third = max(1, len(away) // 3)
+    reached = np.flatnonzero(
+        smooth >= 0.7 * max(float(np.median(away[-third:])), float(np.median(away[:third])))
+    )
     return growth, int(reached[0]) if len(reached) else len(local)
 
 

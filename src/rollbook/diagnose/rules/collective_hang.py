@@ -33,7 +33,9 @@ def judge(view: View) -> Finding | NotJudged | None:
             says = f"stage {event.text} is open for {num(open_s)} s, {num(usual)} s is usual"
             evidence.append(Evidence(metric=f"timing_s/{event.text}", step=event.step or step, says=says))
             confidence = max(confidence, 0.85)
-    for stage in stages:
+    if not view.has(f"{signs.STALENESS}/mean") and not view.family("buffer/"):
+        stages.append("timing_s/gen")  # in an asynchronous run that one is a wait for samples
+    for stage in [s for s in stages if view.has(s)]:
         found = _stalls_at_end(view, stage)
         if found is None:
             continue
@@ -92,4 +94,7 @@ def _stalls_at_end(view: View, stage: str) -> tuple[int, float, float] | None:
     for idx in known[-3:]:
         if values[idx] >= max(6 * usual, 3 * largest, usual + 90.0):
             return int(idx), usual, float(values[idx])
+    top = int(known[np.argmax(values[known])])
+    if values[top] >= max(15 * usual, usual + 500.0):  # it timed out, and the run was started again
+        return top, usual, float(values[top])
     return None

@@ -14,12 +14,17 @@ from rollbook.diagnose.view import Contrast, View
 RULE = "dead_sandbox_pool"
 
 _CAPACITY = ("env/num_active", "env/capacity")
+SCORER = "timing_s/reward"
+"""Seconds of scoring: code is scored in sandboxes, which then time out or refuse."""
 
 
 def judge(view: View) -> Finding | NotJudged | None:
     known = [m for m in (*signs.ENV_LOAD, *signs.ENV_FAILURES, signs.TURNS, *_CAPACITY) if view.has(m)]
     is_agentic = any(m.startswith("env/") for m in known) or view.level(signs.TURNS) > 2.2
-    if not is_agentic and not any(view.has(m) for m in signs.ENV_FAILURES):
+    fall = signs.reward(view).fall
+    scorer = view.contrast(SCORER, fall.idx, width=8) if fall is not None else None
+    scorer_moved = scorer is not None and _is_broken(scorer)
+    if not is_agentic and not scorer_moved and not any(view.has(m) for m in signs.ENV_FAILURES):
         return NotJudged(
             rule=RULE,
             missing=("failures/frac", "env/turn_s/mean", "env/num_active", "num_turns/mean"),
@@ -48,6 +53,11 @@ def _moments(view: View) -> list[int]:
         if found is not None and found.score >= 5:
             moments.append(found.idx)
     return sorted(set(moments))
+
+
+def _is_broken(c: Contrast) -> bool:
+    """Seconds of a service that became much longer or much shorter at once."""
+    return abs(c.score) >= 6 and not 0.5 <= c.ratio <= 2.0 and abs(c.jump) >= 0.5 * abs(c.diff)
 
 
 def _is_sudden(c: Contrast) -> bool:
@@ -80,6 +90,9 @@ def _at(view: View, idx: int) -> Finding | None:
         if c is not None and abs(c.score) >= 5 and not 0.6 <= c.ratio <= 1.6:
             add(c, 1.5, True, "refused at once" if c.ratio < 1 else "waiting for time-outs")
             break
+    c = view.contrast(SCORER, idx, width=8)
+    if c is not None and _is_broken(c):
+        add(c, 1.5, True, "scoring " + ("is refused at once" if c.ratio < 1 else "waits for time-outs"))
     for metric in _CAPACITY:
         c = view.contrast(metric, idx, width=8)
         if c is not None and c.score <= -5 and c.ratio <= 0.75:

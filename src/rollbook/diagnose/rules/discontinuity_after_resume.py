@@ -78,6 +78,7 @@ def _restarts(view: View) -> list[Restart]:
             idx = int(known[i + 1])
             if 4 < idx < view.n - 4 and np.nanmax(lr[idx : idx + 40]) >= 1.3 * lr[idx]:
                 restarts.append(Restart(idx, "actor/lr", "falls at once and warms up again", False))
+    restarts += _unmarked(view)
     pause = _pauses(view)
     restarts += [Restart(i, "clock", f"{num(s)} s without a step", False) for i, s in pause]
     unique: dict[int, Restart] = {}
@@ -87,6 +88,30 @@ def _restarts(view: View) -> list[Restart]:
             if near not in unique or restart.is_certain > unique[near].is_certain:
                 unique[near] = restart
     return list(unique.values())
+
+
+def _unmarked(view: View) -> list[Restart]:
+    """What cannot happen in training: a step counter that goes back, a distance to the reference that shrinks at once,
+    a reward that falls at the very step at which the entropy jumps while the engine still agrees."""
+    restarts = []
+    counter = view.values.get("training/global_step")
+    if counter is not None:
+        known = np.flatnonzero(np.isfinite(counter))
+        for i in np.flatnonzero(np.diff(counter[known]) < 0):
+            restarts.append(Restart(int(known[i + 1]), "training/global_step", "goes back", True))
+    fall = view.fall("actor/kl_loss")
+    if fall is not None and fall.drop >= 0.4 and fall.score >= 5 and fall.rise_steps <= 2:
+        says = "the distance to the reference shrinks at once"
+        restarts.append(Restart(fall.idx, "actor/kl_loss", says, False))
+    reward = signs.reward(view)
+    if reward.fall is not None and reward.metric is not None:
+        idx = reward.fall.idx
+        entropy = view.contrast("actor/entropy", idx, width=8)
+        if entropy is not None and abs(entropy.score) >= 6 and abs(entropy.jump) >= 0.6 * abs(entropy.diff):
+            restarts.append(
+                Restart(idx, reward.metric, "falls at the step at which the entropy jumps", False)
+            )
+    return restarts
 
 
 def _pauses(view: View) -> list[tuple[int, float]]:

@@ -12,7 +12,7 @@ from rollbook.diagnose.view import View
 
 RULE = "filter_starvation"
 
-DROPPED = ("training/filter_groups/evicted_samples", "filter/flat/num_groups")
+DROPPED = ("training/filter_groups/evicted_samples", "filter/flat/num_groups", "train/num_gen_batches")
 KEPT = ("filter/kept_frac", "batch/effective_frac")
 
 
@@ -30,7 +30,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         (rise := view.rise(dropped)) is not None
         and rise.peak_ratio >= 2.0
         and rise.score >= 5
-        and rise.late >= 8
+        and rise.late >= 2
     ):
         evidence.append(of_break(rise, "samples dropped a step"))
         idx = rise.idx
@@ -40,7 +40,11 @@ def judge(view: View) -> Finding | NotJudged | None:
         idx = fall.idx if idx is None else min(idx, fall.idx)
     if idx is None:
         return None
-    if dropped is not None and (share_dropped := _dropped_share(view, dropped)) is not None and share_dropped < 0.55:
+    if (
+        dropped is not None
+        and (share_dropped := _dropped_share(view, dropped)) is not None
+        and share_dropped < 0.55
+    ):
         return None  # most of what is generated is trained
     excess = signs.excess(view)
     slower = view.rise(excess)
@@ -82,10 +86,16 @@ def judge(view: View) -> Finding | NotJudged | None:
 
 def _dropped_share(view: View, dropped: str) -> float | None:
     """Late share of the generated samples that the filter drops; None when the batch size cannot be told."""
+    if dropped == "train/num_gen_batches":
+        return None
     late = view.last(dropped)
     batch = view.last("batch/num_sequences")
     if not np.isfinite(batch):
         length, prompt = view.last("response_length/mean"), view.last("prompt_length/mean")
         tokens = view.last("perf/total_num_tokens")
         batch = tokens / (length + (prompt if np.isfinite(prompt) else 0.0))
-    return float(late / (late + batch)) if np.isfinite(batch) and np.isfinite(late) and late + batch > 0 else None
+    return (
+        float(late / (late + batch))
+        if np.isfinite(batch) and np.isfinite(late) and late + batch > 0
+        else None
+    )

@@ -25,15 +25,15 @@ def judge(view: View) -> Finding | NotJudged | None:
     view.derive(HELD, view.values[kept] - view.values[used])
     part = max(4, view.n // 6)
     # The first sixth is warm-up: an allocator grows until every shape has been seen once.
-    early, middle = view.level(HELD, part, 2 * part), view.level(HELD, view.n // 2, view.n // 2 + part)
+    early, third = view.level(HELD, part, 2 * part), view.level(HELD, view.n // 3, view.n // 3 + part)
     late, top = view.level(HELD, view.n - part), view.last(kept, part)
     used_before, used_after = view.level(used, part, 2 * part), view.level(used, view.n - part)
-    if not all(map(np.isfinite, (early, middle, late, top, used_before, used_after))) or view.n < 24:
+    if not all(map(np.isfinite, (early, third, late, top, used_before, used_after))) or view.n < 24:
         return None
     grown = late - early
     flat = abs(used_after - used_before) <= 0.4 * grown
-    still_growing = late - middle >= 0.15 * grown
-    if grown < 0.07 * top or late < 1.4 * early or not flat or not still_growing:
+    after_warmup = late - third >= 0.4 * grown
+    if grown < 0.07 * top or late < 1.4 * early or not flat or not after_warmup or _is_one_piece(view, grown):
         return None
     rise = view.rise(HELD, log=False)
     idx = rise.idx if rise is not None else part
@@ -72,3 +72,10 @@ def judge(view: View) -> Finding | NotJudged | None:
         "and empty the cache at the hand-over",
         next_check="a memory snapshot after the hand-over: which shapes leave the holes?",
     )
+
+
+def _is_one_piece(view: View, grown: float) -> bool:
+    """Whether half of the growth came at one step: a first validation or checkpoint does that."""
+    values = view.values[HELD]
+    values = values[np.isfinite(values)]
+    return bool(np.max(values[3:] - values[:-3]) >= 0.5 * grown)

@@ -17,9 +17,7 @@ FULL = 0.92
 def judge(view: View) -> Finding | NotJudged | None:
     said = [e for e in view.events("out_of_memory", "host_out_of_memory") if e.fields.get("stage") != "sync"]
     used = memory.allocated(view)
-    length = view.first(
-        "response_length/mean", "perf/total_num_tokens", "global_seqlen/max", "response_length/max"
-    )
+    length = _longest_grown(view)
     if used is None and not said:
         return NotJudged(
             rule=RULE,
@@ -71,3 +69,13 @@ def judge(view: View) -> Finding | NotJudged | None:
         "response length; plan for the longest batch, not the mean",
         next_check="peak memory against the tokens of the largest micro batch, step by step",
     )
+
+
+def _longest_grown(view: View) -> str | None:
+    """The measure of length that grew most, steadily."""
+    known = [
+        m
+        for m in ("response_length/mean", "perf/total_num_tokens", "global_seqlen/max", "response_length/max")
+        if view.has(m)
+    ]
+    return max(known, key=lambda m: view.trend(m)[0] if view.trend(m)[1] >= 0.6 else 0.0, default=None)

@@ -38,14 +38,16 @@ def judge(view: View) -> Finding | NotJudged | None:
         idx, direct = rise.idx if idx is None else min(idx, rise.idx), 0.35
     slow = _slow_movers(view, other)
     step_s = signs.step_seconds(view)
+    host = view.rise("perf/cpu_memory_used_gb")
+    fuller = host is not None and host.ratio >= 1.12 and host.score >= 5
+    if not slow and host is not None and fuller:
+        slow = _all_slow(view, host)
     cost = 0.0
     for found in slow:
         evidence.append(of_break(found, "seconds of moving data"))
         cost += signs.lost_seconds(view, found.metric, found)
     if slow:
         idx = min(f.idx for f in slow) if idx is None else idx
-    host = view.rise("perf/cpu_memory_used_gb")
-    fuller = host is not None and host.ratio >= 1.12 and host.score >= 5
     if host is not None and fuller:
         evidence.append(of_break(host, "host memory"))
     if idx is None or not slow:
@@ -71,6 +73,20 @@ def _slow_movers(view: View, other: str | None) -> list[Break]:
         if rise.peak_ratio >= 1.5 * grown and rise.late >= 0.01 * signs.step_seconds(view):
             found.append(rise)
     return found
+
+
+def _all_slow(view: View, host: Break) -> list[Break]:
+    """At least three stages, whatever they compute, that became slower per token when host memory filled."""
+    found = []
+    for stage in ("gen", "old_log_prob", "ref", "reward", "adv", "update_actor", "update_weights"):
+        rise = view.rise(f"timing_s/{stage}")
+        if rise is None or rise.peak_ratio < 1.25 or rise.score < 4:
+            continue
+        length = view.contrast("response_length/mean", rise.idx, width=20)
+        together = view.near(rise.idx, host.idx, share=0.1, least=8)
+        if together and (length is None or rise.peak_ratio >= 1.2 * length.ratio):
+            found.append(rise)
+    return found if len(found) >= 3 else []
 
 
 def _finding(

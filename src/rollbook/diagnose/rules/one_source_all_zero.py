@@ -13,8 +13,14 @@ from rollbook.diagnose.view import View
 
 RULE = "one_source_all_zero"
 
-_TRAIN = re.compile(r"reward/(?P<source>.+)/mean|critic/(?:rewards|score)/(?P<verl>.+)/mean")
-_HELD_OUT = re.compile(r"val-core/(?P<source>.+)/[^/]+/[^/]+|val/(?P<own>.+)/(?:exact_match|reward|acc)")
+_TRAIN = re.compile(
+    r"(?:reward|rewards|score|acc|train)/(.+)/(?:mean|reward|score|acc)(?:/mean)?"
+    r"|critic/(?:rewards|score)/(.+)/mean"
+)
+_HELD_OUT = re.compile(
+    r"val-(?:core|aux)/(.+)/(?:reward|score|acc)/mean@\d+|val-core/(.+)/[^/]+/[^/]+"
+    r"|val/(.+)/(?:exact_match|reward|acc|score)"
+)
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -92,7 +98,8 @@ def _zero_since(view: View, metric: str, least: int) -> int | None:
     """Position from which a reward that used to be positive is exactly zero to the end."""
     values = view.values[metric]
     known = np.flatnonzero(np.isfinite(values))
-    positive = known[np.abs(values[known]) > 1e-9]
+    top = float(np.nanmax(np.abs(values)))
+    positive = known[np.abs(values[known]) > max(1e-9, 0.01 * top)]
     if not len(positive) or len(known) < least + 2:
         return None
     zeros = known[known > positive[-1]]
@@ -100,7 +107,7 @@ def _zero_since(view: View, metric: str, least: int) -> int | None:
         return None
     past = known[known <= positive[-1]]
     usual = np.abs(values[past[-20:]])
-    if np.median(usual) < 0.02 or np.mean(usual <= 1e-9) > 0.1:
+    if np.median(usual) < 0.02 or np.mean(usual <= 0.01 * top) > 0.1:
         return None  # zeros were common
     if values[positive[-1]] < 0.25 * np.median(usual):
         return None  # it faded out

@@ -45,6 +45,16 @@ def judge(view: View) -> Finding | NotJudged | None:
         confidence = 0.85
     elif is_slow and is_full and view.run.seams:
         confidence = 0.7
+    elif (
+        fuller is not None
+        and grew
+        and fuller.ratio >= 1.15
+        and fuller.rise_steps <= 2
+        and _is_brim(view, used, capacity)
+    ):
+        if grows_with_length or view.moved("response_length/max", fuller.idx, 1, factor=1.3):
+            return None
+        confidence, step = 0.6, fuller.step
     else:
         return None
     return Finding(
@@ -61,3 +71,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         "the engine's weights come back, and set expandable segments",
         next_check="memory by owner at the three points of the hand-over: who had not given back what the plan expected?",
     )
+
+
+def _is_brim(view: View, used: str | None, capacity: float | None) -> bool:
+    """Allocated to the last twentieth of the device at the end of the log."""
+    return used is not None and capacity is not None and view.last(used, 3) >= 0.95 * capacity

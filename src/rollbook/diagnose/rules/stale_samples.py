@@ -6,10 +6,15 @@ from __future__ import annotations
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.version_drift import newest_follows
-from rollbook.diagnose.rules.wording import of_break, of_contrast, share
+from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.view import View, spearman
 
 RULE = "stale_samples"
+ACTION = (
+    "bound the staleness (max_staleness_steps 1 or 2), admit fewer prompts ahead, or give generation more GPUs; until then "
+    "use the decoupled loss with truncated importance weights"
+)
+CHECK = "at staleness 0 the gap must return to its floor: plot the gap against the staleness of the samples"
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -21,6 +26,8 @@ def judge(view: View) -> Finding | NotJudged | None:
             collect="log how many versions old the trained samples are (needed in asynchronous modes only)",
         )
     rise = versions.rise
+    if (always := _from_start(view, versions.mean)) is not None:
+        return always
     if rise is None or rise.late < rise.before + 1.0 or rise.peak_ratio < 1.5 or rise.score < 5:
         return None
     standing = versions.all_standing_since
@@ -44,9 +51,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         step=rise.step,
         evidence=(of_break(rise, "versions behind the trainer"), *harm),
         cost_reward=_reward_lost(view, rise.idx),
-        action="bound the staleness (max_staleness_steps 1 or 2), admit fewer prompts ahead, or give generation more "
-        "GPUs; until then use the decoupled loss with truncated importance weights",
-        next_check="at staleness 0 the gap must return to its floor: plot the gap against the staleness of the samples",
+        action=ACTION,
+        next_check=CHECK,
         until_step=view.step_at(rise.end_idx) if rise.end_idx is not None else None,
     )
 
@@ -78,3 +84,35 @@ def _harm(view: View, idx: int, skip: int) -> list[Evidence]:
 def _reward_lost(view: View, idx: int) -> float | None:
     c = view.contrast(signs.reward(view).metric, idx, width=20)
     return None if c is None else max(0.0, -c.diff)
+
+
+ALWAYS = 4.0
+"""Mean staleness from the first steps on that is more than any usual bound, if the importance weights suffer too."""
+
+
+def _from_start(view: View, metric: str) -> Finding | None:
+    start, level = view.level(metric, 0, max(5, view.n // 8)), view.level(metric)
+    weights = view.level("rollout_corr/rollout_is_eff_sample_size")
+    gap = signs.gap(view)
+    suffers = weights <= 0.75 or (gap is not None and gap.num_fine == 0)
+    if not (start >= ALWAYS and level >= ALWAYS and suffers):
+        return None
+    evidence = [
+        Evidence(
+            metric=metric, step=view.step_at(0), after=level, says=f"{num(level)} versions behind all along"
+        )
+    ]
+    if weights <= 0.75:
+        says = f"effective sample size {num(weights)} of 1"
+        name = "rollout_corr/rollout_is_eff_sample_size"
+        evidence.append(Evidence(metric=name, step=view.step_at(0), after=weights, says=says))
+    return Finding(
+        rule=RULE,
+        title="samples are stale from the first steps on",
+        area="async",
+        confidence=0.7,
+        step=view.step_at(0),
+        evidence=tuple(evidence),
+        action=ACTION,
+        next_check=CHECK,
+    )

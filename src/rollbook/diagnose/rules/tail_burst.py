@@ -61,15 +61,17 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     both = long & slow
     if both.sum() < 4:
         return None
-    begin = _begin(both)
-    rate_before = float(both[:begin].mean()) if begin else 0.0
-    rate_after = float(both[begin:].mean())
-    if rate_after < 0.12 or rate_after < 3 * rate_before + 0.05 or begin < 4:
+    begin, end = _stretch(both)
+    outside = np.concatenate([both[:begin], both[end:]])
+    rate_before = float(outside.mean()) if len(outside) else 0.0
+    rate_after = float(both[begin:end].mean())
+    if rate_after < 0.12 or rate_after < 3 * rate_before + 0.05 or begin < 4 or both[begin:end].sum() < 4:
         return None
-    if float(slow[begin:][long[begin:]].mean()) < 0.6:
+    inside_long, inside_gen = long[begin:end], gen[idx][begin:end]
+    if float(slow[begin:end][inside_long].mean()) < 0.6:
         return None  # long tails do not cost seconds here
-    others = gen[idx][begin:][~long[begin:]]
-    if len(others) >= 4 and float(np.median(gen[idx][begin:][long[begin:]])) < 1.2 * float(np.median(others)):
+    others = inside_gen[~inside_long]
+    if len(others) >= 4 and float(np.median(inside_gen[inside_long])) < 1.2 * float(np.median(others)):
         return None  # steps without them are as slow
     start = int(idx[begin])
     grown = view.contrast("response_length/mean", start, width=20)
@@ -77,7 +79,7 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
         return None
     if grown is not None and grown.ratio >= 1.3 and metric == "response_length/clip_ratio":
         return None
-    hit = idx[begin:][both[begin:]]
+    hit = idx[begin:end][both[begin:end]]
     raw = view.values[metric]
     before, after = view.level(metric, 0, start), float(np.median(raw[hit]))
     seconds = view.values["timing_s/gen"]
@@ -90,7 +92,7 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
             step=view.step_at(start),
             before=before,
             after=after,
-            says=f"{num(before)} before, {num(after)} in {len(hit)} of {len(idx) - begin} steps since",
+            says=f"{num(before)} before, {num(after)} in {len(hit)} of {end - begin} steps since",
         ),
         Evidence(
             metric="timing_s/gen",
@@ -120,11 +122,10 @@ def _quiet(values: Series) -> float:
     return min(first, float(np.median(np.sort(values)[: max(5, len(values) // 2)])) * 1.15)
 
 
-def _begin(both: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
-    """Where the bursts begin: the split that separates few from many best."""
-    n = len(both)
-    count = np.cumsum(both)
-    at = np.arange(1, n)
-    before, after = count[:-1] / at, (count[-1] - count[:-1]) / (n - at)
-    gain = (after - before) * np.sqrt(at * (n - at))
-    return int(at[int(np.argmax(gain))])
+def _stretch(both: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[int, int]:
+    """Where the bursts begin and end: the stretch in which they are most frequent beyond their overall rate."""
+    excess = both - max(float(both.mean()), 0.06) * 0.8
+    total = np.concatenate([[0.0], np.cumsum(excess)])
+    end = int(np.argmax(total - np.minimum.accumulate(total)))
+    begin = int(np.argmin(total[: end + 1]))
+    return begin, max(end, begin + 1)

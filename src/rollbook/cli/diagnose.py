@@ -1,0 +1,59 @@
+"""`rollbook diagnose`: what is wrong with a run, or that nothing is, from its logs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    run: Annotated[
+        str, typer.Argument(help="Run directory, log file or folder, or the URL of a Prometheus server.")
+    ],
+    format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="rollbook, verl-file, verl-console, tensorboard, trl, slime, areal, wandb or prometheus; "
+            "empty: found out.",
+        ),
+    ] = "",
+    run_idx: Annotated[
+        int,
+        typer.Option("--run", help="Which run, when one log holds several (0 is the first); -1: the last."),
+    ] = -1,
+    hours: Annotated[float, typer.Option("--hours", help="How far back to ask a Prometheus server.")] = 24.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write a page with the series around each change.")
+    ] = None,
+) -> None:
+    """Find what is wrong with a run, or that nothing is, from its logs.
+
+    Example: rollbook diagnose runs/addition
+    """
+    from rollbook.diagnose.readers.table import load
+    from rollbook.diagnose.report import to_text
+    from rollbook.diagnose.tree import diagnose
+
+    series = load(run, format=format or None, run_idx=run_idx if run_idx >= 0 else None, hours=hours)
+    diagnosis = diagnose(series)
+    if html is not None:
+        from rollbook.diagnose.html_report import to_html
+        from rollbook.diagnose.signs import gap
+        from rollbook.diagnose.view import View
+        from rollbook.observe.run_dir import storage_error
+
+        view = View.of(series)
+        gap(view)  # its derived series stands in the evidence
+        try:
+            html.write_text(to_html(diagnosis, view), encoding="utf-8")
+        except OSError as error:
+            raise storage_error(html, error) from error
+    if as_json:
+        typer.echo(json.dumps(diagnosis.to_json(), allow_nan=False, default=str))
+    else:
+        typer.echo(to_text(diagnosis), nl=False)

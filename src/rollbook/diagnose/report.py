@@ -1,0 +1,101 @@
+"""A diagnosis as text for a terminal of 80 columns: the verdict on one screen, then evidence, then what is missing."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from rollbook.diagnose.finding import Diagnosis, Evidence, Finding
+from rollbook.diagnose.rules.wording import num
+
+AREA_NAMES = {
+    "data": "data and environments",
+    "version": "weights and versions",
+    "async": "asynchrony",
+    "implementation": "implementation",
+}
+
+
+def to_text(diagnosis: Diagnosis, *, width: int = 80) -> str:
+    """The whole report, verdict first."""
+    lines = _header(diagnosis, width)
+    for i, finding in enumerate(diagnosis.findings):
+        lines += _finding(finding, width, is_first=i == 0)
+    if diagnosis.is_well:
+        lines += _well(diagnosis, width)
+    lines += _signals(diagnosis, width)
+    for state in diagnosis.states:
+        lines += ["", *_block(f"the algorithm, since step {state.step}:", state.title, width)]
+        lines += _evidence(state.evidence, width)
+        lines += _block("  advice:", state.advice, width)
+    if diagnosis.consequences:
+        lines += ["", "what follows from it:"]
+        lines += [f"  step {f.step:>6}  {f.title}"[:width] for f in diagnosis.consequences]
+    if diagnosis.not_judged:
+        lines += ["", "could not be judged, for want of a signal:"]
+        for missing in diagnosis.not_judged:
+            lines += _block(f"  {missing.rule}:", missing.collect, width)
+    if diagnosis.notes:
+        lines += ["", "about the log:"]
+        for note in diagnosis.notes:
+            lines += _block("  -", note, width)
+    return "\n".join(lines) + "\n"
+
+
+def _header(diagnosis: Diagnosis, width: int) -> list[str]:
+    source = diagnosis.source
+    about = f" · {diagnosis.format} · steps {diagnosis.first_step} to {diagnosis.last_step}"
+    if len(source) + len(about) > width:
+        source = "…" + source[-(width - len(about) - 1) :]
+    return [source + about, ""]
+
+
+def _finding(finding: Finding, width: int, *, is_first: bool) -> list[str]:
+    lines = _block("FOUND:" if is_first else "ALSO FOUND, independently:", finding.title, width)
+    until = f" until step {finding.until_step}" if finding.until_step is not None else ""
+    lines.append(
+        f"  {finding.rule} · since step {finding.step}{until} · confidence {finding.confidence:.2f}"
+        f" · {AREA_NAMES[finding.area]}"
+    )
+    costs = []
+    if finding.cost_s:
+        costs.append(f"{num(finding.cost_s)} s so far")
+    if finding.cost_reward:
+        costs.append(f"{num(finding.cost_reward)} of mean reward")
+    if costs:
+        lines.append("  cost: " + ", ".join(costs))
+    lines += _evidence(finding.evidence, width)
+    lines += _block("  do:  ", finding.action, width)
+    lines += _block("  next:", finding.next_check, width)
+    lines.append("")
+    return lines
+
+
+def _evidence(evidence: Iterable[Evidence], width: int) -> list[str]:
+    lines = []
+    for item in evidence:
+        lines += _block(f"  · {item.metric}:", item.says, width)
+    return lines
+
+
+def _well(diagnosis: Diagnosis, width: int) -> list[str]:
+    if diagnosis.verdict == "not_judged":
+        text = "too little was logged to judge the system (the list below says what to collect)"
+        return [*_block("NOT JUDGED:", text, width), ""]
+    limited = f"; what limits the run: {diagnosis.states[0].title}" if diagnosis.states else ""
+    return [*_block("NONE OF THESE:", f"the system is well{limited}", width), ""]
+
+
+def _signals(diagnosis: Diagnosis, width: int) -> list[str]:
+    lines = ["the four signals:"]
+    for signal in diagnosis.signals:
+        lines += _block(f"  {signal.verdict:<13} {signal.name}:", signal.says, width)
+    return lines
+
+
+def _block(label: str, text: str, width: int) -> list[str]:
+    """`label text`, wrapped and indented under the label's first column."""
+    indent = " " * (len(label) - len(label.lstrip()) + 4)
+    return textwrap.wrap(
+        f"{label} {text}", width=width, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True
+    )
