@@ -518,6 +518,21 @@ async def test_resync_brings_one_replica_back_at_the_version_of_the_others(clust
     c.source.step(1 / 1.5)
 
 
+async def test_a_replica_can_be_re_synced_after_a_publication_that_nobody_took(cluster: Make) -> None:
+    c = cluster(1)
+    await c.publisher.publish(1)
+    c.ports[0].faults["prove"] = raising
+    with pytest.raises(SyncError, match="prove failed on replica 0"):
+        await c.publisher.publish(2, moved=False)
+    c.ports[0].faults.clear()
+    report = await c.publisher.resync(0)
+    assert (report.weight_version, report.committed) == (1, (0,))
+    assert not c.publisher.quarantined
+    c.source.step()
+    await c.publisher.publish(2)
+    c.check(2)
+
+
 async def test_deltas_send_what_changed_and_fall_back_to_everything_on_any_doubt(cluster: Make) -> None:
     c = cluster(config=CONFIG.model_copy(update={"delta": True}))
     q = "model.layers.0.self_attn.q_proj.weight"

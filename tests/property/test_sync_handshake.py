@@ -24,18 +24,23 @@ class World:
     to_trainer: list[tuple[str, int]] = field(default_factory=list)
     held: int = 0
     is_up: bool = True
+    withdrawn: set[int] = field(default_factory=set)
 
     def key(self) -> tuple[object, ...]:
         t = self.trainer
         return (
             *(t.acknowledged, t.offered, tuple(t._unsettled), tuple(sorted(t.superseded.items()))),
             *(self.newest, tuple(self.to_consumer), tuple(self.to_trainer), self.held, self.is_up),
+            tuple(sorted(self.withdrawn)),
         )
 
     def actions(self) -> list[str]:
         able = []
         if self.newest < MAX_VERSION:
             able.append("publish")  # at any time: the consumer may be slow, busy or dead
+        offered = self.trainer.offered
+        if offered is not None and self.to_consumer[-1:] == [offered] and self.held != offered:
+            able.append("withdraw")  # before the consumer took it
         if self.is_up and self.to_consumer:
             able.append("take")
         if self.to_trainer:
@@ -49,6 +54,12 @@ class World:
             self.trainer.offer(self.newest)
             if self.is_up:
                 self.to_consumer.append(self.newest)
+        elif action == "withdraw":
+            version = self.to_consumer[-1]
+            self.to_consumer = [other for other in self.to_consumer if other != version]
+            self.withdrawn.add(version)
+            if (older := self.trainer.withdraw(version)) is not None:
+                self.to_consumer.append(older)
         elif action == "take":  # jumps to the newest offer: the older ones are never held
             self.held = self.to_consumer[-1]
             self.to_consumer.clear()
@@ -95,7 +106,8 @@ def test_no_state_in_which_both_sides_wait() -> None:
         for key, (world, _) in states.items()
         if world.is_up
         and world.trainer.offered is None
-        and world.held == world.newest == world.trainer.acknowledged
+        and world.held == world.trainer.acknowledged
+        and world.held == max(set(range(world.newest + 1)) - world.withdrawn)
         and not world.to_consumer
         and not world.to_trainer
     }
@@ -117,7 +129,7 @@ def test_every_published_version_is_settled_at_rest() -> None:
         trainer = world.trainer
         settled = set(trainer.superseded) | set(trainer._unsettled)
         for version in range(1, world.newest + 1):
-            is_settled = version in settled or version <= trainer.acknowledged
+            is_settled = version in settled | world.withdrawn or version <= trainer.acknowledged
             assert is_settled, world
         if trainer.offered is None:
             assert not trainer._unsettled

@@ -46,6 +46,7 @@ class AcknowledgedWeights:
     def __init__(self) -> None:
         self.weight_version: int | None = None
         self._held: dict[str, Tensor] = {}
+        self._new: set[str] = set()  # names that the base version does not have
         self._is_delta = False
         self.num_elements = 0
         self.num_changed = 0
@@ -57,15 +58,17 @@ class AcknowledgedWeights:
         self._is_delta = base_version is not None and base_version == self.weight_version
         self.weight_version = None  # in doubt until acknowledged
         self.num_elements = self.num_changed = 0
+        self._new.clear()
 
     def encode(self, name: str, tensor: Tensor, part: slice) -> Encoded:
         """One part (a slice of elements) of an exported tensor; call it for every part of every tensor."""
         current = as_integers(tensor)[part]
         if name not in self._held:
             self._held[name] = torch.empty_like(as_integers(tensor))
+            self._new.add(name)
         base = self._held[name][part]
         self.num_elements += current.numel()
-        if self._is_delta:
+        if self._is_delta and name not in self._new:
             encoded = encode(current, base)
         else:
             encoded = Encoded("dense", current.view(torch.uint8), current.numel())

@@ -2,8 +2,9 @@
 
 The trainer offers versions; a consumer (a replica) acknowledges. The rule that keeps both from waiting for each
 other: an acknowledgement of version n settles *every* version up to n. What the consumer jumped over is recorded
-as superseded, on both sides, so the trainer never waits for a version that nobody will ever hold. A consumer that
-comes back from a crash says what it holds (`hello`), and the trainer offers the newest version again.
+as superseded, so the trainer never waits for a version that nobody will ever hold. A publication that failed on
+every replica is withdrawn: its number was never a version. A consumer that comes back from a crash says what it
+holds (`hello`), and the trainer offers the newest version again.
 
 The machine is pure and small enough to be checked by walking through all its states (tests/property).
 """
@@ -55,6 +56,13 @@ class Handshake:
         if version == self.offered:
             self.offered = None
         return jumped
+
+    def withdraw(self, version: int) -> int | None:
+        """The trainer gave `version` up before the replica took it. Returns an older version that it still lacks."""
+        self._unsettled = [other for other in self._unsettled if other != version]
+        if self.offered == version:
+            self.offered = max(self._unsettled, default=None)
+        return self.offered
 
     def hello(self, held: int) -> int | None:
         """The replica (again) holds `held`. Returns the version it must still be sent, or None."""

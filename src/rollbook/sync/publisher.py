@@ -284,6 +284,8 @@ class Publisher:
             )
             publication.marks_s["commit"] = time.perf_counter()
         except BaseException:
+            for replica_id in replica_ids:
+                self.handshakes[replica_id].withdraw(version)
             await asyncio.shield(self._abort_all(publication))
             raise
         finally:

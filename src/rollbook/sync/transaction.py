@@ -338,11 +338,12 @@ class ReplicaTransaction:
     def _staging_tensor(self, entry: BucketEntry, spec: TensorSpec) -> Tensor:
         tensor = self._staged.get(entry.name)
         if tensor is None:
-            device = self._device_of(entry.name)
-            if self._manifest is not None and self._manifest.base_version is not None:
+            is_delta = self._manifest is not None and self._manifest.base_version is not None
+            if is_delta and not (entry.encoding == "dense" and _covered_bytes(entry) == spec.num_bytes):
                 self._require_uncut(entry.name)
                 tensor = self.live.read(entry.name).detach().clone(memory_format=torch.contiguous_format)
             else:
+                device = self._device_of(entry.name)
                 tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
             self._staged[entry.name] = tensor
         return tensor
