@@ -6,9 +6,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rollbook.rollout.engine import KVPolicy
+from rollbook.rollout.engine import KVPolicy, PauseMode
 from rollbook.section import Section
 from rollbook.types import SamplingParams
+
+
+Mismatch = Literal["none", "int8", "int4", "bf16", "fp8"]
 
 
 class RolloutConfig(Section):
@@ -53,6 +56,15 @@ class RolloutConfig(Section):
     batch_invariant: bool = False
     """Make a sequence's numbers independent of the sequences beside it (float32 on a CPU), so that a run repeats bit
     for bit. Every step then runs `num_slots` rows, so it is slower when fewer sequences run."""
+
+    pause_mode: PauseMode = "keep"
+    """What happens to running responses where the schedule pauses generation for the training. "keep": they stand still
+    and go on under the next version; "abort": they return what they have and are continued as new requests, from their
+    own tokens; "drain": they finish first, so the pause waits for the longest."""
+    mismatch: Mismatch = "none"
+    """Deliberate mismatch (native engine): sample with weights rounded to this after each proven publication, to see
+    what the gap shows and what corrections do. int8, int4, fp8: the layers' matrices, one scale a row; bf16: the same
+    matrices. Costs a second copy of the weights."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the engine's weights, keys and values; "auto" takes the model's."""

@@ -72,6 +72,10 @@ class EngineStats:
     decode_s: float = 0.0
     active_slots_sum: int = 0
     """Sum over decode steps of the sequences in the step: mean batch = active_slots_sum / decode_steps."""
+    mismatch: str = "none"
+    """What the engine's weights are rounded to on purpose (`rollout.mismatch`)."""
+    mismatch_error_frac: float = 0.0
+    """How far that moved them: norm of the difference over norm of the weights."""
     waiting_requests: tuple[str, ...] = field(default=())
     """Ids of requests not finished, for deadline messages (at most 32)."""
 

@@ -23,6 +23,7 @@ from rollbook.modeling.load import LoadedModel
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import EngineStats, GenerateRequest, KVPolicy, PauseMode, Response
 from rollbook.rollout.native.draws import uniforms
+from rollbook.rollout.native.mismatch import RoundedCopy
 from rollbook.rollout.native.model_runner import ModelRunner, engine_model
 from rollbook.rollout.native.sampling import Draws
 from rollbook.rollout.native.scheduler import Scheduler, StepPlan
@@ -101,7 +102,13 @@ class NativeEngine:
             weight_version=weight_version,
             replica_id=replica_id,
         )
+        if config.mismatch != "none" and share_weights:
+            raise EngineError(
+                f"rollout.mismatch is '{config.mismatch}' and the engine shares the trainer's weights",
+                "rounding them would change the trainer: make the engine without share_weights",
+            )
         self._runner: ModelRunner | None = None
+        self._rounded: RoundedCopy | None = None
         self._pending: dict[str, _Pending] = {}
         self._is_paused = False
         self._drained: list[_Command] = []
@@ -298,6 +305,8 @@ class NativeEngine:
 
         def adopt() -> None:
             self._scheduler.adopt_version(weight_version, kv_policy or self.config.kv_policy)
+            if self._rounded is not None:
+                self._rounded.refresh()
             self._needs_publication = False
 
         await self._ask(adopt)
@@ -331,6 +340,8 @@ class NativeEngine:
             prefill_s=self._prefill_s,
             decode_s=self._decode_s,
             active_slots_sum=counters.active_slots_sum,
+            mismatch=self.config.mismatch,
+            mismatch_error_frac=0.0 if self._rounded is None else self._rounded.error_frac,
             waiting_requests=tuple(list(self._pending)[:32]),
         )
 
@@ -399,8 +410,11 @@ class NativeEngine:
         own = engine_model(
             model, dtype=dtype, device=torch.device(config.device), share_weights=self.share_weights
         )
+        if config.mismatch != "none":
+            self._rounded = RoundedCopy(own, config.mismatch)
         self._runner = ModelRunner(
-            own,
+            own if self._rounded is None else self._rounded.model,
+            live=own,
             num_pages=self._scheduler.pool.num_pages,
             page_tokens=config.page_tokens,
             fixed_rows=self._scheduler.fixed_rows,

@@ -66,6 +66,7 @@ class ModelRunner:
     Args:
         model: see `engine_model`.
         num_pages, page_tokens: of the KV pool.
+        live: the model that publications write and prove, where it is not `model` (see mismatch.py).
         fixed_rows: when set, every step runs exactly this many rows, so that a row's arithmetic never depends on how
             many others there are.
     Raises:
@@ -73,10 +74,17 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: LoadedModel, *, num_pages: int, page_tokens: int, fixed_rows: int | None
+        self,
+        model: LoadedModel,
+        *,
+        live: LoadedModel | None = None,
+        num_pages: int,
+        page_tokens: int,
+        fixed_rows: int | None,
     ) -> None:
         self.model = model
-        self.weights = NativeWeights(model)
+        self.live = model if live is None else live
+        self.weights = NativeWeights(self.live)
         self.fixed_rows = fixed_rows
         self._num_pages, self._page_tokens = num_pages, page_tokens
         self.device, self.dtype = model.device, model.dtype
@@ -98,20 +106,25 @@ class ModelRunner:
 
     def put_weights_to_sleep(self, level: int) -> None:
         """1: to host memory (they are there already on a CPU). 2: gone."""
-        for parameter in self.model.module.parameters():
-            if level == 2:
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            else:
-                parameter.data = parameter.data.cpu()
+        for model in self._models():
+            for parameter in model.module.parameters():
+                if level == 2:
+                    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+                else:
+                    parameter.data = parameter.data.cpu()
 
     def wake_weights(self) -> None:
         """Weights back on the device; what was dropped is zero until a publication writes it."""
         specs = self.weights.specs()
-        for name, parameter in self.model.module.named_parameters():
-            if parameter.numel() == 0:
-                parameter.data = torch.zeros(specs[name].shape, dtype=parameter.dtype, device=self.device)
-            else:
-                parameter.data = parameter.data.to(self.device)
+        for model in self._models():
+            for name, parameter in model.module.named_parameters():
+                if parameter.numel() == 0:
+                    parameter.data = torch.zeros(specs[name].shape, dtype=parameter.dtype, device=self.device)
+                else:
+                    parameter.data = parameter.data.to(self.device)
+
+    def _models(self) -> list[LoadedModel]:
+        return [self.live] if self.live is self.model else [self.live, self.model]
 
     def _observe(self) -> LayerShapes:
         """One token through the model, to see which layers attend and how wide their keys are."""
