@@ -194,14 +194,14 @@ async def bench_jobs(repeats: int, vocab_sizes: list[int], only: str) -> None:
             for job in (job for job in jobs() if job.name.startswith(only)):
                 wall_s: dict[str, list[float]] = {"generate": [], "engine": []}
                 cpu_s: dict[str, list[float]] = {"generate": [], "engine": []}
-                for repeat in range(repeats + 1):
+                for repeat in range(repeats + (repeats > 1)):
                     for name in wall_s:
                         began, cpu_began = time.perf_counter(), time.process_time()
                         if name == "generate":
                             run_generate(baseline, job)
                         else:
                             await run_engine(engine, vocab_size, job)
-                        if repeat or repeats == 1:  # the first round warms up
+                        if repeat or repeats == 1:  # the first of several rounds warms up
                             wall_s[name].append(time.perf_counter() - began)
                             cpu_s[name].append(time.process_time() - cpu_began)
                 medians = {name: statistics.median(times) for name, times in wall_s.items()}

@@ -119,8 +119,10 @@ async def test_a_push_after_token_3_of_8_labels_each_token_with_what_sampled_it(
             await engine.adopt_version(1)
             await engine.resume()
 
-        AtStep(engine, 3, push)
+        hook = AtStep(engine, 3, push)
         found = await engine.generate(request(random_ids(5)))
+        assert hook.answer is not None
+        await hook.answer
     labels = {"keep": (VersionRun(0, 3), VersionRun(1, 5)), "drain": (VersionRun(0, 8),)}
     assert found.version_runs == labels[mode]
 
@@ -133,8 +135,10 @@ async def test_a_push_with_abort_after_token_3_ends_the_response_under_the_old_v
             await engine.adopt_version(1)
             await engine.resume()
 
-        AtStep(engine, 3, push)
+        hook = AtStep(engine, 3, push)
         found = await engine.generate(request(random_ids(5)))
+        assert hook.answer is not None
+        await hook.answer
     assert found.version_runs == (VersionRun(0, 3),) and found.finish_reason is FinishReason.ABORTED
 
 

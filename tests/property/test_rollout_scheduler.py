@@ -327,6 +327,29 @@ def test_pages_in_use_stay_at_the_start_of_the_pool() -> None:
     assert len(plan.page_owner) <= len(plan.page_lists) + len(plan.page_lists) // 4 + 8
 
 
+def test_a_full_cache_does_not_push_what_runs_away_from_the_start() -> None:
+    """200 sequences of 6 pages through 4 slots of a pool of 64 pages: the cache holds all that is free, and attention
+    still reads only the first pages."""
+    scheduler = Scheduler(
+        num_slots=4, num_pages=64, page_tokens=2, max_prefill_tokens=100, max_context_tokens=64
+    )
+    run = Run(scheduler)
+    for idx in range(200):
+        scheduler.submit(request(str(idx), [1 + (idx >> bit) % 3 for bit in range(8)], 4))
+    widest = 0
+    while True:
+        plan = scheduler.plan()
+        run.pool.carry_out()
+        if plan is None:
+            break
+        run.pool.run(plan)
+        widest = max(widest, len(plan.page_owner))
+        scheduler.commit(plan, np.full(plan.num_decode, 5), np.zeros(plan.num_decode, np.float32))
+        run.check_books()
+    assert scheduler.cache is not None and len(scheduler.cache) > 50
+    assert widest <= 4 * 6 + 4 * 6 // 4 + 8
+
+
 def test_a_request_that_can_never_fit_is_refused_with_its_size() -> None:
     scheduler = Scheduler(
         num_slots=4, num_pages=8, page_tokens=2, max_prefill_tokens=100, max_context_tokens=64

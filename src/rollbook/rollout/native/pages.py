@@ -138,6 +138,9 @@ class PrefixCache:
         self._by_key: OrderedDict[PageKey, _CachedPage] = OrderedDict()
         self._children: dict[int, list[bytes]] = {}
         """Tokens of a page's children, sorted: the two beside a text share the longest beginning with it."""
+        self._key_of: dict[int, PageKey] = {}
+        self._lowest: list[int] = []
+        """Heap of cached pages; one that left the cache stays in it until it comes up."""
         self._next_id = 1
 
     def __len__(self) -> int:
@@ -179,7 +182,7 @@ class PrefixCache:
                     break
                 held = _CachedPage(self._next_id, self.pool.take_highest())
                 self._next_id += 1
-                self._by_key[key] = held
+                self._place(key, held)
                 bisect.insort(self._children.setdefault(parent_id, []), tokens)
                 sources.append(source)
                 targets.append(held.page)
@@ -194,7 +197,9 @@ class PrefixCache:
             victim = next((key for key in self._by_key if key not in keep), None)
             if victim is None:
                 return False
-            self.pool.give_back([self._by_key.pop(victim).page])
+            page = self._by_key.pop(victim).page
+            del self._key_of[page]
+            self.pool.give_back([page])
             parent_id, tokens = victim
             siblings = self._children[parent_id]
             del siblings[bisect.bisect_left(siblings, tokens)]
@@ -204,6 +209,26 @@ class PrefixCache:
 
     def clear(self) -> None:
         self.evict(len(self._by_key))
+
+    def make_way(self, page: int) -> int:
+        """Move the cached page nearest the start of the pool to `page`, if it lies before it, and return its place.
+
+        So what runs keeps to the start of the pool even when the cache fills all the rest.
+        """
+        while self._lowest and self._lowest[0] not in self._key_of:
+            heapq.heappop(self._lowest)
+        if not self._lowest or self._lowest[0] > page:
+            return page
+        freed = heapq.heappop(self._lowest)
+        key = self._key_of.pop(freed)
+        self._place(key, _CachedPage(self._by_key[key].node_id, page))
+        self.pool.copy([freed], [page])
+        return freed
+
+    def _place(self, key: PageKey, held: _CachedPage) -> None:
+        self._by_key[key] = held
+        self._key_of[held.page] = key
+        heapq.heappush(self._lowest, held.page)
 
     def _nearest_child(self, parent_id: int, wanted: bytes) -> bytes:
         siblings = self._children.get(parent_id, [])

@@ -218,7 +218,7 @@ class Scheduler:
         self._siblings: dict[bytes, list[Sequence]] = {}
         self._next_arrival = 0
         # The layout of pages over rows, valid until a page or a row comes or goes.
-        self._layout: tuple[Indices, Indices, Indices, Indices, Indices] | None = None
+        self._layout: tuple[Indices, Indices, Indices, Indices] | None = None
 
     # ---- gauges
 
@@ -360,7 +360,7 @@ class Scheduler:
             return None
         slots = self.slots
         positions = slots.position[ready]
-        owner, start, lists, list_starts, _ = self._page_layout(ready)
+        owner, start, lists, list_starts = self._page_layout(ready)
         write_pages = slots.pages[ready, positions // self.page_tokens]
         token_ids = slots.last_token[ready]
         if spans:
@@ -491,19 +491,20 @@ class Scheduler:
         sequence.num_computed = 0
         for _ in range(num_pages):
             self._add_page(sequence)
-        self.pool.zero(sequence.pages)
         self._reuse_prefix(sequence)
         self._mark_ready(sequence)
 
-    def _add_page(self, sequence: Sequence) -> int:
+    def _add_page(self, sequence: Sequence) -> None:
         page, slot, idx = self.pool.take_lowest(), sequence.slot, len(sequence.pages)
+        if self.cache is not None:
+            page = self.cache.make_way(page)
+        self.pool.zero([page])
         sequence.pages.append(page)
         self.slots.widen_pages(idx + 1)
         self.slots.pages[slot, idx] = page
         self.slots.num_pages[slot] = idx + 1
         self._page_slot[page], self._page_idx[page] = slot, idx
         self._layout = None
-        return page
 
     # ---- reuse of a prefix
 
@@ -572,14 +573,12 @@ class Scheduler:
             self._widen_responses()
             return
         short = [slots.sequences[slot] for slot in np.flatnonzero(is_short)]
-        new_pages = []
         for sequence in sorted((s for s in short if s is not None), key=lambda s: s.arrival_idx):
             while sequence.slot >= 0 and self.pool.num_free == 0:
                 if self.cache is None or not self.cache.evict(1):
                     self._preempt(self.running()[-1])
             if sequence.slot >= 0:
-                new_pages.append(self._add_page(sequence))
-        self.pool.zero(new_pages)
+                self._add_page(sequence)
         self._widen_responses()
 
     def _widen_responses(self) -> None:
@@ -647,8 +646,8 @@ class Scheduler:
             budget -= num_tokens
         return tuple(spans), token_ids
 
-    def _page_layout(self, ready: Indices) -> tuple[Indices, Indices, Indices, Indices, Indices]:
-        """(owner, start, lists, list starts, ready rows) of the pages that the ready rows read."""
+    def _page_layout(self, ready: Indices) -> tuple[Indices, Indices, Indices, Indices]:
+        """(owner, start, lists, list starts) of the pages that the ready rows read, as in `StepPlan`."""
         if self._layout is not None:
             return self._layout
         counts = self.slots.position[ready] // self.page_tokens + 1
@@ -659,7 +658,7 @@ class Scheduler:
         owner, start = np.zeros(num_pages, np.int64), np.zeros(num_pages, np.int64)
         owner[lists] = np.repeat(np.arange(len(ready)), counts)
         start[lists] = self._page_idx[lists] * self.page_tokens
-        self._layout = (owner, start, lists, list_starts, ready)
+        self._layout = (owner, start, lists, list_starts)
         return self._layout
 
     # ---- the end of a sequence
