@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -35,12 +37,23 @@ def words(response: str, task: Mapping[str, Any]) -> Any:
     return "good"
 
 
-def dies_once(response: str, task: Mapping[str, Any], *, marker: str) -> float:
-    """Kills the process of the run at the first call that finds no file `marker`: a power cut in a step."""
-    if not os.path.exists(marker):  # noqa: PTH110
-        with open(marker, "w"):  # noqa: PTH123
-            pass
-        os.kill(os.getpid(), 9)
+def interrupts_once(response: str, task: Mapping[str, Any], *, marker: str) -> float:
+    """Ctrl-C at call number 12 of the first process: a call a byte of the file `marker`."""
+    path = Path(marker)
+    calls = path.stat().st_size if path.exists() else 0
+    path.write_bytes(bytes(calls + 1))
+    if calls + 1 == 12:
+        os.kill(os.getpid(), signal.SIGINT)
+    return low_digits(response, task)
+
+
+broken = False
+
+
+def breaks_down(response: str, task: Mapping[str, Any]) -> float:
+    """Works until somebody sets `broken`."""
+    if broken:
+        raise RuntimeError("the grader is gone")
     return low_digits(response, task)
 
 

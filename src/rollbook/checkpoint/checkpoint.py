@@ -32,7 +32,13 @@ _ARRAY = "__array__"
 
 
 def save_checkpoint(folder: Path, step: int, state: State, *, keep: int) -> Path:
-    """Write `folder/step_N` and drop all but the newest `keep` checkpoints.
+    """`prepare_checkpoint` and `commit_checkpoint` at once."""
+    prepare_checkpoint(folder, step, state)
+    return commit_checkpoint(folder, step, keep=keep)
+
+
+def prepare_checkpoint(folder: Path, step: int, state: State) -> None:
+    """Write `folder/step_N.partial`, which no reader takes for a checkpoint yet.
 
     Raises:
         CheckpointError: the disk is full or cannot be written; nothing that was there is lost.
@@ -46,38 +52,67 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep: int) -> Path
         digests = {name: _sha256(aside / name) for name in ("tensors.safetensors", "state.json")}
         (aside / "manifest.json").write_text(json.dumps({"step": step, "sha256": digests}), encoding="utf-8")
 
-    final = save_folder(folder / f"step_{step}", write)
+    write_aside(folder / f"step_{step}", write)
+
+
+def commit_checkpoint(folder: Path, step: int, *, keep: int) -> Path:
+    """Make the prepared `step_N` a checkpoint, and drop all but the newest `keep`.
+
+    Raises:
+        CheckpointError: the disk cannot be written; nothing that was there is lost.
+    """
+    final = take_place(folder / f"step_{step}")
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(folder / f"step_{old}", ignore_errors=True)
     return final
 
 
-def save_folder(final: Path, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a folder beside `final`, which takes its name once everything is on the disk.
+def write_aside(final: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder beside `final`, and see that all of it reaches the disk.
 
     Raises:
-        CheckpointError: the disk is full or cannot be written; what was at `final` is untouched.
+        CheckpointError: the disk is full or cannot be written.
     """
-    aside, replaced = final.with_name(f"{final.name}.partial"), final.with_name(f"{final.name}.replaced")
+    aside = _aside(final)
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         write(aside)
         for path in aside.iterdir():
             _flush(path)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise _cannot_write(final, error) from error
+
+
+def take_place(final: Path) -> Path:
+    """Give the folder written aside its name.
+
+    Raises:
+        CheckpointError: the disk cannot be written.
+    """
+    replaced = final.with_name(f"{final.name}.replaced")
+    try:
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
-        aside.rename(final)
+        _aside(final).rename(final)
         _flush(final.parent)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(
-            f"{final} could not be written: {error}",
-            "free disk space or choose another run.dir; earlier checkpoints are untouched",
-        ) from error
+    except OSError as error:
+        raise _cannot_write(final, error) from error
     shutil.rmtree(replaced, ignore_errors=True)
     return final
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(f"{final.name}.partial")
+
+
+def _cannot_write(final: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{final} could not be written: {error}",
+        "free disk space or choose another run.dir; earlier checkpoints are untouched",
+    )
 
 
 def list_checkpoints(folder: Path) -> list[int]:

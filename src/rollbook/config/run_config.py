@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from rollbook.algos.config import AlgorithmConfig
@@ -34,6 +35,8 @@ class RunConfig(Section):
     """Engines and sampling."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages, loss, filters, corrections."""
+    teacher: ModelConfig | None = None
+    """A second model, frozen, whose logprobs the policy is drawn to; for `algorithm.distill`."""
     trainer: TrainerConfig = TrainerConfig()
     """Optimizer and batches."""
     critic: CriticConfig = CriticConfig()
@@ -70,6 +73,7 @@ class RunConfig(Section):
         yield from self._schedule_problems()
         yield from self._group_problems()
         yield from self._sampling_problems()
+        yield from self._device_problems()
 
     def _schedule_problems(self) -> Iterator[tuple[str, str]]:
         schedule, staleness = SCHEDULES[self.run.schedule], self.buffer.max_staleness_steps
@@ -121,12 +125,32 @@ class RunConfig(Section):
                 f"trainer.num_mini_batches is {mini_batches} and a step has {num_sequences} sequences",
                 "use fewer mini batches or more sequences",
             )
+        if self.algorithm.needs_teacher and self.teacher is None:
+            yield (
+                f"algorithm.distill.placement is '{self.algorithm.distill.placement}' and there is no teacher",
+                "add a [teacher] table with the path of a model that has the policy's tokenizer",
+            )
+        if self.teacher is not None and not self.algorithm.needs_teacher:
+            yield (
+                "there is a [teacher] table and algorithm.distill.placement is 'none': it would never be asked",
+                "set algorithm.name = 'distill' (or algorithm.distill), or remove the table",
+            )
+
+    def _device_problems(self) -> Iterator[tuple[str, str]]:
+        for name, device in (("model.device", self.model.device), ("rollout.device", self.rollout.device)):
+            if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+                yield f"{name} is '{device}'", "use cpu, cuda or cuda:N"
 
     def _sampling_problems(self) -> Iterator[tuple[str, str]]:
         if self.rollout.temperature == 0:
             yield (
                 "rollout.temperature is 0: greedy responses of a group are all equal",
                 "use a temperature above 0 for training; eval.temperature = 0 evaluates greedily",
+            )
+        if self.rollout.mismatch != "none" and self.rollout.engine != "native":
+            yield (
+                f"rollout.mismatch is '{self.rollout.mismatch}' and rollout.engine is '{self.rollout.engine}'",
+                "only the native engine rounds its weights on purpose: use engine = 'native', or mismatch = 'none'",
             )
         if self.rollout.engine == "openai":
             yield (

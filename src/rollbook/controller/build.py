@@ -6,10 +6,13 @@ model ─┬─► trainer ──(WeightSource)──► publisher ──(Weight
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+
+import torch
 
 from rollbook.algos.filters import drop_reason
 from rollbook.algos.shaping import shape_rewards
@@ -41,12 +44,15 @@ from rollbook.types import Group, Prompt, SamplingParams, Trajectory
 @asynccontextmanager
 async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controller]:
     """Every part of the run, started; stopped when the block ends, whatever happened inside."""
+    _require_parts(config)
+    config = with_threads(config, num_cores=len(os.sched_getaffinity(0)))
     async with AsyncExitStack() as stack:
         schedule = SCHEDULES[config.run.schedule]
         trainer = Trainer(
             config.trainer,
             config.model,
             critic_config=config.critic if config.algorithm.needs_values else None,
+            teacher_config=config.teacher if config.algorithm.needs_teacher else None,
             with_reference=config.algorithm.needs_reference,
             temperature=config.rollout.temperature,
             max_response_tokens=config.rollout.max_response_tokens,
@@ -103,6 +109,42 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
         )
 
 
+def with_threads(config: RunConfig, *, num_cores: int) -> RunConfig:
+    """On a CPU, engines and trainer that run at the same time each get a share of the cores, where the config says
+    nothing: on two cores one thread for the engine and one for the trainer."""
+    devices = (config.model.device, config.rollout.device)
+    if SCHEDULES[config.run.schedule].pauses_for_training or devices != ("cpu", "cpu"):
+        return config
+    share = max(num_cores // (config.rollout.num_replicas + 1), 1)
+    rollout = {"num_threads": config.rollout.num_threads or config.trainer.num_threads or share}
+    trainer = {"num_threads": config.trainer.num_threads or config.rollout.num_threads or share}
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update=rollout),
+            "trainer": config.trainer.model_copy(update=trainer),
+        }
+    )
+
+
+def _require_parts(config: RunConfig) -> None:
+    """Refuse what this file cannot put together, instead of running something else."""
+    if config.rollout.engine != "native":
+        raise ConfigError(
+            f"rollout.engine is '{config.rollout.engine}', which `rollbook train` does not start",
+            "use rollout.engine = 'native'",
+        )
+    if config.sync.transport != "inproc":
+        raise ConfigError(
+            f"sync.transport is '{config.sync.transport}', and engines and trainer of this run share one process",
+            "use sync.transport = 'inproc'",
+        )
+    if config.rollout.device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"rollout.device is '{config.rollout.device}' and torch sees no CUDA device",
+            "use rollout.device = 'cpu'",
+        )
+
+
 def _load_prompts(config: RunConfig, model: LoadedModel, tokenizer: Tokenizer) -> Prompts:
     room = model.facts.max_position - config.rollout.max_response_tokens
     if room < 1:
@@ -127,6 +169,7 @@ def _engine(config: RunConfig, trainer: Trainer, tokenizer: Tokenizer, replica_i
         SCHEDULES[config.run.schedule].shares_device
         and config.rollout.device == config.model.device
         and config.rollout.dtype in ("auto", config.model.dtype)
+        and config.rollout.mismatch == "none"
         and config.sync.staging == "staged"
         and config.sync.every_steps == 1  # else the engine would serve updates that no publication has named
     )

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+import torch
+
 from rollbook.algos.advantage import estimate_advantages
 from rollbook.algos.correction import correct
 from rollbook.algos.filters import train_sequences
@@ -42,7 +44,7 @@ from rollbook.controller.step_metrics import (
 )
 from rollbook.controller.warmup import answer_sequences, warmup_lr
 from rollbook.envs.rewards.scorer import Scorer
-from rollbook.errors import CheckpointError, SyncError
+from rollbook.errors import CheckpointError, ConfigError, SyncError
 from rollbook.ledger.entry import Entry
 from rollbook.observe.recorder import Recorder
 from rollbook.observe.values import Last, Ratio, Total, Values
@@ -83,17 +85,22 @@ class Controller:
     """The next step to make, too."""
     weight_version: int = 0
     """The newest published version."""
-    last_publication: PublicationReport | None = None
     has_moved: bool = False
     """The trainer's weights changed since the last publication; a step of flat rewards changes nothing."""
     is_stepping: bool = False
     """The loop has begun: a Ctrl-C waits for the end of the step."""
     is_stop_requested: bool = False
     """Set by Ctrl-C: the loop ends after the step in progress, with a checkpoint."""
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "trainer"))
-    """The trainer's own thread: the event loop, and an engine beside it, go on while it computes."""
     _engine_stats: dict[int, EngineStats] = field(default_factory=dict)
     _engine_stats_at_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "trainer", initializer=self._begin_thread)
+        """The trainer's own thread: the event loop, and an engine beside it, go on while it computes."""
+
+    def _begin_thread(self) -> None:
+        if self.config.trainer.num_threads is not None:
+            torch.set_num_threads(self.config.trainer.num_threads)
 
     async def begin(self, *, resume: bool) -> None:
         """Everything before the first step: weights proven on every replica, warm-up, preflight, expectations."""
@@ -106,6 +113,7 @@ class Controller:
                 1  # the checkpoint's weights were in no publication: a version of their own
             )
         await self.publish(self.weight_version)
+        await self._note_mismatch()
         if step is None:
             await self._warm_up()
         self.rollout.buffer.published(self.weight_version, self.num_steps_done)
@@ -117,6 +125,7 @@ class Controller:
             recorder=self.recorder,
             deadline_s=self.config.buffer.group_deadline_s,
         )
+        await self._check_deadlines()
         self.plan = await make_plan(self)
         if self.plan is not None:
             self.recorder.run_dir.write_plan(self.plan.as_json())
@@ -124,6 +133,41 @@ class Controller:
             if self.evaluator.is_due(0, is_last=True):
                 self.recorder.metrics(await self.evaluator.run(self.router), step=0)
             await self._write_checkpoint(0)
+            self.saver.commit()
+
+    async def _note_mismatch(self) -> None:
+        """A run that samples from rounded weights on purpose says so before its first token."""
+        if self.config.rollout.mismatch != "none":
+            stats = {str(engine.replica_id): await engine.stats() for engine in self.router.engines}
+            self.recorder.event(
+                "mismatch",
+                mismatch=self.config.rollout.mismatch,
+                error_frac={replica_id: held.mismatch_error_frac for replica_id, held in stats.items()},
+            )
+
+    async def _check_deadlines(self) -> None:
+        """A response of full length must fit its deadlines, at the pace of the trial (one sequence alone: the fastest).
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        stats = [await engine.stats() for engine in self.router.engines]
+        num_steps = sum(held.decode_steps for held in stats)
+        if not num_steps:
+            return
+        step_s = sum(held.decode_s for held in stats) / num_steps
+        longest_s = step_s * self.config.rollout.max_response_tokens
+        for name, deadline_s in (
+            ("buffer.group_deadline_s", self.config.buffer.group_deadline_s),
+            ("rollout.response_deadline_s", self.config.rollout.response_deadline_s),
+        ):
+            if longest_s > deadline_s:
+                raise ConfigError(
+                    f"{name} is {deadline_s:g} s, and a response of rollout.max_response_tokens "
+                    f"{self.config.rollout.max_response_tokens} takes at least {longest_s:.3g} s "
+                    f"({step_s:.3g} s a token in the trial)",
+                    "every long response would fail as a timeout: raise the deadline, or lower the limit",
+                )
 
     async def _warm_up(self) -> None:
         """Supervised updates on reference answers, until enough held-out prompts are answered or they are used up."""
@@ -182,6 +226,7 @@ class Controller:
                     await self._report(taken, batch, step)
                     await self._evaluate(step)
                     await self._save(step)
+                self.saver.commit()
                 self.num_steps_done = step + 1
                 self.rollout.admit()
             await self._finish()
@@ -196,7 +241,7 @@ class Controller:
             span.set(tokens=sum(t.num_response_tokens for g in taken.groups for t in g.scored))
         if self.schedule.pauses_for_training:
             with self.recorder.span("to_trainer"):
-                await self.router.pause("keep")
+                await self.router.pause(self.config.rollout.pause_mode)
         return taken
 
     async def _prepare(self, taken: Taken, step: int) -> TrainBatch | None:
@@ -218,6 +263,10 @@ class Controller:
         if algorithm.needs_reference:
             with self.recorder.span("reference", expected_s=self._expected_s("reference")) as span:
                 self.recorder.metrics(await self.compute(lambda: self.trainer.fill_reference(batch)))
+                span.set(tokens=batch.num_tokens)
+        if algorithm.needs_teacher:
+            with self.recorder.span("teacher", expected_s=self._expected_s("teacher")) as span:
+                self.recorder.metrics(await self.compute(lambda: self.trainer.fill_teacher(batch)))
                 span.set(tokens=batch.num_tokens)
         if algorithm.needs_values:
             with self.recorder.span("values", expected_s=self._expected_s("values")) as span:
@@ -241,8 +290,9 @@ class Controller:
             critic = ValueObjective(self.config.algorithm)
             with self.recorder.span("critic", expected_s=self._expected_s("critic")):
                 self.recorder.metrics(await self.compute(lambda: self.trainer.update_critic(batch, critic)))
-        for idx, logprobs in objective.noted.items():
-            batch.sequences[idx].proximal_logprobs = logprobs.float().cpu().numpy()
+        for idx in batch.mini_batches[0]:  # the others were seen by weights that had moved already
+            if idx in objective.noted:
+                batch.sequences[idx].proximal_logprobs = objective.noted[idx].float().cpu().numpy()
         self.recorder.metrics(self._gap(batch))
 
     async def _publish(self, step: int, *, moved: bool) -> None:
@@ -292,6 +342,7 @@ class Controller:
         """What a run leaves behind: the state it ended in and, if nothing is left to do, the model."""
         if self.saver.newest_step != self.num_steps_done:  # the data ended without a group to train
             await self._write_checkpoint(self.num_steps_done)
+            self.saver.commit()
         if self.is_complete and self.config.checkpoint.save_model:
             await self.compute(lambda: self.saver.write_model(self.trainer))
 
@@ -302,7 +353,7 @@ class Controller:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _write_checkpoint(self, num_steps_done: int) -> None:
-        """Write the whole RL state, once more if that fails.
+        """Write the whole RL state aside, once more if that fails.
 
         Raises:
             CheckpointError: it failed twice; earlier checkpoints are untouched.
@@ -359,7 +410,6 @@ class Controller:
             self.router.put_back(replica_id)
         self.weight_version = weight_version
         self.has_moved = False
-        self.last_publication = report
         self.recorder.event("publication", **report.as_event())
         return report
 
@@ -372,13 +422,13 @@ class Controller:
         return self._is_last(step) or (step + 1) % self.config.sync.every_steps == 0
 
     def _gap(self, batch: TrainBatch) -> Values:
-        """Trainer against engine on the step's tokens."""
-        if any(s.proximal_logprobs is None for s in batch.sequences):
-            return {}  # bypass: the engine's logprobs are the anchor, the trainer's were never computed
+        """Trainer against engine on the step's tokens; with proximal = "behavior" and several updates, on those of the
+        first, which alone saw the weights that began the step."""
+        sequences = [s for s in batch.sequences if s.proximal_logprobs is not None]
         algorithm = self.config.algorithm
-        values: Values = {} if self.needs_proximal else correct(batch.sequences, algorithm.correction)
+        values: Values = {} if self.needs_proximal else correct(sequences, algorithm.correction)
         report = logprob_gap(
-            batch.sequences,
+            sequences,
             weight_version=batch.weight_version,
             clip_eps_low=algorithm.clip_eps_low,
             clip_eps_high=algorithm.clip_eps_high,

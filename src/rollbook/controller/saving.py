@@ -10,7 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollbook.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, save_folder
+from rollbook.checkpoint.checkpoint import (
+    commit_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    prepare_checkpoint,
+    take_place,
+    write_aside,
+)
 from rollbook.checkpoint.config import CheckpointConfig
 
 if TYPE_CHECKING:
@@ -26,6 +33,7 @@ class Saver:
         self.config = config
         self.newest_step: int | None = None
         """Steps done of the checkpoint written or taken up last."""
+        self._prepared: int | None = None
 
     def is_due(self, num_steps_done: int, *, is_last: bool) -> bool:
         every = self.config.every_steps
@@ -40,12 +48,18 @@ class Saver:
             "buffer": controller.rollout.buffer.state(),
         }
 
-    def write(self, counters: dict[str, Any], trainer: Trainer) -> Path:
-        """Write `checkpoints/step_N`. Called on the trainer's thread, between two steps."""
+    def write(self, counters: dict[str, Any], trainer: Trainer) -> None:
+        """Write `checkpoints/step_N` aside. Called on the trainer's thread, at the end of a step."""
         state = counters | {"trainer": trainer.state_dict()}
-        path = save_checkpoint(self.folder, counters["num_steps_done"], state, keep=self.config.keep)
-        self.newest_step = counters["num_steps_done"]
-        return path
+        prepare_checkpoint(self.folder, counters["num_steps_done"], state)
+        self._prepared = counters["num_steps_done"]
+
+    def commit(self) -> None:
+        """Make what was written aside the newest checkpoint: only once the step's line of metrics is on disk, so that
+        no resumed run begins after a step that left none."""
+        if self._prepared is not None:
+            commit_checkpoint(self.folder, self._prepared, keep=self.config.keep)
+            self.newest_step, self._prepared = self._prepared, None
 
     def write_model(self, trainer: Trainer) -> Path:
         """Write `model/` beside the checkpoints: the published weights as a Hugging Face folder, whole or not at all.
@@ -53,10 +67,9 @@ class Saver:
         Raises:
             CheckpointError: it could not be written.
         """
-        return save_folder(
-            self.folder.parent / "model",
-            lambda aside: trainer.model.save(aside, dict(trainer.export_weights())),
-        )
+        final = self.folder.parent / "model"
+        write_aside(final, lambda aside: trainer.model.save(aside, dict(trainer.export_weights())))
+        return take_place(final)
 
     def load(self, controller: Controller) -> int | None:
         """Take up the newest checkpoint; returns its step, or None where there is none."""
