@@ -88,15 +88,15 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
     points = await controller.compute(lambda: _train_points(trainer, work))
     train, forward, optimizer_s = points
     num_params = sum(spec.num_bytes // _itemsize(spec.dtype) for spec in trainer.weight_specs())
-    report = controller.last_publication
-    num_replicas = len(controller.router.engines)
+    reports = [await controller.publisher.resync(engine.replica_id) for engine in controller.router.engines]
+    sync_s = sum(report.total_s for report in reports)
     return replace(
         machine,
         model=trainer.model.source,
         dtype=str(trainer.model.dtype).removeprefix("torch."),
         decode=fit_decode(decode, prefill),
         train=fit_train(train, forward, optimizer_s=optimizer_s, num_params=num_params),
-        digest_bytes_per_s=report.num_bytes * num_replicas / report.total_s if report else 0.0,
+        digest_bytes_per_s=sum(report.num_bytes for report in reports) / sync_s,
     )
 
 
