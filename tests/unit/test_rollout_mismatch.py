@@ -71,6 +71,6 @@ async def test_a_mismatched_engine_never_shares_the_trainers_memory() -> None:
             pass
     model = tiny_model()
     own = engine_model(model, dtype=torch.float32, device=torch.device("cpu"), share_weights=False)
-    assert not set(t.data_ptr() for t in own.named_tensors().values()) & {
+    assert not {t.data_ptr() for t in own.named_tensors().values()} & {
         t.data_ptr() for t in model.named_tensors().values()
     }

@@ -40,6 +40,7 @@ from rollbook.controller.step_metrics import (
     buffer_values,
     engine_values,
     staleness_values,
+    teacher_values,
     trajectory_values,
 )
 from rollbook.controller.warmup import answer_sequences, warmup_lr
@@ -267,6 +268,7 @@ class Controller:
         if algorithm.needs_teacher:
             with self.recorder.span("teacher", expected_s=self._expected_s("teacher")) as span:
                 self.recorder.metrics(await self.compute(lambda: self.trainer.fill_teacher(batch)))
+                self.recorder.metrics(teacher_values(batch))
                 span.set(tokens=batch.num_tokens)
         if algorithm.needs_values:
             with self.recorder.span("values", expected_s=self._expected_s("values")) as span:

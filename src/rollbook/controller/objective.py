@@ -44,7 +44,7 @@ class PolicyObjective:
             proximal = logprobs.detach()
             bounds = micro.cu_seqlens.tolist()
             for idx, start, end in zip(micro.sequence_idx.tolist(), bounds, bounds[1:]):
-                self.noted[idx] = proximal[start:end]
+                self.noted.setdefault(idx, proximal[start:end])
         tensors = PolicyTensors(
             logprobs=logprobs,
             loss_mask=micro.loss_mask,

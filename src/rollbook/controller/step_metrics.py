@@ -109,6 +109,7 @@ def staleness_values(taken: Taken, weight_version: int) -> Values:
         held = values.get(name, Total(0))
         assert isinstance(held, Total)
         values[name] = held + Total(len(group.scored))
+    values["rollout/num_continued"] = Total(sum(t.newest_version > t.oldest_version for t in scored))
     stale = [e for e in taken.evictions if e.reason == "stale"]
     values[f"{prefix}/evicted_samples"] = Total(len(stale))
     values |= spread(f"{prefix}/evicted_samples_staleness", [e.staleness_steps for e in stale])
@@ -131,6 +132,17 @@ def batch_values(batch: TrainBatch) -> Values:
         "batch/num_loss_tokens": Total(batch.num_loss_tokens),
         "batch/effective_frac": Ratio(with_signal, len(batch.sequences)),
     }
+
+
+def teacher_values(batch: TrainBatch) -> Values:
+    """How far the sampled policy is from its teacher."""
+    gaps = [
+        (s.behavior_logprobs - s.teacher_logprobs)[s.action_mask].sum(dtype=np.float64)
+        for s in batch.sequences
+        if s.teacher_logprobs is not None
+    ]
+    num_tokens = sum(int(s.action_mask.sum()) for s in batch.sequences)
+    return {"actor/teacher_kl_k1": Ratio(float(sum(gaps)), num_tokens)}
 
 
 def buffer_values(buffer: GroupBuffer) -> Values:
@@ -156,6 +168,8 @@ def engine_values(
     versions = [stats.weight_version for stats in after.values()]
     if versions:
         values["sync/version_spread"] = Last(max(versions) - min(versions))
+    if any(stats.mismatch != "none" for stats in after.values()):
+        values["rollout/mismatch_error_frac"] = Peak(max(s.mismatch_error_frac for s in after.values()))
     total: Counter[str] = Counter()
     for replica_id, now in after.items():
         then = before.get(replica_id)

@@ -65,6 +65,10 @@ EVENT_KINDS: dict[str, EventKind] = {
     "quarantined": EventKind(
         ("replica_id", "why"), "A replica is out of service until a publication is proven."
     ),
+    "mismatch": EventKind(
+        ("mismatch", "error_frac"),
+        "Engines sample from weights rounded on purpose; `error_frac` is relative, by replica.",
+    ),
     "preflight": EventKind(
         ("signals", "notes", "trial_reward", "trial_response_tokens"),
         "The checks before the first step passed.",

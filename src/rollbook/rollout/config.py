@@ -10,7 +10,6 @@ from rollbook.rollout.engine import KVPolicy, PauseMode
 from rollbook.section import Section
 from rollbook.types import SamplingParams
 
-
 Mismatch = Literal["none", "int8", "int4", "bf16", "fp8"]
 
 

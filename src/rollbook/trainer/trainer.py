@@ -1,8 +1,8 @@
 """The policy under training, in one process.
 
-    make_batch ──► fill_proximal · fill_reference · fill_values ──► update · update_critic ──► export_weights
-    mini batches   forward passes, written into the sequences       one optimizer update       to the publisher
-                                                                    per mini batch
+    make_batch ──► fill_proximal · _reference · _teacher · _values ──► update · update_critic ──► export_weights
+    mini batches   forward passes, written into the sequences          one optimizer update       to the publisher
+                                                                       per mini batch
 
 Every loss is a sum of shares: micro batches (and, later, ranks) only add. Parameters are reached through
 `LoadedModel` and `AdamW` alone, so that sharding them changes those two.
@@ -30,6 +30,7 @@ from rollbook.trainer.objective import CriticObjective, Denominators, MicroBatch
 from rollbook.trainer.optimizer import AdamW, UpdateReport, lower_precision
 from rollbook.trainer.packing import ModelInputs, pack, plan_micro_batches
 from rollbook.trainer.policy import frozen_copy, predictor_states, trainable
+from rollbook.trainer.teacher import load_teacher
 from rollbook.types import TrainBatch, TrainSequence
 from rollbook.weights import TensorSpec
 
@@ -44,6 +45,7 @@ class Trainer:
             It is trained in place.
         critic_config: make a critic; None: none.
         with_reference: keep a frozen copy of the initial weights.
+        teacher_config: a second model, frozen, for `fill_teacher`; None: none.
         temperature: of the rollout: logprobs are those of the distribution that sampled.
         max_response_tokens: limit of a response, a constant of some losses.
         num_updates: optimizer updates of the whole run, for schedules that decay.
@@ -59,6 +61,7 @@ class Trainer:
         model: LoadedModel | None = None,
         critic_config: CriticConfig | None = None,
         with_reference: bool = False,
+        teacher_config: ModelConfig | None = None,
         temperature: float = 1.0,
         max_response_tokens: int,
         num_updates: int | None = None,
@@ -84,6 +87,7 @@ class Trainer:
         self.optimizer = AdamW(parameters, config, masters=masters, num_updates=num_updates)
         self.export_dtype = DTYPES[export_dtype] if export_dtype else compute
         self.reference = frozen_copy(self.model) if with_reference else None
+        self.teacher = None if teacher_config is None else load_teacher(teacher_config, self.model)
         self.critic: Critic | None = None
         if critic_config is not None:
             self.critic = Critic(critic_config, self.model, masters, num_updates)
@@ -126,6 +130,17 @@ class Trainer:
         if reference is None:
             raise ConfigError("the trainer has no reference model", "make it with_reference=True")
         return self._fill(batch, "reference_logprobs", lambda i: self._logprobs(reference, i))
+
+    def fill_teacher(self, batch: TrainBatch) -> Values:
+        """Write `teacher_logprobs`: the teacher's numbers for the tokens the policy sampled.
+
+        Raises:
+            ConfigError: the trainer was made without a teacher.
+        """
+        teacher = self.teacher
+        if teacher is None:
+            raise ConfigError("the trainer has no teacher", "make it with a teacher_config")
+        return self._fill(batch, "teacher_logprobs", lambda i: self._logprobs(teacher, i))
 
     def fill_values(self, batch: TrainBatch) -> Values:
         """Write `values`, the critic's.

@@ -28,12 +28,14 @@ def _integers(weight: Tensor, num_bits: int) -> Tensor:
     """Symmetric codes with one scale a row: the output channel of a linear layer."""
     largest = 2 ** (num_bits - 1) - 1
     scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / largest
-    return (weight / scale).round() * scale
+    rounded: Tensor = (weight / scale).round() * scale
+    return rounded
 
 
 def _fp8(weight: Tensor) -> Tensor:
     scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX
-    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
+    codes: Tensor = (weight / scale).to(torch.float8_e4m3fn)
+    return codes.to(weight.dtype) * scale
 
 
 ROUNDINGS: Mapping[str, Callable[[Tensor], Tensor]] = {

@@ -1,0 +1,69 @@
+"""Relations of asynchronous configs: what contradicts itself is refused with values and a remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollbook.controller.build import with_threads
+from rollbook.errors import ConfigError
+from tiny_run import tiny_config
+
+TEACHER = {"new": {"hidden_size": 32, "num_heads": 2, "alphabet": "0123456789+="}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"buffer.max_staleness_steps": 1}, "'sync' and buffer.max_staleness_steps is 1"),
+        ({"run.schedule": "colocate_async"}, "'colocate_async' and buffer.max_staleness_steps is 0"),
+        (
+            {"run.schedule": "separate_async", "sync.every_steps": 2},
+            "sync.every_steps is 2 and buffer.max_staleness_steps is 0",
+        ),
+        (
+            {"run.schedule": "separate_async", "buffer.order": "arrival"},
+            "'arrival' and buffer.max_staleness_steps is 0",
+        ),
+        (
+            {
+                "run.schedule": "separate_async",
+                "buffer.max_staleness_steps": 1,
+                "buffer.max_running_groups": 3,
+            },
+            "max_running_groups is 3, fewer than run.groups_per_step 4",
+        ),
+        ({"buffer.step_deadline_s": 5.0}, "group_deadline_s is 600, longer than buffer.step_deadline_s 5"),
+        ({"rollout.mismatch": "int8", "rollout.engine": "vllm"}, "mismatch is 'int8' and rollout.engine"),
+        ({"algorithm.name": "distill"}, "distill.placement is 'advantage' and there is no teacher"),
+        ({"teacher": TEACHER}, "there is a \\[teacher\\] table"),
+    ],
+)
+def test_bounds_that_contradict_are_refused_with_their_values(overrides: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        tiny_config(**overrides).check()
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_cores", "expected"),
+    [
+        ({}, 2, (1, 1)),
+        ({"rollout.num_replicas": 3}, 8, (2, 2)),
+        ({"rollout.num_replicas": 4}, 2, (1, 1)),
+        ({"rollout.num_threads": 3}, 2, (3, 3)),
+        ({"rollout.num_threads": 3, "trainer.num_threads": 5}, 2, (3, 5)),
+    ],
+)
+def test_engines_and_trainer_that_run_at_once_share_the_cores(
+    overrides: dict[str, Any], num_cores: int, expected: tuple[int, int]
+) -> None:
+    plain = {"trainer": {"lr": 0.01}, "run.schedule": "separate_async", **overrides}
+    config = with_threads(tiny_config(**plain), num_cores=num_cores)
+    assert (config.rollout.num_threads, config.trainer.num_threads) == expected
+
+
+def test_where_they_take_turns_each_keeps_what_torch_gives() -> None:
+    config = tiny_config(trainer={"lr": 0.01})
+    assert with_threads(config, num_cores=8) == config
