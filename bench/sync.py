@@ -182,6 +182,7 @@ class Settings:
     bucket_bytes: int
     delta: bool = False
     on_replica_failure: Literal["quarantine", "abort"] = "abort"
+    commit_order: Literal["together", "rolling"] = "together"
     export_deadline_s: float = 120.0
     open_deadline_s: float = 120.0
     receive_deadline_s: float = 120.0

@@ -196,3 +196,37 @@ def test_the_config_of_a_teacher_is_written_and_read_back(tmp_path: Path) -> Non
     config = tiny_config(**{"algorithm.name": "distill", "teacher": {"path": "somewhere"}})
     assert config.teacher is not None and config.teacher.path == "somewhere"
     config.check()
+
+
+# ---- replicas one after the other
+
+
+def test_while_a_version_rolls_over_the_replicas_every_token_knows_its_own(tiny_run: TinyRun) -> None:
+    """A group admitted between the first swap and the last counts as sampled by the older version."""
+    weights = NotedWeights()
+    serving: list[tuple[int, ...]] = []
+
+    def note(controller: Controller) -> None:
+        plain = controller.publisher.ports[1].commit
+
+        async def commit() -> Any:
+            serving.append(tuple([(await e.stats()).weight_version for e in controller.router.engines]))
+            assert controller.rollout.buffer.serving_step <= serving[-1][1]
+            return await plain()
+
+        controller.publisher.ports[1].commit = commit  # type: ignore[method-assign]
+
+    run = tiny_run(
+        num_steps=4,
+        faults=[weights, note],
+        **{
+            "run.schedule": "separate_async",
+            "buffer.max_staleness_steps": 1,
+            "sync.commit_order": "rolling",
+            "rollout.num_replicas": 2,
+            **LONG,
+        },
+    )
+    assert serving[1:] == [(version, version - 1) for version in (1, 2, 3, 4)]
+    assert label_gaps(run, weights).max() < 2e-5
+    assert all(m["training/off_policy/trajectory_staleness_worst/max"] <= 1 for m in run.metrics)

@@ -568,3 +568,34 @@ async def test_deltas_send_what_changed_and_fall_back_to_everything_on_any_doubt
     await c.publisher.publish(7)
     assert [engine.version for engine in c.engines] == [7, 7]
     assert live_digests(c.engines[0].live) == c.source_digests()
+
+
+# ---- one replica after the other
+
+
+async def test_a_rolling_commit_holds_one_replica_at_a_time_and_after_all_have_proven(cluster: Make) -> None:
+    c = cluster(num_replicas=3, config=CONFIG.model_copy(update={"commit_order": "rolling"}))
+    seen: list[tuple[int, ...]] = []
+
+    for port in c.ports:
+
+        async def note(argument: Any) -> Any:
+            assert all("prove" in other.calls for other in c.ports)
+            seen.append(tuple(engine.version for engine in c.engines))
+            return argument
+
+        port.faults["commit"] = note
+    c.source.step()
+    report = await c.publisher.publish(1)
+    assert seen == [(0, 0, 0), (1, 0, 0), (1, 1, 0)]
+    assert report.committed == (0, 1, 2)
+    c.check(1, 1, 1)
+
+
+async def test_a_replica_that_fails_its_turn_leaves_the_others_theirs(cluster: Make) -> None:
+    c = cluster(num_replicas=3, config=CONFIG.model_copy(update={"commit_order": "rolling"}))
+    c.ports[1].faults["commit"] = raising
+    c.source.step()
+    report = await c.publisher.publish(1)
+    assert report.committed == (0, 2)
+    assert list(report.quarantined) == [1]

@@ -27,6 +27,9 @@ class SyncConfig(Section):
     the replica out of service until it is re-synced."""
     delta: bool = False
     """Send only what changed against the last acknowledged version; costs the trainer one copy of the weights."""
+    commit_order: Literal["together", "rolling"] = "together"
+    """Which replicas swap at the same time: all, or one after the other, so that at most one stands still. While it
+    rolls they differ by one version, every token says which one sampled it, and admission counts on the older."""
     on_replica_failure: Literal["quarantine", "abort"] = "quarantine"
     """When some replicas fail a publication: go on with the others and re-sync the failed ones in full next time, or
     leave every replica at the old version."""
@@ -61,6 +64,11 @@ class SyncConfig(Section):
     def _check(self) -> Self:
         if self.delta and self.transport == "inproc":
             raise ValueError("sync.delta saves nothing within one process: set it to false")
+        if self.commit_order == "rolling" and self.staging == "direct":
+            raise ValueError(
+                "sync.commit_order 'rolling' saves nothing with staging 'direct', which holds every replica for the "
+                "whole publication: use staged"
+            )
         if self.transport == "disk" and not self.disk_dir:
             raise ValueError(
                 "sync.transport 'disk' needs sync.disk_dir, a folder that trainer and engines share"

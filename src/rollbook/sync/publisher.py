@@ -44,6 +44,8 @@ class PublisherSettings(Protocol):
     @property
     def on_replica_failure(self) -> Literal["quarantine", "abort"]: ...
     @property
+    def commit_order(self) -> Literal["together", "rolling"]: ...
+    @property
     def export_deadline_s(self) -> float: ...
     @property
     def open_deadline_s(self) -> float: ...
@@ -280,7 +282,11 @@ class Publisher:
             )
             publication.marks_s["prove"] = time.perf_counter()
             commits = await self._each(
-                publication, "commit", lambda port: port.commit(), self.config.commit_deadline_s
+                publication,
+                "commit",
+                lambda port: port.commit(),
+                self.config.commit_deadline_s,
+                one_by_one=self.config.commit_order == "rolling",
             )
             publication.marks_s["commit"] = time.perf_counter()
         except BaseException:
@@ -370,13 +376,20 @@ class Publisher:
         phase: str,
         call: Callable[[WeightPort], Awaitable[Result]],
         deadline_s: float,
+        *,
+        one_by_one: bool = False,
     ) -> dict[int, Result]:
-        """One phase over all replicas at once; those that fail leave the publication."""
+        """One phase over all replicas, at once or in turn; those that fail leave the publication."""
         ports = list(publication.ports.values())
-        outcomes = await asyncio.gather(
-            *(self._within(phase, port.replica_id, call(port), deadline_s, publication) for port in ports),
-            return_exceptions=True,
-        )
+
+        async def over(some: Sequence[WeightPort]) -> list[Result | BaseException]:
+            return await asyncio.gather(
+                *(self._within(phase, port.replica_id, call(port), deadline_s, publication) for port in some),
+                return_exceptions=True,
+            )
+
+        turns = [[port] for port in ports] if one_by_one else [ports]
+        outcomes = [outcome for turn in turns for outcome in await over(turn)]
         results = {}
         for port, outcome in zip(ports, outcomes, strict=True):
             if isinstance(outcome, Exception):
