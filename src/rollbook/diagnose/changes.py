@@ -64,19 +64,23 @@ def noise_scale(values: Series) -> float:
 
 
 def running_median(values: Series, width: int) -> Series:
-    """Centered running median of odd `width`; the ends use what there is."""
-    if width <= 1 or len(values) < 3:
+    """Centered running median of odd `width` of a series without gaps; the ends see their mirror image.
+
+    Wide ones are taken at every half width and joined by lines: they stand for slow parts only.
+    """
+    n = len(values)
+    width = min(width, 2 * ((n - 1) // 2) + 1)
+    if width <= 1:
         return values
     half = width // 2
-    padded = np.concatenate([np.full(half, np.nan), values, np.full(half, np.nan)])
+    padded = np.pad(values, half, mode="reflect")
     windows = np.lib.stride_tricks.sliding_window_view(padded, width)
-    middle: Series = (
-        np.nanmedian(windows[half : len(values) - half], axis=1) if len(values) > 2 * half else values
-    )
-    if len(values) <= 2 * half:
-        return np.array([np.nanmedian(windows[i]) for i in range(len(values))])
-    ends = [np.nanmedian(windows[i]) for i in (*range(half), *range(len(values) - half, len(values)))]
-    return np.concatenate([ends[:half], middle, ends[half:]])
+    if width <= 9:
+        sorted_windows: Series = np.partition(windows, half, axis=1)[:, half]
+        return sorted_windows
+    centers = np.unique(np.append(np.arange(0, n, max(1, half // 2)), n - 1))
+    slow: Series = np.interp(np.arange(n), centers, np.median(windows[centers], axis=1))
+    return slow
 
 
 def without_spikes(values: Series) -> Series:
@@ -93,6 +97,8 @@ def independent_share(residuals: Series) -> float:
     if len(residuals) < 8:
         return 1.0
     centered = residuals - np.median(residuals)
+    reach = 3.0 * 1.4826 * float(np.median(np.abs(centered)))
+    centered = np.clip(centered, -reach, reach)  # the change itself is not noise
     variance = float((centered**2).mean())
     if variance <= 0.0:
         return 1.0
@@ -195,19 +201,23 @@ def find_changes(values: Series, *, max_changes: int = 8, min_points: int = MIN_
     return sorted(found[:max_changes], key=lambda change: change.idx)
 
 
-def is_worth_it(piece: Series, split: Split, noise: float) -> bool:
-    """Whether a split explains more than chance would in this many values with this autocorrelation."""
+def is_worth_it(piece: Series, split: Split, noise: float, share: float | None = None) -> bool:
+    """Whether a split explains more than chance would in this many values with this autocorrelation.
+
+    Args:
+        share: independent share of the values, when it is known already.
+    """
     n = len(piece)
     floor = n * noise**2 * 0.25
-    share = independent_share(_detail(piece))
+    share = independent_share(detail(piece)) if share is None else share
     gain = max(n * share - 4, 1) * np.log((split.error_without + floor) / (split.error_with + floor))
     return bool(gain > EXTRA_PENALTY * 2 * np.log(max(n, 10)))
 
 
-def _detail(piece: Series) -> Series:
+def detail(piece: Series) -> Series:
     """What is left of a piece after its slow part: for the autocorrelation of the noise, not of the trend."""
     width = max(5, len(piece) // 8) | 1
-    return piece - running_median(piece, width) if len(piece) < 4000 else np.diff(piece)
+    return piece - running_median(piece, width)
 
 
 def _describe(

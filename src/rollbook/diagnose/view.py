@@ -18,6 +18,8 @@ from rollbook.diagnose.series import Event, RunSeries, Series
 
 MAX_POINTS = 20_000
 """A longer run is looked at in blocks of steps, each by its median."""
+EXCURSION_NOISES = 6.0
+"""How far off its usual level a stretch of a series must be to count as an excursion."""
 BASELINE = 40
 """Values before a break that tell its baseline."""
 
@@ -295,43 +297,45 @@ def _find_break(view: View, metric: str, direction: Direction, log: bool) -> Bre
         floor = max(1e-3 * float(np.median(np.abs(scaled))), 4.0 * view.resolution(metric)) + 1e-12
         scaled = np.log(np.maximum(scaled, floor))
     clean = changes.without_spikes(scaled)
-    whole = _break_within(view, metric, known, clean, 0, len(clean), direction, log)
-    if whole is not None:
-        return whole
-    # What came and went again within a part of a long run does not show over the whole of it.
-    best: Break | None = None
-    size = len(clean) // 2
-    while size >= 30:
-        for start in range(0, len(clean) - size + 1, max(1, size // 2)):
-            found = _break_within(view, metric, known, clean, start, start + size, direction, log)
-            if found is not None and (best is None or found.score > best.score):
-                best = found
-        if best is not None:
-            return best
-        size //= 2
-        if len(clean) // size > 64:
-            break
-    return None
+    noise = max(changes.noise_scale(clean), 1e-9 + 1e-6 * float(np.median(np.abs(clean))))
+    split = changes.best_split(clean, changes.MIN_POINTS, direction)
+    if split is not None and changes.is_worth_it(clean, split, noise):
+        return _describe(view, metric, known, clean, split.idx, direction, log, noise)
+    start = _excursion(clean, direction, noise)
+    return None if start is None else _describe(view, metric, known, clean, start, direction, log, noise)
 
 
-def _break_within(
+def _excursion(clean: Series, direction: Direction, noise: float) -> int | None:
+    """Start of the strongest stretch far off the level of the run, which came and went again."""
+    smooth = changes.running_median(clean, 5)
+    middle = float(np.median(smooth))
+    usual = max(1.5 * noise, 1.4826 * float(np.median(np.abs(smooth - middle))))
+    away = direction * (smooth - middle) / usual
+    edges = np.flatnonzero(
+        np.diff(np.concatenate([[False], away > EXCURSION_NOISES, [False]]).astype(np.int8))
+    )
+    best: tuple[float, int] | None = None
+    for start, stop in edges.reshape(-1, 2):
+        if stop - start >= 5 and start >= changes.MIN_POINTS:
+            size = float(np.median(away[start:stop]) * np.sqrt(stop - start))
+            if best is None or size > best[0]:
+                best = (size, int(start))
+    return None if best is None else best[1]
+
+
+def _describe(
     view: View,
     metric: str,
     known: NDArray[np.intp],
     clean: Series,
-    start: int,
-    stop: int,
+    idx: int,
     direction: Direction,
     log: bool,
+    noise: float,
 ) -> Break | None:
-    """The break of the piece `start:stop`; its baseline and its end may lie outside the piece."""
+    """The break that begins near position `idx` of the known values."""
     raw = view.values[metric][known]
-    piece = clean[start:stop]
-    noise = max(changes.noise_scale(piece), 1e-9 + 1e-6 * float(np.median(np.abs(piece))))
-    split = changes.best_split(piece, changes.MIN_POINTS, direction)
-    if split is None or not changes.is_worth_it(piece, split, noise):
-        return None
-    at = _walk_back(clean, start + split.idx, direction, noise)
+    at = _walk_back(clean, idx, direction, noise)
     base = float(np.median(clean[max(0, at - BASELINE) : at]))
     end = _end_of(clean, at, base, direction)
     after = clean[at:end]
@@ -356,7 +360,7 @@ def _break_within(
         growth=growth,
         rise_steps=rise,
         end_idx=int(known[end]) if end < len(clean) else None,
-        ends_at_once=end < len(clean) and _falls_within(clean, end, base, direction, 4),
+        ends_at_once=end < len(clean) and _falls_within(clean, at, end, base, direction, 4),
         early_share=_early_share(after, base),
     )
 
@@ -398,11 +402,12 @@ def _early_share(after: Series, base: float) -> float:
     return (float(np.median(after[:quarter])) - base) / late if late else 1.0
 
 
-def _falls_within(clean: Series, end: int, base: float, direction: Direction, values: int) -> bool:
+def _falls_within(clean: Series, at: int, end: int, base: float, direction: Direction, values: int) -> bool:
     """Whether most of the departure was still there `values` values before its end."""
     smooth = direction * (changes.running_median(clean, 3) - base)
-    inside = smooth[max(0, end - 12) : end]
-    return len(inside) > values and float(np.median(inside[:-values])) > 0.6 * float(np.max(inside))
+    inside = smooth[max(at, end - 12) : end]
+    size = float(np.quantile(smooth[at:end], 0.85))
+    return len(inside) > values and float(np.min(inside[:-values][-3:])) > 0.65 * size
 
 
 def _shape(local: Series, base: float) -> tuple[float, int]:

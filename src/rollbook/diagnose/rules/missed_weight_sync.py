@@ -71,9 +71,8 @@ def _grows_after(view: View, idx: int) -> bool:
 
 def _is_unexplained_ramp(view: View, gap: signs.Gap, rise: Break) -> bool:
     """The gap ramps away from a normal level, and neither staleness nor the optimizer explains it."""
-    repaired = (
-        rise.ends_at_once and rise.score >= 9
-    )  # a ramp that ends at one step: the next publication arrived
+    # A ramp that ends at one step: the next publication arrived.
+    repaired = rise.ends_at_once and rise.score >= 9 and rise.idx >= 10
     if rise.peak_ratio < (1.25 if repaired else LEAST_GROWTH) or rise.score < 6 or not rise.is_ramp:
         return False
     if gap.num_fine == 0 and gap.num_bad > 0:
