@@ -131,6 +131,9 @@ class VllmCore:
         set_num_threads = torch.set_num_threads
         try:
             self._config = _engine_config(options)
+            self.model_context_tokens = int(self._config.model_config.max_model_len)
+            """Longest sequence of the model (or as configured); `max_context_tokens` may be less: the KV pool's."""
+            _size_kv_pool(self._config, options)
             self._build()
         except (EngineError, DeadlineError):
             raise
@@ -438,7 +441,6 @@ def _engine_config(options: CoreOptions) -> Any:
     ).create_engine_config()
     if is_cpu and options.tp_size == 1:
         config.parallel_config.distributed_executor_backend = "uni"
-    _size_kv_pool(config, options)
     return config
 
 

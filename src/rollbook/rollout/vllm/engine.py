@@ -269,11 +269,17 @@ class VllmEngine:
                 f"request {name} has {num_prompt} prompt tokens and max_response_tokens {wanted}",
                 "both must be at least 1",
             )
-        if num_prompt >= core.max_context_tokens:
+        if num_prompt >= core.model_context_tokens:
             raise EngineError(
-                f"request {name}: the prompt has {num_prompt} tokens, the engine's context is "
+                f"request {name}: the prompt has {num_prompt} tokens, the context is {core.model_context_tokens}",
+                "filter prompts by length, or use a model with a longer context",
+            )
+        most = min(num_prompt + wanted, core.model_context_tokens)
+        if most > core.max_context_tokens:
+            raise EngineError(
+                f"request {name} may need {most} tokens of keys and values and the pool holds "
                 f"{core.max_context_tokens}",
-                "filter prompts by length, or raise rollout.vllm.max_context_tokens and rollout.kv_pool_tokens",
+                "raise rollout.kv_pool_tokens or lower rollout.max_response_tokens",
             )
         if sampling.stop_strings and self._tokenizer is None:
             raise EngineError(
@@ -614,12 +620,6 @@ class VllmEngine:
         their first token, and of those that got a later one."""
         num_first = num_later = 0
         for step in steps:
-            if step.weight_version not in (None, "default", str(self._weight_version)):
-                raise EngineError(
-                    f"vLLM labels a step with version {step.weight_version}, replica {self.replica_id} serves "
-                    f"{self._weight_version}",
-                    "something besides a publication changed vLLM's weights: restart the replica",
-                )
             if step.num_running is not None:
                 self._counters.core_running = step.num_running
             if step.kv_used_frac is not None:
@@ -631,16 +631,25 @@ class VllmEngine:
                 if sequence is None:  # cancelled or handed over anew
                     continue
                 if output.token_ids:
+                    self._check_label(step)
                     is_first = output.num_cached_tokens is not None
                     num_first += is_first
                     num_later_here += not is_first
                 self._take(sequence, output, done)
-            _deliver(done)
             num_later += num_later_here
             if num_later_here:
                 self._counters.decode_steps += 1
                 self._counters.active_slots_sum += num_later_here
+            _deliver(done)  # last, so that whoever has a response finds it counted
         return num_first, num_later
+
+    def _check_label(self, step: CoreStep) -> None:
+        if step.weight_version not in (None, "default", str(self._weight_version)):
+            raise EngineError(
+                f"vLLM labels tokens with version {step.weight_version}, replica {self.replica_id} serves "
+                f"{self._weight_version}",
+                "something besides a publication changed vLLM's weights: restart the replica",
+            )
 
     def _take(
         self, sequence: _Sequence, output: CoreOutput, done: list[tuple[_Sequence, Response | RunError]]

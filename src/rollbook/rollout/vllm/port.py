@@ -4,8 +4,9 @@
             on every rank                on every rank          on every rank         in one go, no step in between
 
 Staged, vLLM goes on decoding until `commit`, which pauses its scheduler; direct, the engine is paused from `open` on.
-A version is adopted only when every rank has proven its live parameters. If one rank fails to commit, the ranks may hold different versions: the replica is put
-to sleep at level 2 and woken, so that it takes no step until a full re-sync commits.
+A version is adopted only when every rank has proven its live parameters. If one rank fails to commit, the ranks may
+hold different versions: the replica is put to sleep at level 2 and woken, so that it takes no step until a full
+re-sync commits.
 """
 
 from __future__ import annotations
