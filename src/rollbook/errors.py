@@ -1,16 +1,17 @@
 """The exception tree. Every error says what is wrong, with values, and what the reader can do.
 
-    RunError
-    ├── ConfigError        before the run: a config value or a combination of them
-    ├── PlanError          before the run: a plan that cannot be made
-    ├── DataError          before the optimizer: a batch, a tensor, a prompt file
-    ├── RolloutError       recorded on the trajectory while its siblings go on
-    │   ├── EngineError    the inference engine
-    │   ├── EnvError       the environment or its sandbox
-    │   └── RewardError    the scorer
-    ├── SyncError          the step is retried once, then the run stops, resumable
-    ├── CheckpointError    likewise
-    └── DeadlineError      a wait that passed its deadline; names what it waited for
+RunError
+├── ConfigError        before the run: a config value or a combination of them
+├── PlanError          before the run: a plan that cannot be made
+├── DataError          before the optimizer: a batch, a tensor, a prompt file
+├── RolloutError       recorded on the trajectory while its siblings go on
+│   ├── EngineError    the inference engine
+│   │   └── EngineDownError  all of it: another replica may take the request
+│   ├── EnvError       the environment or its sandbox
+│   └── RewardError    the scorer
+├── SyncError          the step is retried once, then the run stops, resumable
+├── CheckpointError    likewise
+└── DeadlineError      a wait that passed its deadline; names what it waited for
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ class RolloutError(RunError):
 
 class EngineError(RolloutError):
     """The inference engine failed."""
+
+
+class EngineDownError(EngineError):
+    """The engine runs no more, or not yet: nothing is wrong with the request, another replica may take it."""
 
 
 class EnvError(RolloutError):

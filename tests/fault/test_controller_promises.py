@@ -273,6 +273,49 @@ def is_balanced(metrics: dict[str, Any]) -> bool:
     return bool(metrics["buffer/num_admitted"] == sum(metrics[f"buffer/num_{state}"] for state in states))
 
 
+class KillsEngine:
+    """One replica's engine dies in the step in which it has computed `after_rows` rows."""
+
+    def __init__(self, *, replica_id: int, after_rows: int) -> None:
+        self.replica_id, self.left = replica_id, after_rows
+
+    def __call__(self, controller: Controller) -> None:
+        runner = controller.router.engines[self.replica_id]._runner  # type: ignore[attr-defined]
+        plain = runner.step
+
+        def step(plan: Any, draws: Any) -> Any:
+            self.left -= plan.num_rows
+            if self.left <= 0:
+                raise RuntimeError("device-side assert")
+            return plain(plan, draws)
+
+        runner.step = step
+
+
+@pytest.mark.parametrize("schedule", ["sync", "separate_async"])
+def test_a_replica_that_dies_hands_its_requests_on_and_changes_no_number(
+    tiny_run: TinyRun, schedule: str
+) -> None:
+    apart = {"run.schedule": schedule, "rollout.num_replicas": 2, "rollout.batch_invariant": True}
+    healthy = tiny_run(name="healthy", num_steps=3, **apart)
+    run = tiny_run(num_steps=3, faults=[KillsEngine(replica_id=1, after_rows=60)], **apart)
+    assert (
+        "the engine of replica 1 failed: RuntimeError: device-side assert"
+        in run.events_of("quarantined")[0]["why"]
+    )
+    assert [m["replica/num_serving"] for m in run.metrics] == [2, 1, 1]
+    assert {row["replica_id"] for row in run.trajectories(2)} == {0}
+    assert [m["failures/num"] for m in run.metrics] == [0, 0, 0]
+    assert run.trained == healthy.trained
+    for name, tensor in healthy.parameters.items():
+        assert tensor.equal(run.parameters[name]), name
+
+
+def test_a_run_whose_last_replica_dies_stops_with_the_cause(tiny_run: TinyRun) -> None:
+    with pytest.raises(FailureRateError, match="none of 1 replicas is in service.*device-side assert"):
+        tiny_run(num_steps=3, faults=[KillsEngine(replica_id=0, after_rows=60)])
+
+
 def test_a_trajectory_that_never_ends_is_a_timeout_and_its_group_goes_on(tiny_run: TinyRun) -> None:
     def hangs(controller: Controller) -> None:
         plain = controller.rollout.produce

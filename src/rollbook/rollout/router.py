@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
-from rollbook.errors import EngineError
+from rollbook.errors import EngineDownError, EngineError
 from rollbook.rollout.engine import Engine, GenerateRequest, PauseMode, Response
 
 MAX_REMEMBERED_GROUPS = 65_536
@@ -27,13 +27,20 @@ class Router:
         self._replica_of_group: OrderedDict[int, Engine] = OrderedDict()
 
     async def generate(self, request: GenerateRequest) -> Response:
-        """One response. EngineError when no replica is in service or the chosen one fails."""
-        engine = self._pick(request.group_id)
-        self._num_open[engine.replica_id] += 1
-        try:
-            return await engine.generate(request)
-        finally:
-            self._num_open[engine.replica_id] -= 1
+        """One response. A replica that goes down hands its requests on: what is sampled depends on the request alone.
+
+        Raises:
+            EngineError: no replica is in service, or the chosen one cannot answer this request.
+        """
+        while True:
+            engine = self._pick(request.group_id)
+            self._num_open[engine.replica_id] += 1
+            try:
+                return await engine.generate(request)
+            except EngineDownError as error:
+                self.take_out(engine.replica_id, error.what)
+            finally:
+                self._num_open[engine.replica_id] -= 1
 
     def _pick(self, group_id: int) -> Engine:
         held = self._replica_of_group.get(group_id)
@@ -60,7 +67,16 @@ class Router:
         self.out_of_service.pop(replica_id, None)
 
     async def pause(self, mode: PauseMode) -> None:
-        await asyncio.gather(*(engine.pause(mode) for engine in self.engines))
+        await self._each(lambda engine: engine.pause(mode))
 
     async def resume(self) -> None:
-        await asyncio.gather(*(engine.resume() for engine in self.engines))
+        await self._each(lambda engine: engine.resume())
+
+    async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
+        """On every replica; one that is down takes no step whatever is asked of it."""
+        outcomes = await asyncio.gather(*(call(engine) for engine in self.engines), return_exceptions=True)
+        for engine, outcome in zip(self.engines, outcomes, strict=True):
+            if isinstance(outcome, EngineDownError):
+                self.take_out(engine.replica_id, outcome.what)
+            elif isinstance(outcome, BaseException):
+                raise outcome

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from rollbook.errors import DeadlineError, EngineError
+from rollbook.errors import DeadlineError, EngineDownError, EngineError
 from rollbook.modeling.load import LoadedModel
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import EngineStats, GenerateRequest, KVPolicy, PauseMode, Response
@@ -122,7 +122,7 @@ class NativeEngine:
         self._inbox: deque[_Command] = deque()
         self._wake_up = threading.Event()
         self._is_closing = False
-        self._ended: EngineError | None = EngineError(
+        self._ended: EngineError | None = EngineDownError(
             f"the engine of replica {replica_id} is not running", "await engine.start() first"
         )
         self._thread: threading.Thread | None = None
@@ -166,7 +166,8 @@ class NativeEngine:
         """Sample one response.
 
         Raises:
-            EngineError: the request can't fit, its logprobs are not finite, or the engine failed or was closed.
+            EngineError: the request can't fit, or its logprobs are not finite.
+            EngineDownError: the engine failed or was closed.
             DeadlineError: it took longer than rollout.response_deadline_s.
         """
         loop = asyncio.get_running_loop()
@@ -383,12 +384,12 @@ class NativeEngine:
                     self._inbox.popleft().run()
                 if not self._step():
                     self._wake_up.wait()
-            error = EngineError(
+            error = EngineDownError(
                 f"the engine of replica {self.replica_id} was closed",
                 "start a new engine; the request had no response",
             )
         except BaseException as cause:
-            error = EngineError(
+            error = EngineDownError(
                 f"the engine of replica {self.replica_id} failed: {type(cause).__name__}: {cause}",
                 "look at the cause; restart the replica and publish the weights to it again",
             )
