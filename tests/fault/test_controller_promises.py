@@ -121,6 +121,49 @@ def test_steps_of_flat_rewards_move_nothing_and_are_no_fault(tiny_run: TinyRun) 
     assert [e["changed_frac"] for e in run.events_of("publication")] == [1, 0, 0]
 
 
+class ShiftsLogprobs:
+    """An engine that holds the right bytes and computes something else with them, from one version on."""
+
+    def __init__(self, *, replica_id: int, version: int, nats: float) -> None:
+        self.replica_id, self.version, self.nats = replica_id, version, nats
+
+    def __call__(self, controller: Controller) -> None:
+        engine: Any = controller.router.engines[self.replica_id]
+        plain = engine._runner.step
+
+        def step(plan: Any, draws: Any) -> Any:
+            token_ids, logprobs = plain(plan, draws)
+            if engine._scheduler.weight_version >= self.version:
+                logprobs = logprobs - np.float32(self.nats)
+            return token_ids, logprobs
+
+        engine._runner.step = step
+
+
+def test_the_probe_takes_out_a_replica_whose_bytes_are_right_and_whose_logprobs_are_not(
+    tiny_run: TinyRun,
+) -> None:
+    shifted = ShiftsLogprobs(replica_id=1, version=2, nats=0.05)
+    run = tiny_run(num_steps=4, faults=[shifted], **{"rollout.num_replicas": 2})
+    assert [e["weight_version"] for e in run.events_of("probe_failed")] == [2, 3, 4]
+    assert (
+        "replica 1: its logprobs are 0.05 nats from the trainer's" in run.events_of("probe_failed")[0]["why"]
+    )
+    assert [m["sync/probe_gap_max"] > 0.04 for m in run.metrics] == [False, True, True, True]
+    assert {row["replica_id"] for step in (2, 3) for row in run.trajectories(step)} == {0}
+    assert max(m["training/logprob_gap/max"] for m in run.metrics) < 1e-5
+
+
+def test_a_probe_that_fails_everywhere_stops_the_run(tiny_run: TinyRun) -> None:
+    shifted = ShiftsLogprobs(replica_id=0, version=1, nats=0.05)
+    with pytest.raises(
+        SyncError, match="no replica gives the trainer's logprobs: replica 0: its logprobs are 0.05"
+    ):
+        tiny_run(faults=[shifted])
+    run = tiny_run(name="regardless", faults=[shifted], **{"sync.probe": False})
+    assert run.metrics[1]["training/logprob_gap/max"] == pytest.approx(0.05, abs=1e-4)
+
+
 class Twins:
     """After every publication: the same bytes, the same version and the same greedy answer on both sides."""
 
@@ -274,22 +317,21 @@ def is_balanced(metrics: dict[str, Any]) -> bool:
 
 
 class KillsEngine:
-    """One replica's engine dies in the step in which it has computed `after_rows` rows."""
+    """One replica's engine dies while it runs two sequences at once under `version`."""
 
-    def __init__(self, *, replica_id: int, after_rows: int) -> None:
-        self.replica_id, self.left = replica_id, after_rows
+    def __init__(self, *, replica_id: int, version: int) -> None:
+        self.replica_id, self.version = replica_id, version
 
     def __call__(self, controller: Controller) -> None:
-        runner = controller.router.engines[self.replica_id]._runner  # type: ignore[attr-defined]
-        plain = runner.step
+        engine: Any = controller.router.engines[self.replica_id]
+        plain = engine._runner.step
 
         def step(plan: Any, draws: Any) -> Any:
-            self.left -= plan.num_rows
-            if self.left <= 0:
+            if engine._scheduler.weight_version == self.version and engine._scheduler.num_running > 1:
                 raise RuntimeError("device-side assert")
             return plain(plan, draws)
 
-        runner.step = step
+        engine._runner.step = step
 
 
 @pytest.mark.parametrize("schedule", ["sync", "separate_async"])
@@ -298,7 +340,7 @@ def test_a_replica_that_dies_hands_its_requests_on_and_changes_no_number(
 ) -> None:
     apart = {"run.schedule": schedule, "rollout.num_replicas": 2, "rollout.batch_invariant": True}
     healthy = tiny_run(name="healthy", num_steps=3, **apart)
-    run = tiny_run(num_steps=3, faults=[KillsEngine(replica_id=1, after_rows=60)], **apart)
+    run = tiny_run(num_steps=3, faults=[KillsEngine(replica_id=1, version=1)], **apart)
     assert (
         "the engine of replica 1 failed: RuntimeError: device-side assert"
         in run.events_of("quarantined")[0]["why"]
@@ -313,7 +355,7 @@ def test_a_replica_that_dies_hands_its_requests_on_and_changes_no_number(
 
 def test_a_run_whose_last_replica_dies_stops_with_the_cause(tiny_run: TinyRun) -> None:
     with pytest.raises(FailureRateError, match="none of 1 replicas is in service.*device-side assert"):
-        tiny_run(num_steps=3, faults=[KillsEngine(replica_id=0, after_rows=60)])
+        tiny_run(num_steps=3, faults=[KillsEngine(replica_id=0, version=0)])
 
 
 def test_a_trajectory_that_never_ends_is_a_timeout_and_its_group_goes_on(tiny_run: TinyRun) -> None:

@@ -20,6 +20,7 @@ from rollbook.buffer.buffer import GroupBuffer
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.evaluate import Evaluator
 from rollbook.controller.loop import Controller
+from rollbook.controller.probing import Prober
 from rollbook.controller.rollout import Member, Rollout
 from rollbook.controller.saving import Saver
 from rollbook.controller.schedule import SCHEDULES
@@ -103,6 +104,13 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
                 max_turns=config.run.max_turns,
                 max_context_tokens=trainer.model.facts.max_position,
                 clock=time.monotonic,
+            ),
+            prober=Prober(
+                sync=config.sync,
+                rollout=config.rollout,
+                trainer=trainer,
+                prompt_ids=prompts.train[0][0].prompt_ids,
+                max_context_tokens=trainer.model.facts.max_position,
             ),
             saver=Saver(recorder.path / "checkpoints", config.checkpoint),
             train_prompts=[prompt for source in prompts.train for prompt in source],

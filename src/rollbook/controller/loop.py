@@ -32,6 +32,7 @@ from rollbook.controller.evaluate import Evaluator
 from rollbook.controller.expectation import Plan, make_plan
 from rollbook.controller.objective import PolicyObjective, ValueObjective
 from rollbook.controller.preflight import preflight
+from rollbook.controller.probing import Prober
 from rollbook.controller.rollout import Rollout
 from rollbook.controller.saving import Saver
 from rollbook.controller.schedule import Schedule
@@ -45,10 +46,10 @@ from rollbook.controller.step_metrics import (
 )
 from rollbook.controller.warmup import answer_sequences, warmup_lr
 from rollbook.envs.rewards.scorer import Scorer
-from rollbook.errors import CheckpointError, ConfigError, SyncError
+from rollbook.errors import CheckpointError, ConfigError, EngineError, SyncError
 from rollbook.ledger.entry import Entry
 from rollbook.observe.recorder import Recorder
-from rollbook.observe.values import Last, Ratio, Total, Values
+from rollbook.observe.values import Last, Peak, Ratio, Total, Values
 from rollbook.rollout.engine import EngineStats
 from rollbook.rollout.router import Router
 from rollbook.sync.publisher import PublicationReport, Publisher
@@ -70,6 +71,7 @@ class Controller:
     router: Router
     trainer: Trainer
     publisher: Publisher
+    prober: Prober
     evaluator: Evaluator
     saver: Saver
     scorer: Scorer
@@ -118,6 +120,7 @@ class Controller:
         if step is None:
             await self._warm_up()
         self.rollout.buffer.published(self.weight_version, self.num_steps_done)
+        await self._probe()
         await preflight(
             scorer=self.scorer,
             prompts=self.train_prompts,
@@ -310,6 +313,39 @@ class Controller:
         if self.schedule.pauses_for_training:
             with self.recorder.span("to_rollout"):
                 await self.router.resume()
+        if self._is_publication_due(step) and self.config.sync.probe:
+            with self.recorder.span("sync"):
+                await self._probe()
+
+    async def _probe(self) -> None:
+        """Compare engine and trainer on one short prompt; a replica that differs serves nothing until it is re-synced.
+
+        Raises:
+            SyncError: no replica is left that agrees with the trainer.
+        """
+        if not self.config.sync.probe:
+            return
+        for engine in self.router.engines:
+            if engine.replica_id in self.router.out_of_service:
+                continue
+            try:
+                report = await self.prober.check(engine, self.weight_version, self.compute)
+                why = "" if report is None else report.why
+            except EngineError as error:
+                report, why = None, error.what
+            if report is not None:
+                self.recorder.metrics({"sync/probe_gap_max": Peak(report.gap_max_nats)})
+            if why:
+                held = {"replica_id": engine.replica_id, "weight_version": self.weight_version, "why": why}
+                self.recorder.event("probe_failed", **held)
+                self.router.take_out(engine.replica_id, why)
+                self.publisher.quarantined[engine.replica_id] = why
+        if len(self.router.out_of_service) == len(self.router.engines):
+            raise SyncError(
+                "no replica gives the trainer's logprobs: " + "; ".join(self.router.out_of_service.values()),
+                "the bytes are equal: compare dtype, temperature and kernels of engine and trainer; "
+                "sync.probe = false goes on regardless",
+            )
 
     async def _report(self, taken: Taken, batch: TrainBatch | None, step: int) -> None:
         """Metrics of the step that no part reports by itself, and its trajectories."""

@@ -69,6 +69,10 @@ EVENT_KINDS: dict[str, EventKind] = {
         ("mismatch", "error_frac"),
         "Engines sample from weights rounded on purpose; `error_frac` is relative, by replica.",
     ),
+    "probe_failed": EventKind(
+        ("replica_id", "weight_version", "why"),
+        "A replica holds the right bytes and gives other logprobs than the trainer; it serves nothing until re-synced.",
+    ),
     "preflight": EventKind(
         ("signals", "notes", "trial_reward", "trial_response_tokens"),
         "The checks before the first step passed.",
