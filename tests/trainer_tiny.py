@@ -27,8 +27,8 @@ def tiny_config(**new: Any) -> ModelConfig:
         "max_position": 64,
         "alphabet": ALPHABET,
     }
-    dtype = new.pop("dtype", "float32")
-    return ModelConfig.model_validate({"new": fields | new, "dtype": dtype, "seed": 5})
+    dtype, device = new.pop("dtype", "float32"), new.pop("device", "cpu")
+    return ModelConfig.model_validate({"new": fields | new, "dtype": dtype, "device": device, "seed": 5})
 
 
 def tiny_trainer(

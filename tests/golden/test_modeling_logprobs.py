@@ -60,7 +60,8 @@ def test_gradients_agree_with_finite_differences(
         assert entropy is not None
         return logprobs, entropy
 
-    assert torch.autograd.gradcheck(both, (draw(7, 4), draw(8, 4), draw(8)))
+    # The first backward pass may use kept logits and the next ones compute them again, in chunks.
+    assert torch.autograd.gradcheck(both, (draw(7, 4), draw(8, 4), draw(8)), nondet_tol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -39,6 +39,8 @@ TILE_CELLS = 200_000
 """Most scores of one tile over all heads: they stay in a core's cache."""
 TILE_WASTE = 1.3
 """Padded scores of a tile over useful ones, at most."""
+KEEP_PROBS = 4
+"""Probabilities are kept for the backward pass while they are at most this many times the size of the queries."""
 MASKED = -1e30
 """Added to scores that must not count: finite, so that a padding row stays finite too."""
 
@@ -68,7 +70,7 @@ class Tile:
     padding: Tensor | None
     """Positions of padding in `query_rows`; None when there is none."""
     bias: Tensor
-    """[1 or n, 1, 1, rows, keys]: 0 or MASKED."""
+    """[1 or n, 1, 1, rows, keys], at least float32: 0 or MASKED."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,8 @@ ATTENTIONS["rollbook_packed"] = packed_attention
 
 
 class _TiledAttention(torch.autograd.Function):
-    """Keeps queries, keys and values for the backward pass and computes the probabilities again, tile by tile."""
+    """Keeps queries, keys and values for the backward pass; probabilities where they are small, otherwise they are
+    computed again, tile by tile."""
 
     @staticmethod
     def forward(
@@ -186,17 +189,22 @@ class _TiledAttention(torch.autograd.Function):
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         num_tokens, num_heads, width = query.shape
         out = query.new_empty(num_tokens * num_heads + 1, width)
+        num_probs = sum(tile.query_rows.numel() * tile.keys for tile in tiles)
+        keeps = any(ctx.needs_input_grad) and softcap is None and num_probs <= KEEP_PROBS * query.numel()
+        kept = []
         for tile in tiles:
             q, k, v = _gather(tile, query, key, value)
             probs, _ = _probabilities(tile, q, k, scaling, softcap, num_heads // key.shape[1])
             out.index_copy_(0, tile.out_rows, torch.bmm(probs, v).view(-1, width))
-        ctx.save_for_backward(query, key, value)
+            if keeps:
+                kept.append(probs)
+        ctx.save_for_backward(query, key, value, *kept)
         ctx.plan = (tiles, scaling, softcap, shares_keys)
         return out[:-1].view(num_tokens, num_heads, width)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value = ctx.saved_tensors
+        query, key, value, *kept = ctx.saved_tensors
         tiles, scaling, softcap, shares_keys = ctx.plan
         grad_out = grads[0].contiguous()
         num_tokens, num_heads, width = query.shape
@@ -205,9 +213,13 @@ class _TiledAttention(torch.autograd.Function):
         grad_query = query.new_empty(num_tokens * num_heads + 1, width)
         grad_key = torch.zeros_like(key, dtype=sum_dtype).view(-1, width)
         grad_value = torch.zeros_like(value, dtype=sum_dtype).view(-1, width)
-        for tile in tiles:
+        for i, tile in enumerate(tiles):
             q, k, v = _gather(tile, query, key, value)
-            probs, capped = _probabilities(tile, q, k, scaling, softcap, num_heads // key.shape[1])
+            probs, capped = (
+                (kept[i], None)
+                if kept
+                else _probabilities(tile, q, k, scaling, softcap, num_heads // key.shape[1])
+            )
             grad = grad_out.view(-1, width).index_select(0, tile.query_rows)
             if tile.padding is not None:
                 grad.index_fill_(0, tile.padding, 0.0)
@@ -247,17 +259,16 @@ def _probabilities(
     tile: Tile, q: Tensor, k: Tensor, scaling: float, softcap: float | None, group: int
 ) -> tuple[Tensor, Tensor | None]:
     """[n * Hkv, group * rows, keys] probabilities, and tanh(score / softcap) where there is a softcap."""
-    if softcap is None and group == 1 and tile.bias.shape[0] == 1:
-        scores = torch.baddbmm(tile.bias[0, 0, 0], q, k.transpose(1, 2), alpha=scaling)
-        return torch.softmax(scores, -1), None
-    scores = torch.bmm(q, k.transpose(1, 2)).mul_(scaling)
-    by_block = scores.view(tile.num_blocks, -1, group, tile.rows, tile.keys)
+    scores = torch.bmm(q, k.transpose(1, 2))
+    shape = scores.shape
+    scores = scores.view(tile.num_blocks, -1, group, tile.rows, tile.keys)
     capped = None
     if softcap is not None:
-        capped = by_block.div_(softcap).tanh_().clone()
-        by_block.mul_(softcap)
-    by_block.add_(tile.bias)
-    return torch.softmax(scores, -1), capped
+        capped = torch.tanh(scores * (scaling / softcap)).view(shape)
+        scores, scaling = capped.view(scores.shape), softcap
+    # One pass from the products to biased scores in float32, which is also what the softmax runs on fastest.
+    wide = torch.add(tile.bias, scores, alpha=scaling)
+    return torch.softmax(wide, -1).to(q.dtype).view(shape), capped
 
 
 def _blocks(layout: PackedLayout, window: int | None) -> list[_Block]:
@@ -337,7 +348,7 @@ def _tile(
         out_rows=to_device(out_rows),
         key_rows=to_device(key_rows),
         padding=to_device(np.flatnonzero(is_padding)) if is_padding.any() else None,
-        bias=to_device(bias).to(dtype),
+        bias=to_device(bias).to(torch.promote_types(dtype, torch.float32)),
     )
 
 

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from rollbook.errors import ConfigError
 
+CACHE_LOGITS = 1 << 18
+"""Logits of one softmax on a CPU: 1 MiB in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
@@ -78,6 +81,8 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
+    """Logits of one chunk at a time; all rows are one chunk where their logits may be kept."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -95,16 +100,17 @@ class _TokenLogprobs(torch.autograd.Function):
         keeps = needs_grad and num_rows * weight.shape[0] * weight.element_size() <= keep_bytes
         logprobs = torch.empty(num_rows, dtype=wide, device=hidden.device)
         entropies = torch.empty(num_rows if with_entropy else 0, dtype=wide, device=hidden.device)
-        kept = []
-        for first in range(0, num_rows, chunk_tokens):
-            rows = slice(first, first + chunk_tokens)
-            logits = head.logits(hidden[rows])
-            log_probs = _log_softmax(logits, temperature, wide)
-            logprobs[rows] = log_probs.gather(1, targets[rows, None]).squeeze(1)
-            if with_entropy:
-                entropies[rows] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
+        kept = None
+        for chunk in _slices(num_rows, num_rows if keeps else chunk_tokens):
+            logits = head.logits(hidden[chunk])
+            for rows in _cache_slices(logits):
+                log_probs = _log_softmax(logits[rows], temperature, wide)
+                at = slice(chunk.start + rows.start, chunk.start + rows.stop)
+                logprobs[at] = log_probs.gather(1, targets[at, None]).squeeze(1)
+                if with_entropy:
+                    entropies[at] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
             if keeps:
-                kept.append(logits)
+                kept = logits
         ctx.save_for_backward(hidden, weight, bias, targets, logprobs, entropies)
         ctx.options, ctx.kept = options, kept
         ctx.set_materialize_grads(False)
@@ -123,35 +129,45 @@ class _TokenLogprobs(torch.autograd.Function):
         num_rows = hidden.shape[0]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = grad_bias = None
-        for first in range(0, num_rows, chunk_tokens):
-            rows = slice(first, first + chunk_tokens)
-            logits = ctx.kept[first // chunk_tokens] if ctx.kept else head.logits(hidden[rows])
-            grad_logits = _grad_logits(
-                logits,
-                targets[rows],
-                grad_logprobs[rows],
-                None if grad_entropies is None else (grad_entropies[rows], entropies[rows]),
-                temperature,
-            )
-            if softcap is not None:
-                grad_logits *= 1 - (logits / softcap).square()
+        for chunk in _slices(num_rows, chunk_tokens if ctx.kept is None else num_rows):
+            logits = head.logits(hidden[chunk]) if ctx.kept is None else ctx.kept
+            for rows in _cache_slices(logits):
+                at = slice(chunk.start + rows.start, chunk.start + rows.stop)
+                grad = _grad_logits(
+                    logits[rows],
+                    targets[at],
+                    grad_logprobs[at],
+                    None if grad_entropies is None else (grad_entropies[at], entropies[at]),
+                    temperature,
+                )
+                if softcap is not None:
+                    grad *= 1 - (logits[rows] / softcap).square()
+                logits[rows] = grad  # the logits are not needed any more
             if scale != 1.0:
-                grad_logits *= scale
-            torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            part = grad_logits.t() @ hidden[rows]
-            if num_rows > chunk_tokens:
+                logits *= scale
+            torch.mm(logits, weight, out=grad_hidden[chunk])
+            part = logits.t() @ hidden[chunk]
+            if chunk.stop - chunk.start < num_rows:
                 # Summed over many chunks: bfloat16 would lose the small terms.
-                wide = part.to(logprobs.dtype)
-                grad_weight = wide if grad_weight is None else grad_weight.add_(wide)
-            else:
-                grad_weight = part
+                part = part.to(logprobs.dtype)
+            grad_weight = part if grad_weight is None else grad_weight.add_(part)
             if bias is not None:
-                part = grad_logits.sum(0)
+                part = logits.sum(0)
                 grad_bias = part if grad_bias is None else grad_bias + part
         if grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        ctx.kept = []
+        ctx.kept = None
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
+
+
+def _slices(num_rows: int, step: int) -> list[slice]:
+    return [slice(i, min(i + step, num_rows)) for i in range(0, num_rows, max(step, 1))]
+
+
+def _cache_slices(logits: Tensor) -> list[slice]:
+    """Rows whose float32 logits stay in a core's cache; on other devices all of them."""
+    num_rows, vocab_size = logits.shape
+    return _slices(num_rows, max(1, CACHE_LOGITS // vocab_size) if logits.device.type == "cpu" else num_rows)
 
 
 def _log_softmax(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
