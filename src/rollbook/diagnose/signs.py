@@ -4,7 +4,7 @@ waiting. Each is worked out once a run. A sign states what a group of metrics di
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import numpy as np
@@ -335,19 +335,14 @@ def policy(view: View) -> Policy:
     own: list[Break] = []
     shared: list[Break] = []
     ratios: list[float] = []
-    step_kl = (
-        view.derive("abs(actor/ppo_kl)", np.abs(view.values["actor/ppo_kl"]))
-        if view.has("actor/ppo_kl")
-        else None
-    )
     for metric, least, power, into in (
-        (step_kl, 3.0, 0.5, own),
+        ("actor/ppo_kl", 3.0, 0.5, own),
         ("actor/pg_clipfrac", 2.2, 1.0, shared),
         ("actor/grad_norm", 2.2, 1.0, shared),
     ):
-        rise = view.rise(metric)
-        if rise is not None and rise.peak_ratio >= least and rise.score >= 4 and not _is_warmup(view, rise):
-            into.append(rise)
+        rise = view.rise(_after_warmup(view, metric))
+        if rise is not None and rise.peak_ratio >= least and rise.score >= 4:
+            into.append(replace(rise, metric=metric))
             if metric != "actor/grad_norm":
                 ratios.append(rise.peak_ratio**power)
     up, down = view.rise("actor/entropy"), view.fall("actor/entropy", log=True)
@@ -359,7 +354,7 @@ def policy(view: View) -> Policy:
         if abs(down.idx - min(b.idx for b in shared)) <= max(6, view.n // 12):
             own.append(down)
     nan_step, nan_metrics = _not_finite(view)
-    has_own = bool(own) or not (step_kl or view.has("actor/entropy"))
+    has_own = bool(own) or not (view.has("actor/ppo_kl") or view.has("actor/entropy"))
     is_blow_up = has_own and len(own) + len(shared) >= 2
     return Policy(
         blow_up_idx=min(b.idx for b in (*own, *shared)) if is_blow_up else None,
@@ -370,10 +365,20 @@ def policy(view: View) -> Policy:
     )
 
 
-def _is_warmup(view: View, rise: Break) -> bool:
-    """Whether a rise only follows the learning rate out of its warm-up."""
-    before, late = view.level("actor/lr", 0, rise.idx), view.level("actor/lr", rise.idx)
-    return bool(np.isfinite(before) and np.isfinite(late) and late > 0 and late >= 1.25 * before)
+def _after_warmup(view: View, metric: str) -> str | None:
+    """Name of the metric's size once the learning rate has warmed up: before, a step's movement only follows it."""
+    if not view.has(metric):
+        return None
+    values = np.abs(view.values[metric])
+    begin = 3
+    lr = view.values.get("actor/lr")
+    if lr is not None and np.isfinite(lr).any():
+        early = lr[: max(5, view.n // 3)]
+        top = float(np.nanmax(early)) if np.isfinite(early).any() else 0.0
+        warm = np.flatnonzero(np.nan_to_num(early, nan=0.0) >= 0.95 * top)
+        begin = max(begin, int(warm[0]) + 1) if top > 0 and len(warm) else begin
+    values[:begin] = np.nan
+    return view.derive(f"abs({metric}) after the warm-up", values)
 
 
 _MUST_BE_FINITE = (

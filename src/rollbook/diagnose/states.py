@@ -23,6 +23,7 @@ BRINGS_ABOUT: dict[str, frozenset[str]] = {
             "mismatch_to_nan",
             "stale_samples",
             "filter_starvation",
+            "one_source_all_zero",
         }
     ),
     "entropy_collapse": frozenset({"tail_burst"}),

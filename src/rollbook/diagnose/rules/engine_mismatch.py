@@ -16,6 +16,9 @@ from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.view import View
 
 RULE = "engine_mismatch"
+LEAST_PAST = 6
+"""Steps that a level must have had before it can be said to have changed: samples age in the first steps of any
+asynchronous run."""
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -34,7 +37,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         no_sync = publications.absent_since is not None and view.near(
             publications.absent_since, rise.idx, least=8
         )
-        if not rise.is_ramp and not explained and not no_sync:
+        if not rise.is_ramp and not explained and not no_sync and rise.idx >= LEAST_PAST:
             return _finding(view, rise.idx, 0.9 if rise.peak_ratio >= 2 else 0.75, "at once, and stays")
         if rise.is_ramp and not explained and not no_sync and gap.num_fine == 0 and gap.num_bad:
             return _finding(view, 0, 0.7, "from the first step, and grows")

@@ -31,7 +31,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     if not all(map(np.isfinite, (early, third, late, top, used_before, used_after))) or view.n < 24:
         return None
     grown = late - early
-    flat = abs(used_after - used_before) <= 0.4 * grown
+    flat = abs(used_after - used_before) <= 0.6 * grown
     after_warmup = late - third >= 0.4 * grown
     if grown < 0.07 * top or late < 1.4 * early or not flat or not after_warmup or _is_one_piece(view, grown):
         return None

@@ -40,8 +40,8 @@ def judge(view: View) -> Finding | NotJudged | None:
             since = _zero_since(view, metric, least)
             if since is None or not (living or group is held_out):
                 continue
-            if group is held_out and not _reward_fell(view, since) and not living:
-                continue
+            if _all_fade(view, [m for s, m in group.items() if s != source]):
+                continue  # the policy collapses: this one is only the first to reach zero
             confidence = 0.95 if group is train else 0.85
             if len(living) < (len(group) - 1) / 2:
                 confidence -= 0.2  # several at once: more likely what they share
@@ -107,7 +107,8 @@ def _zero_since(view: View, metric: str, least: int) -> int | None:
         return None
     past = known[known <= positive[-1]]
     usual = np.abs(values[past[-20:]])
-    if np.median(usual) < 0.02 or np.mean(usual <= 0.01 * top) > 0.1:
+    zero_frac = float(np.mean(usual <= 0.01 * top))
+    if np.median(usual) < 0.02 or (zero_frac > 0.1 and zero_frac ** len(zeros) > 1e-4):
         return None  # zeros were common
     if values[positive[-1]] < 0.25 * np.median(usual):
         return None  # it faded out
@@ -121,9 +122,14 @@ def _zero_since(view: View, metric: str, least: int) -> int | None:
     return begin
 
 
-def _reward_fell(view: View, idx: int) -> bool:
-    fall = signs.reward(view).fall
-    return fall is not None and fall.idx <= idx
+def _all_fade(view: View, others: list[str]) -> bool:
+    """Whether every other source has lost half of its best as well."""
+    lost = []
+    for metric in others:
+        values = view.values[metric]
+        known = values[np.isfinite(values)]
+        lost.append(float(np.median(known[-3:])) < 0.5 * float(np.quantile(known, 0.9)))
+    return bool(lost) and all(lost)
 
 
 def _without_sources(view: View) -> Finding | None:

@@ -73,6 +73,9 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     others = inside_gen[~inside_long]
     if len(others) >= 4 and float(np.median(inside_gen[inside_long])) < 1.2 * float(np.median(others)):
         return None  # steps without them are as slow
+    just_before = float(np.median(tail[idx][max(0, begin - 20) : begin]))
+    if float(np.median(tail[idx][begin:end][both[begin:end]])) < least * just_before:
+        return None  # it grew there slowly: longer responses, not a burst
     start = int(idx[begin])
     grown = view.contrast("response_length/mean", start, width=20)
     if grown is not None and grown.ratio >= 1.5 and metric != "response_length/clip_ratio":

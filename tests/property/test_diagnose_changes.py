@@ -1,0 +1,84 @@
+"""Laws of the change points: where a shift is found does not depend on units, spikes or what came elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollbook.diagnose.changes import find_changes, noise_scale, running_median, without_spikes
+
+SEEDS = st.integers(0, 2**31 - 1)
+
+
+def _noise(seed: int, n: int, rho: float = 0.0) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    rng = np.random.default_rng(seed)
+    out = np.zeros(n)
+    for i in range(1, n):
+        out[i] = rho * out[i - 1] + rng.normal()
+    return out
+
+
+@given(seed=SEEDS, n=st.integers(60, 300), where=st.floats(0.25, 0.75), size=st.sampled_from([-8.0, 8.0]))
+@settings(max_examples=60, deadline=None)
+def test_a_large_step_is_found_where_it_is(seed: int, n: int, where: float, size: float) -> None:
+    at = int(n * where)
+    values = _noise(seed, n) + np.where(np.arange(n) >= at, size, 0.0)
+    found = max(find_changes(values), key=lambda change: change.score)
+    assert abs(found.idx - at) <= 2
+    assert found.kind == "level"
+    assert found.size == pytest.approx(size, abs=2.5)
+
+
+@given(seed=SEEDS, scale=st.floats(1e-6, 1e6), offset=st.floats(-1e3, 1e3))
+@settings(max_examples=40, deadline=None)
+def test_units_do_not_matter(seed: int, scale: float, offset: float) -> None:
+    values = _noise(seed, 120) + np.where(np.arange(120) >= 70, 7.0, 0.0)
+    plain, scaled = find_changes(values), find_changes(values * scale + offset * scale)
+    assert [c.idx for c in plain] == [c.idx for c in scaled]
+
+
+@given(seed=SEEDS)
+@settings(max_examples=40, deadline=None)
+def test_missing_values_move_nothing(seed: int) -> None:
+    """Positions count missing values too."""
+    rng = np.random.default_rng(seed)
+    values = _noise(seed, 160) + np.where(np.arange(160) >= 100, 9.0, 0.0)
+    values[rng.random(160) < 0.3] = np.nan
+    found = max(find_changes(values), key=lambda change: change.score)
+    assert abs(found.idx - 100) <= 6
+
+
+@given(seed=SEEDS)
+@settings(max_examples=40, deadline=None)
+def test_rare_spikes_are_no_change(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = _noise(seed, 200)
+    values[rng.choice(np.arange(5, 195, 6), 8, replace=False)] += 50.0
+    assert all(change.score < 6.0 for change in find_changes(values))
+    assert np.abs(without_spikes(values)).max() < 30.0
+
+
+def test_autocorrelated_noise_seldom_has_a_change() -> None:
+    """AR(1) with 0.6 and 200 values: at most 2 of 100 series."""
+    assert sum(bool(find_changes(_noise(seed, 200, rho=0.6))) for seed in range(100)) <= 2
+
+
+def test_a_ramp_is_a_change_of_slope_at_its_beginning() -> None:
+    values = _noise(3, 200) * 0.5 + np.maximum(0.0, np.arange(200) - 120) * 0.3
+    found = max(find_changes(values), key=lambda change: change.score)
+    assert found.kind == "slope"
+    assert abs(found.idx - 120) <= 8
+
+
+def test_noise_is_that_of_neighbors_not_of_levels_or_trends() -> None:
+    """Standard deviation 2 under a step of 100 and a trend of 1 a value."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(0, 2, 2000) + np.arange(2000) + np.where(np.arange(2000) > 900, 100.0, 0.0)
+    assert noise_scale(values) == pytest.approx(2.0, rel=0.1)
+
+
+def test_running_median_of_three_by_hand() -> None:
+    """The ends see their mirror image."""
+    assert running_median(np.array([1.0, 9.0, 2.0, 3.0, 8.0]), 3).tolist() == [9.0, 2.0, 3.0, 3.0, 3.0]

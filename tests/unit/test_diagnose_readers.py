@@ -1,0 +1,272 @@
+"""Every log format becomes the same series, in the catalogue's names, whatever stands around its lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollbook.diagnose.readers.table import READERS, detect, load
+from rollbook.errors import DataError
+from rollbook.observe.clock import ManualClock
+from rollbook.observe.recorder import Recorder
+from rollbook.observe.values import Ratio
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_verl_file_logger_reads_null_nan_and_infinity_as_not_finite(tmp_path: Path) -> None:
+    log = _write(
+        tmp_path / "exp.jsonl",
+        '{"step": 1, "data": {"actor/grad_norm": 0.5, "critic/rewards/mean": 0.25}}\n'
+        '{"step": 2, "data": {"actor/grad_norm": null, "critic/rewards/mean": NaN}}\n'
+        '{"step": 3, "data": {"actor/grad_norm": Infinity, "critic/rewards/mean": 0.75}}\n',
+    )
+    run = load(str(log))
+    assert run.format == "verl-file"
+    assert run.steps.tolist() == [1, 2, 3]
+    np.testing.assert_array_equal(run.values["critic/rewards/mean"], [0.25, math.nan, 0.75])
+    assert run.non_finite == {"actor/grad_norm": [2, 3], "critic/rewards/mean": [2]}
+
+
+def test_a_last_line_cut_short_is_left_out_and_said(tmp_path: Path) -> None:
+    whole = '{"step": 1, "data": {"critic/rewards/mean": 0.1}}\n{"step": 2, "data": {"critic/rewards/mean": 0.2}}\n'
+    run = load(str(_write(tmp_path / "exp.jsonl", whole + '{"step": 3, "data": {"critic/rew')))
+    assert run.steps.tolist() == [1, 2]
+    assert any("cut short" in note for note in run.notes)
+
+
+def test_verl_console_reads_prefixes_colors_numpy_values_and_interleaved_lines(tmp_path: Path) -> None:
+    """Two records on one line, one wrapped by a terminal, and other processes' words between and within."""
+    log = _write(
+        tmp_path / "run.log",
+        "2026-11-01 09:12:01,123\tINFO worker.py:1879 -- Started a local Ray instance.\n"
+        "\x1b[36m(TaskRunnerV1 pid=81)\x1b[0m step:1 - actor/entropy:np.float64(0.5) - critic/rewards/mean:0.25"
+        " - training/global_step:1.000 - val-core/openai/gsm8k/acc/mean@1:0.508\n"
+        "(WorkerDict pid=9) micro batch 3/12 step: done\n"
+        "(TaskRunnerV1 pid=81) step:2 - actor/entropy:0.4(raylet) Spilled 4096 MiB, 12 objects, write throughput 9 MiB/s\n"
+        " - critic/rewards/mean:-1e-3 - timing_s/gen:41\n"
+        "(TaskRunnerV1 pid=81) step:3 - actor/entropy:nan - critic/rewards/mean:0.5 step:4 - actor/entropy:0.2\n",
+    )
+    run = load(str(log))
+    assert run.format == "verl-console"
+    assert run.steps.tolist() == [1, 2, 3, 4]
+    np.testing.assert_array_equal(run.values["actor/entropy"], [0.5, 0.4, math.nan, 0.2])
+    np.testing.assert_array_equal(run.values["critic/rewards/mean"], [0.25, -0.001, 0.5, math.nan])
+    assert run.values["timing_s/gen"][1] == 41.0
+    assert run.values["val-core/openai/gsm8k/acc/mean@1"][0] == 0.508
+    assert [e.kind for e in run.events] == ["object_store_spill"]
+
+
+def test_older_verl_names_are_read_in_todays(tmp_path: Path) -> None:
+    log = _write(
+        tmp_path / "run.log",
+        "step:1 - actor/entropy_loss:0.3 - mismatch/mismatch_kl:0.001 - actor/perf/max_memory_allocated_gb:44.1\n"
+        "step:2 - actor/entropy_loss:0.3 - mismatch/mismatch_kl:0.002 - actor/perf/max_memory_allocated_gb:44.1\n",
+    )
+    run = load(str(log))
+    assert set(run.values) == {"actor/entropy", "rollout_corr/kl", "perf/max_memory_allocated_gb"}
+    assert run.renamed["mismatch/mismatch_kl"] == "rollout_corr/kl"
+
+
+def test_trl_state_history_and_print_say_the_same(tmp_path: Path) -> None:
+    """A printed entry has no step: it counts; some versions print values as strings."""
+    entries = [
+        {"loss": 0.01, "reward": 0.25, "completions/mean_length": 120.0, "frac_reward_zero_std": 0.25, "epoch": 0.1},
+        {"loss": 0.02, "reward": 0.5, "completions/mean_length": 130.0, "frac_reward_zero_std": 0.5, "epoch": 0.2},
+    ]
+    history = [{**entry, "step": i + 1} for i, entry in enumerate(entries)]
+    state = tmp_path / "checkpoint-2" / "trainer_state.json"
+    state.parent.mkdir()
+    state.write_text(json.dumps({"log_history": [*history, {"train_runtime": 3.0, "step": 2}]}))
+    lines = _write(tmp_path / "history.jsonl", "".join(json.dumps(entry) + "\n" for entry in history))
+    printed = _write(
+        tmp_path / "train.log",
+        "  0%|          | 1/20 [00:19<1:06:22]\r" + "".join(f"{_as_strings(entry)}\n" for entry in entries),
+    )
+    for where in (tmp_path / "checkpoint-2", lines, printed):
+        run = load(str(where))
+        assert run.format == "trl"
+        assert run.steps.tolist() == [1, 2]
+        np.testing.assert_allclose(run.values["critic/rewards/mean"], [0.25, 0.5])
+        np.testing.assert_allclose(run.values["response_length/mean"], [120.0, 130.0])
+        np.testing.assert_allclose(run.values["batch/effective_frac"], [0.75, 0.5])
+
+
+def _as_strings(entry: dict[str, float]) -> str:
+    return "{" + ", ".join(f"'{key}': '{value}'" for key, value in entry.items()) + "}"
+
+
+def test_slime_records_of_a_rollout_and_its_optimizer_steps_become_one_step(tmp_path: Path) -> None:
+    log = _write(
+        tmp_path / "slime.log",
+        "(RolloutManager pid=18) [2026-04-15 07:57:53] rollout.py:1193 - perf 0: {'rollout/response_len/mean': 2773.7,"
+        " 'rollout/truncated_ratio': 0.46, 'perf/rollout_time': 371.2, 'rollout/dynamic_filter/drop_zero_std_0.0': 3,"
+        " 'rollout/dynamic_filter/drop_zero_std_1.0': 5}\n"
+        "(MegatronTrainRayActor pid=64) data.py:180 - rollout 0: {'rollout/raw_reward': 0.40625, 'rollout/step': 0}\n"
+        "(MegatronTrainRayActor pid=64) model.py:400 - step 0: {'train/grad_norm': 0.2, 'train/step': 0,"
+        " 'train/train_rollout_logprob_abs_diff': 0.0129}\n"
+        "(MegatronTrainRayActor pid=64) model.py:400 - step 1: {'train/grad_norm': 0.3, 'train/step': 1}\n"
+        "(RolloutManager pid=18) rollout.py:1193 - perf 1: {'rollout/response_len/mean': 2800.0}\n"
+        "(MegatronTrainRayActor pid=64) model.py:400 - step 2: {'train/grad_norm': 0.4, 'train/step': 2}\n",
+    )
+    run = load(str(log))
+    assert run.format == "slime"
+    assert run.steps.tolist() == [0, 1]
+    np.testing.assert_array_equal(run.values["actor/grad_norm"], [0.3, 0.4])
+    np.testing.assert_array_equal(run.values["response_length/mean"], [2773.7, 2800.0])
+    assert run.values["critic/rewards/mean"][0] == 0.40625
+    assert run.values["training/logprob_gap/mean"][0] == 0.0129
+    assert run.values["training/filter_groups/evicted_samples"][0] == 8.0
+
+
+def test_areal_tables_become_steps(tmp_path: Path) -> None:
+    log = _write(
+        tmp_path / "areal.log",
+        "\x1b[0m20260815-10:11:12.123 StatsLogger INFO: Epoch 1/10 Step 1/100 Train step 1/1000 done.\n"
+        "20260815-10:11:12.124 StatsLogger INFO: Stats (1/1):\n"
+        "╭──────────────────────────┬────────────┬──────────────────────────┬────────────╮\n"
+        "│ ppo_actor/task_reward/avg │ 4.0625e-01 │ timeperf/rollout │ 3.1200e+01 │\n"
+        "│ ppo_actor/update/entropy/avg │ 1.2e-01 │ ppo_actor/update/grad_norm │ 2.0e-01 │\n"
+        "╰──────────────────────────┴────────────┴──────────────────────────┴────────────╯\n"
+        "20260815-10:12:12.123 StatsLogger INFO: Epoch 1/10 Step 2/100 Train step 2/1000 done.\n"
+        "│ ppo_actor/task_reward/avg │ 4.5e-01 │ ppo_actor/update/grad_norm │ nan │\n",
+    )
+    run = load(str(log))
+    assert run.format == "areal"
+    np.testing.assert_array_equal(run.values["critic/rewards/mean"], [0.40625, 0.45])
+    assert run.values["timing_s/gen"][0] == 31.2
+    assert run.values["actor/entropy"][0] == 0.12
+    assert run.non_finite == {"actor/grad_norm": [2]}
+
+
+def test_wandb_chart_csv_and_history_are_read(tmp_path: Path) -> None:
+    chart = _write(
+        tmp_path / "chart.csv",
+        '"Step","my-run - critic/rewards/mean","my-run - critic/rewards/mean__MIN","my-run - critic/rewards/mean__MAX"\n'
+        '"1","0.25","0.25","0.25"\n"2","","",""\n"3","0.5","0.5","0.5"\n',
+    )
+    run = load(str(chart))
+    assert run.format == "wandb"
+    assert run.steps.tolist() == [1, 3]
+    np.testing.assert_array_equal(run.values["critic/rewards/mean"], [0.25, 0.5])
+    history = _write(
+        tmp_path / "history.jsonl",
+        '{"_step": 10, "_timestamp": 1000.0, "training/global_step": 1, "train/grad_norm": 0.1}\n'
+        '{"_step": 11, "_timestamp": 1060.0, "training/global_step": 2, "train/grad_norm": "NaN"}\n',
+    )
+    run = load(str(history))
+    assert run.steps.tolist() == [1, 2]
+    assert run.at_s.tolist() == [1000.0, 1060.0]
+    assert run.non_finite == {"actor/grad_norm": [2]}
+
+
+def _event_record(step: int, values: dict[str, float], *, as_tensor: bool) -> bytes:
+    """One TFRecord with an Event, written by hand from the format's description."""
+
+    def field(number: int, wire: int, payload: bytes) -> bytes:
+        size = bytes([len(payload)]) if wire == 2 else b""
+        return bytes([number << 3 | wire]) + size + payload
+
+    summary = b""
+    for tag, value in values.items():
+        scalar = (
+            field(8, 2, field(1, 0, b"\x01") + field(5, 2, struct.pack("<f", value)))
+            if as_tensor
+            else field(2, 5, struct.pack("<f", value))
+        )
+        summary += field(1, 2, field(1, 2, tag.encode()) + scalar)
+    event = field(1, 1, struct.pack("<d", 1000.0 + step)) + field(2, 0, bytes([step])) + field(5, 2, summary)
+    return struct.pack("<QI", len(event), 0) + event + struct.pack("<I", 0)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_tensorboard_scalars_are_read_without_tensorboard(tmp_path: Path, as_tensor: bool) -> None:
+    folder = tmp_path / "tensorboard_log" / "project" / "experiment"
+    folder.mkdir(parents=True)
+    records = b"".join(
+        _event_record(step, {"actor/entropy": 0.5 / step, "timing_s/gen": 10.0}, as_tensor=as_tensor) for step in (1, 2, 4)
+    )
+    (folder / "events.out.tfevents.1700000000.host.1.0").write_bytes(records + records[:20])
+    run = load(str(tmp_path / "tensorboard_log"))
+    assert run.format == "tensorboard"
+    assert run.steps.tolist() == [1, 2, 4]
+    np.testing.assert_array_equal(run.values["actor/entropy"], [0.5, 0.25, 0.125])
+    assert run.at_s.tolist() == [1001.0, 1002.0, 1004.0]
+    assert any("cut short" in note for note in run.notes)
+
+
+def test_our_run_directory_gives_series_times_and_errors_in_words(tmp_path: Path) -> None:
+    clock = ManualClock()
+    path = tmp_path / "run"
+    recorder = Recorder(path, clock=clock)
+    for step in range(3):
+        with recorder.step(step):
+            recorder.metrics({"critic/rewards/mean": Ratio(step, 4)})
+            clock.advance(10.0)
+    with pytest.raises(RuntimeError), recorder.step(3), recorder.span("sync"):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    clock.advance(100.0)
+    recorder.close()
+    run = load(str(path))
+    assert run.format == "rollbook"
+    np.testing.assert_array_equal(run.values["critic/rewards/mean"], [0.0, 0.25, 0.5])
+    assert np.diff(run.at_s).tolist() == [10.0, 10.0]
+    oom = [event for event in run.events if event.kind == "out_of_memory"]
+    assert [(event.step, event.fields["stage"]) for event in oom] == [(3, "sync")]
+    assert load(str(path / "metrics.jsonl")).format == "rollbook"
+
+
+def test_a_compressed_log_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.log.gz"
+    with gzip.open(path, "wt") as file:
+        file.write("".join(f"step:{i} - critic/rewards/mean:0.{i}\n" for i in range(1, 9)))
+    assert load(str(path)).values["critic/rewards/mean"].tolist() == [i / 10 for i in range(1, 9)]
+
+
+def test_the_newest_known_log_of_a_folder_is_taken(tmp_path: Path) -> None:
+    _write(tmp_path / "notes.txt", "nothing to see\n")
+    _write(tmp_path / "out.log", "step:1 - critic/rewards/mean:0.1\n")
+    assert load(str(tmp_path)).source.endswith("out.log")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("empty.log", "", "is empty"),
+        ("other.log", "hello\nworld\n", "no step of a known log format"),
+        ("none.jsonl", '{"step": "x", "data": {}}\n{"step": 1.5, "data": {"a": 1}}\n', "no step"),
+    ],
+)
+def test_what_is_no_log_is_an_error_with_a_remedy(tmp_path: Path, name: str, text: str, says: str) -> None:
+    with pytest.raises(DataError, match=says) as raised:
+        load(str(_write(tmp_path / name, text)))
+    assert raised.value.remedy
+
+
+def test_an_unknown_format_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as raised:
+        load(str(_write(tmp_path / "a.log", "x")), format="verl")
+    assert "verl" in raised.value.remedy
+
+
+def test_each_format_with_a_beginning_is_recognized_by_its_own_reader(tmp_path: Path) -> None:
+    beginnings = {
+        "verl-file": '{"step": 1, "data": {"a/b": 1}}',
+        "verl-console": "(TaskRunner pid=1) step:1 - a/b:1 - c/d:2",
+        "trl": "{'loss': 0.1, 'grad_norm': 0.2, 'reward': 0.3, 'epoch': 0.1}",
+        "slime": "perf 0: {'perf/rollout_time': 1.0}",
+        "areal": "Epoch 1/2 Step 1/3 Train step 1/6 done.",
+        "wandb": "Step,critic/rewards/mean",
+    }
+    for name, text in beginnings.items():
+        assert detect(_write(tmp_path / f"{name}.log", text + "\n")) == name
+    assert set(beginnings) | {"rollbook", "tensorboard"} == set(READERS)
