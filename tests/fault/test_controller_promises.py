@@ -380,6 +380,38 @@ def test_a_trajectory_that_never_ends_is_a_timeout_and_its_group_goes_on(tiny_ru
     assert all(is_balanced(m) for m in run.metrics)
 
 
+def test_data_that_ends_in_failures_ends_the_run_and_not_in_a_wait(tiny_run: TinyRun) -> None:
+    """Eight prompts, four a step; all four of the second step fail."""
+
+    def fails_later(controller: Controller) -> None:
+        plain = controller.rollout.produce
+
+        async def produce(member: Member) -> Trajectory:
+            if member.group_id >= 4:
+                raise EngineError("out of memory", "fewer slots")
+            return await plain(member)
+
+        controller.rollout.produce = produce
+
+    run = tiny_run(
+        num_steps=10,
+        faults=[fails_later],
+        **{
+            "data.sources.0.num_prompts": 8,
+            "data.num_epochs": 1,
+            "run.max_failure_frac": 1.0,
+            "buffer.step_deadline_s": 20,
+            "buffer.group_deadline_s": 10,
+        },
+    )
+    assert [len(step) for step in run.trained] == [4, 0]
+    assert run.metrics[1]["failures/engine/num"] == 8
+    assert run.metrics[1]["buffer/num_failed"] == 4
+    assert run.state["num_steps_done"] == 2
+    assert run.state["stream"]["floor"] == 8
+    assert (run.folder / "model").is_dir()
+
+
 def test_a_replica_that_lies_about_its_version_stops_the_run(tiny_run: TinyRun) -> None:
     def lies(controller: Controller) -> None:
         controller.router.engines[0]._scheduler.weight_version = 7  # type: ignore[attr-defined]
