@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import numpy as np
 import pytest
 
 from rollbook.controller.loop import Controller
-from rollbook.errors import ConfigError
+from rollbook.errors import ConfigError, DataError
 from rollbook.modeling.config import ModelConfig, NewModelConfig
 from rollbook.modeling.load import load_model
+from rollbook.rollout.engine import GenerateRequest, Response
+from rollbook.types import VersionRun
 from run_oracles import NotedWeights, label_gaps, rows, versions_of
 from tiny_run import TINY, TinyRun, tiny_config
 
@@ -230,3 +234,41 @@ def test_while_a_version_rolls_over_the_replicas_every_token_knows_its_own(tiny_
     assert serving[1:] == [(version, version - 1) for version in (1, 2, 3, 4)]
     assert label_gaps(run, weights).max() < 2e-5
     assert all(m["training/off_policy/trajectory_staleness_worst/max"] <= 1 for m in run.metrics)
+
+
+# ---- engines that lie about versions
+
+
+def lies(runs: tuple[VersionRun, ...]) -> Callable[[Controller], None]:
+    """Member 1 of group 0 comes back with these labels."""
+
+    def fault(controller: Controller) -> None:
+        engine = controller.router.engines[0]
+        plain = engine.generate
+
+        async def generate(request: GenerateRequest) -> Response:
+            response = await plain(request)
+            if (request.group_id, request.member_idx) != (0, 1):
+                return response
+            first = VersionRun(runs[0].weight_version, len(response.response_ids) - 1)
+            return replace(response, version_runs=(first, runs[1]))
+
+        engine.generate = generate  # type: ignore[method-assign]
+
+    return fault
+
+
+def test_versions_that_run_backwards_are_refused_with_their_values_and_siblings_go_on(
+    tiny_run: TinyRun,
+) -> None:
+    liar = lies((VersionRun(1, 1), VersionRun(0, 1)))
+    run = tiny_run(num_steps=1, faults=[liar], **{"rollout.group_size": 4, "run.max_failure_frac": 1.0})
+    (failed,) = [row for row in run.trajectories(0) if row["failure_kind"] is not None]
+    assert (failed["group_id"], failed["member_idx"]) == (0, 1)
+    assert "run backwards: [1, 0]" in failed["failure_message"]
+    assert run.metrics[0]["batch/num_sequences"] == 15
+
+
+def test_a_version_that_nobody_published_stops_the_run_with_its_number(tiny_run: TinyRun) -> None:
+    with pytest.raises(DataError, match="group 0 has tokens of weight version 9; published are 0 to 0"):
+        tiny_run(faults=[lies((VersionRun(0, 1), VersionRun(9, 1)))])

@@ -1,0 +1,665 @@
+"""What asynchrony brings and costs on this machine: five demonstrations through rollbook's own loop.
+
+    python bench/async.py                      # all five, about eight minutes on two quiet cores
+    python bench/async.py --quick              # less of everything, under a minute; writes nothing into docs/
+    python bench/async.py wallclock order      # some of: equal staleness wallclock mismatch order
+
+Every run goes through `rollbook.controller.entry`, with engine and trainer on one thread each. Numbers go to
+bench/results/async.json, pictures to docs/img/async-*.svg. Predictions are written before the run that they are of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import torch
+
+from rollbook.checkpoint.checkpoint import list_checkpoints, load_checkpoint
+from rollbook.config.loading import load_config, to_toml
+from rollbook.config.run_config import RunConfig
+from rollbook.controller.build import build
+from rollbook.controller.entry import calibrate, start_run
+from rollbook.controller.loop import Controller
+from rollbook.controller.objective import PolicyObjective
+from rollbook.ledger.hardware import MachineSpec
+from rollbook.observe.opening import open_recorder
+from rollbook.planner.simulate import DecodeTable, Scenario, empirical, simulate
+from rollbook.rollout.engine import GenerateRequest
+from rollbook.types import SamplingParams, TrainSequence
+from svg_plot import Line, line_chart
+
+ROOT = Path(__file__).parents[1]
+Json = dict[str, Any]
+
+LEARNING: Json = {
+    "run": {"groups_per_step": 16},
+    "model": {
+        "new": {
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "intermediate_size": 128,
+            "initializer_range": 0.1,
+            "max_position": 32,
+            "alphabet": "0123456789+=",
+        }
+    },
+    "data": {"sources": [{"task": "addition", "options": {"num_digits": 1}}]},
+    "reward": {"terms": [{"function": "digits"}]},
+    "rollout": {
+        "group_size": 8,
+        "max_response_tokens": 4,
+        "num_slots": 512,
+        "kv_pool_tokens": 16_384,
+        "page_tokens": 16,
+        "num_threads": 1,
+    },
+    "trainer": {"lr": 1e-3, "num_mini_batches": 2, "num_threads": 1},
+    "plan": {"is_on": False},
+    "observe": {"terminal": "off", "trajectories_every_steps": 0},
+    "checkpoint": {"save_model": False},
+}
+"""Addition of one-digit numbers, after a short supervised warm-up that all runs share: a policy that still moves."""
+
+LONG_TAILED: Json = {
+    "run": {"groups_per_step": 16},
+    "model": {
+        "new": {
+            "hidden_size": 128,
+            "num_layers": 3,
+            "num_heads": 4,
+            "intermediate_size": 384,
+            "initializer_range": 0.02,
+            "max_position": 512,
+            "alphabet": "abcdefghijklmnopqrstuvwxyz>",
+            "vocab_size": 64,
+        }
+    },
+    "data": {"sources": [{"task": "reverse", "num_prompts": 4096}]},
+    "reward": {"terms": [{"function": "digits", "is_tested": False}]},
+    "rollout": {
+        "group_size": 4,
+        "max_response_tokens": 480,
+        "num_slots": 64,
+        "kv_pool_tokens": 32_768,
+        "page_tokens": 32,
+        "num_threads": 1,
+    },
+    "trainer": {"lr": 1e-7, "num_threads": 1},
+    "plan": {"is_on": False},
+    "observe": {"terminal": "off", "trajectories_every_steps": 0},
+    "checkpoint": {"save_model": False},
+}
+"""An untrained model ends a response with probability 1/64 at each token: lengths are geometric, the longest of a
+step's 64 responses about five times the mean. All of it is real decode work. The learning rate keeps it so."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left behind."""
+
+    folder: Path
+    wall_s: float
+
+    @property
+    def metrics(self) -> list[Json]:
+        steps: dict[int, Json] = {}
+        for line in (self.folder / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            steps.setdefault(row["step"], {}).update(row["data"])
+        return [steps[step] for step in sorted(steps)]
+
+    def curve(self, name: str) -> list[float]:
+        return [m[name] for m in self.metrics if m.get(name) is not None]
+
+    def mean(self, name: str, *, skip: int = 0) -> float:
+        values = self.curve(name)[skip:]
+        return float(np.mean(values)) if values else float("nan")
+
+    def responses(self) -> list[Json]:
+        """Trajectories on disk: source step, length, whether it was trained."""
+        rows = []
+        for path in sorted((self.folder / "trajectories").glob("step_*.parquet")):
+            for row in pyarrow.parquet.read_table(path).to_pylist():
+                num_tokens = len(row["token_ids"]) - row["num_prompt_tokens"]
+                rows.append({"num_tokens": num_tokens, "is_trained": row["loss_mask"] is not None})
+        return rows
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        folder = self.folder / "checkpoints"
+        state = load_checkpoint(folder / f"step_{list_checkpoints(folder)[-1]}")
+        masters: dict[str, torch.Tensor] = state["trainer"]["policy"]["masters"]
+        return masters
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where runs go, and how much of everything."""
+
+    folder: Path
+    is_quick: bool
+
+    def path(self, name: str, base: Mapping[str, Any], num_steps: int) -> Path:
+        run = {**base["run"], "name": name, "dir": str(self.folder), "num_steps": num_steps}
+        path = self.folder / f"{name}.toml"
+        path.write_text(to_toml({**base, "run": run}), encoding="utf-8")
+        return path
+
+    def run(self, name: str, base: Mapping[str, Any], num_steps: int, **overrides: Any) -> Run:
+        started_s = time.perf_counter()
+        folder = start_run(self.path(name, base, num_steps), as_set(overrides))
+        return Run(folder, time.perf_counter() - started_s)
+
+    def pick(self, full: int, quick: int) -> int:
+        return quick if self.is_quick else full
+
+
+def as_set(overrides: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={to_toml({'x': value}).partition('=')[2].strip()}" for key, value in overrides.items()]
+
+
+def smooth(values: Sequence[float], width: int) -> list[float]:
+    """Means of `width` neighbors, shorter at the start."""
+    return [float(np.mean(values[max(0, i - width + 1) : i + 1])) for i in range(len(values))]
+
+
+# ---- 1. the same parameters
+
+
+def equal(bench: Bench) -> Json:
+    """At staleness 0 `separate_async` is `sync`, bit for bit."""
+    base = {**LEARNING, "rollout": {**LEARNING["rollout"], "batch_invariant": True, "num_slots": 64}}
+    steps = bench.pick(30, 4)
+    sync = bench.run("equal-sync", base, steps)
+    apart = bench.run("equal-separate", base, steps, **{"run.schedule": "separate_async"})
+    different = [n for n, t in sync.masters().items() if not t.equal(apart.masters()[n])]
+    return {
+        "num_steps": steps,
+        "num_tensors": len(sync.masters()),
+        "num_different_tensors": len(different),
+        "last_reward_sync": sync.curve("reward/addition/mean")[-1],
+        "last_reward_separate_async": apart.curve("reward/addition/mean")[-1],
+    }
+
+
+# ---- 2. staleness and the decoupled correction
+
+CORRECTIONS: Mapping[str, Json] = {
+    "uncorrected": {"algorithm.correction.level": "none"},
+    "decoupled": {"algorithm.correction.level": "token", "algorithm.correction.upper": 2.0},
+    "coupled": {"algorithm.proximal": "behavior"},
+}
+"""uncorrected: the trust region stands around the proximal policy, and stale tokens count as if it had sampled them.
+decoupled: the same with importance weights. coupled: it stands around the behavior policy (PPO as published)."""
+
+
+def warm_model(bench: Bench) -> Json:
+    """The shared starting point: `LEARNING` with its model after a supervised warm-up."""
+    folder = bench.folder / "warm"
+    if not folder.exists():
+        base = {**LEARNING, "checkpoint": {"save_model": True}}
+        warmup = {"warmup.num_updates": 30, "warmup.batch_sequences": 64, "warmup.learning_rate": 3e-3}
+        bench.run("warm", base, 0, **warmup)
+    return {**LEARNING, "model": {"path": str(folder / "model")}}
+
+
+def curves(runs: Sequence[Run], name: str) -> Json:
+    """Mean and spread over seeds of one metric, step by step."""
+    table = np.array([run.curve(name) for run in runs])
+    return {
+        "mean": table.mean(0).round(4).tolist(),
+        "low": table.min(0).round(4).tolist(),
+        "high": table.max(0).round(4).tolist(),
+        "last_fifth": round(float(table[:, -max(table.shape[1] // 5, 1) :].mean()), 4),
+    }
+
+
+def staleness(bench: Bench) -> Json:
+    """Reward curves at staleness 0 to 8, with and without importance weights."""
+    base, steps = warm_model(bench), bench.pick(80, 6)
+    seeds = range(bench.pick(2, 1))
+    found: Json = {"num_steps": steps, "num_seeds": len(seeds), "runs": {}}
+    for bound in (0, 4) if bench.is_quick else (0, 1, 2, 4, 8):
+        for name, overrides in CORRECTIONS.items():
+            if bound == 0 and name != "uncorrected":
+                continue  # on policy every weight is 1 and both anchors are the same
+            schedule = "separate_async" if bound else "sync"
+            runs = [
+                bench.run(
+                    f"staleness-{bound}-{name}-{seed}",
+                    base,
+                    steps,
+                    **{
+                        "run.schedule": schedule,
+                        "run.seed": seed,
+                        "buffer.max_staleness_steps": bound,
+                        **overrides,
+                    },
+                )
+                for seed in seeds
+            ]
+            found["runs"][f"{bound} {name}"] = {
+                "bound": bound,
+                "correction": name,
+                "reward": curves(runs, "reward/addition/mean"),
+                "staleness_mean": round(
+                    float(
+                        np.mean([r.mean("training/off_policy/trajectory_staleness_worst/mean") for r in runs])
+                    ),
+                    3,
+                ),
+                "step_s": round(float(np.median([r.mean("timing_s/step", skip=2) for r in runs])), 4),
+                "gap_all_mean_nats": round(
+                    float(np.mean([r.mean("training/logprob_gap_all/mean") for r in runs])), 5
+                ),
+            }
+    return found
+
+
+def draw_staleness(found: Json) -> str:
+    bounds = sorted({run["bound"] for run in found["runs"].values()})
+    lines = [
+        Line(
+            f"{run['bound']} steps" + (f", {run['correction']}" if run["bound"] else ""),
+            range(found["num_steps"]),
+            smooth(run["reward"]["mean"], 5),
+            color=bounds.index(run["bound"]) + (4 if run["correction"] == "coupled" else 0),
+            is_dashed=run["correction"] == "uncorrected" and run["bound"] > 0,
+        )
+        for run in found["runs"].values()
+        if run["bound"] in (0, 2, 8) or len(bounds) < 4
+    ]
+    title = "Reward by staleness bound and correction"
+    return line_chart(title, "step", "reward", lines)
+
+
+# ---- 3. wall clock on long-tailed lengths
+
+
+async def contention(config: RunConfig, folder: Path) -> tuple[float, float]:
+    """How much longer a decode step and a training pass take while the other side works: (engine, trainer)."""
+    recorder = open_recorder(folder, config.observe, resolved={})
+    try:
+        async with build(config, recorder) as controller:
+            await controller.publish(0)
+            await decode_step_s(controller)
+            await controller.compute(lambda: train_pass_s(controller))  # warm-up of both
+            decode_alone_s = await decode_step_s(controller)
+            train_alone_s = await controller.compute(lambda: train_pass_s(controller))
+            training = asyncio.create_task(keep_training(controller))
+            decode_beside_s = await decode_step_s(controller)
+            training.cancel()
+            with suppress(asyncio.CancelledError):
+                await training
+            decoding = asyncio.create_task(keep_decoding(controller))
+            await asyncio.sleep(0)
+            train_beside_s = await controller.compute(lambda: train_pass_s(controller))
+            decoding.cancel()
+            with suppress(asyncio.CancelledError):
+                await decoding
+            await controller.rollout.stop()
+            controller._thread.shutdown(wait=True)
+    finally:
+        recorder.close()
+    return max(decode_beside_s / decode_alone_s, 1.0), max(train_beside_s / train_alone_s, 1.0)
+
+
+async def decode_step_s(controller: Controller, num_tokens: int = 48) -> float:
+    """Seconds of a decode step with every slot in use."""
+    engine = controller.router.engines[0]
+    before = await engine.stats()
+    sampling = SamplingParams(max_response_tokens=num_tokens, ignore_eos=True)
+    prompt = np.arange(1, 9, dtype=np.int32)
+    requests = [
+        GenerateRequest(
+            request_id=f"bench/{i}",
+            prompt_ids=prompt,
+            sampling=sampling,
+            seed=i,
+            group_id=-9 - i,
+            member_idx=0,
+        )
+        for i in range(controller.config.rollout.num_slots)
+    ]
+    await asyncio.gather(*(engine.generate(request) for request in requests))
+    after = await engine.stats()
+    return (after.decode_s - before.decode_s) / (after.decode_steps - before.decode_steps)
+
+
+async def keep_decoding(controller: Controller) -> None:
+    while True:
+        await decode_step_s(controller)
+
+
+async def keep_training(controller: Controller) -> None:
+    while True:
+        await controller.compute(lambda: train_pass_s(controller, num_passes=1))
+
+
+def train_pass_s(controller: Controller, *, num_passes: int = 2) -> float:
+    """Seconds of logprobs and one update on 16 sequences of random tokens."""
+    draw = np.random.default_rng(0)
+    sequences = []
+    for group_id in range(16):
+        ids = draw.integers(0, controller.trainer.model.facts.vocab_size, 100).astype(np.int32)
+        is_action = np.arange(100) >= 8
+        sequences.append(
+            TrainSequence(
+                group_id=group_id,
+                member_idx=0,
+                source="bench",
+                token_ids=ids,
+                action_mask=is_action,
+                loss_mask=is_action.copy(),
+                behavior_logprobs=np.zeros(100, np.float32),
+                reward=0.0,
+                oldest_version=0,
+                advantages=np.ones(100, np.float32),
+            )
+        )
+    batch = controller.trainer.make_batch(sequences, step=0, weight_version=0)
+    objective = PolicyObjective(controller.config.algorithm, proximal_is_current=True)
+    began_s = time.perf_counter()
+    for _ in range(num_passes):
+        controller.trainer.fill_proximal(batch)
+        controller.trainer.update(batch, objective, lr=0.0)
+    return (time.perf_counter() - began_s) / num_passes
+
+
+def predict(
+    machine: MachineSpec, config: RunConfig, lengths: Sequence[int], slowdown: tuple[float, float]
+) -> float:
+    """Seconds of a step by the planner's discrete-event simulation, from the machine's coefficients."""
+    assert machine.decode is not None and machine.train is not None
+    decode, train = machine.decode, machine.train
+    is_apart = config.run.schedule == "separate_async"
+    engine, trainer = slowdown if is_apart else (1.0, 1.0)
+    prompt = 6.0  # five characters and ">"
+    group_size, groups = config.rollout.group_size, config.run.groups_per_step
+    tokens = groups * (prompt + group_size * (float(np.mean(lengths)) - 1))
+    num_micro = max(tokens / config.trainer.micro_batch_tokens, 1)
+    num_params = config_params(config)
+    update_s = tokens / train.tokens_per_s + num_micro * train.per_micro_batch_s
+    update_s += num_params * train.optimizer_s_per_param
+    forward_s = tokens / train.forward_tokens_per_s + num_micro * train.forward_per_micro_batch_s
+    sync_s = 4.0 * num_params / machine.digest_bytes_per_s
+    scenario = Scenario(
+        mode=config.run.schedule,
+        num_replicas=1,
+        slots_per_replica=config.rollout.num_slots,
+        decode=DecodeTable.of(
+            lambda rows, context: engine * decode.step_s(rows, rows * context),
+            num_slots=config.rollout.num_slots,
+            context_tokens=float(config.rollout.max_response_tokens),
+        ),
+        groups_per_step=groups,
+        group_size=group_size,
+        response_tokens=empirical(np.asarray(lengths, np.float64)),
+        prompt_tokens=prompt / group_size,  # the members share one prefill
+        prefill_token_s=engine / decode.prefill_tokens_per_s,
+        forward_s=trainer * forward_s if is_apart else 0.0,  # on policy the proximal pass is left out
+        train_s=trainer * update_s,
+        gather_s=trainer * sync_s if is_apart else 0.0,
+        sync_pause_s=0.0 if is_apart else sync_s,
+        max_staleness_steps=config.buffer.max_staleness_steps,
+        num_steps=80,
+        num_warmup_steps=10,
+    )
+    return simulate(scenario).step_s
+
+
+def config_params(config: RunConfig) -> int:
+    """Parameters of the `[model.new]` of this bench."""
+    new = config.model.new
+    assert new is not None and new.vocab_size is not None
+    layer = 4 * new.hidden_size**2 + 3 * new.hidden_size * new.intermediate_size + 2 * new.hidden_size
+    return new.num_layers * layer + new.vocab_size * new.hidden_size + new.hidden_size
+
+
+def wallclock(bench: Bench) -> Json:
+    """Async against sync where lengths are long-tailed, with the prediction written first."""
+    base, steps = LONG_TAILED, bench.pick(14, 4)
+    modes: Mapping[str, Json] = {
+        "sync, one core": {"run.schedule": "sync"},
+        "sync, both cores": {"run.schedule": "sync", "rollout.num_threads": 2, "trainer.num_threads": 2},
+        "separate_async, one core each": {"run.schedule": "separate_async", "buffer.max_staleness_steps": 2},
+    }
+    pilot_overrides = {"run.groups_per_step": bench.pick(96, 16), "observe.trajectories_every_steps": 1}
+    pilot = bench.run("wallclock-pilot", base, 1, **pilot_overrides)
+    lengths = [row["num_tokens"] for row in pilot.responses()]
+    found: Json = {
+        "num_steps": steps,
+        "lengths": {
+            "num": len(lengths),
+            "mean": float(np.mean(lengths)),
+            "p50": float(np.median(lengths)),
+            "p99": float(np.quantile(lengths, 0.99)),
+            "max": max(lengths),
+        },
+        "modes": {},
+    }
+    machines: dict[int, MachineSpec] = {}
+    slowdown = (1.0, 1.0)
+    for name, overrides in modes.items():
+        path = bench.path(f"wallclock-{name.replace(', ', '-').replace(' ', '-')}", base, steps)
+        config = load_config(path, as_set(overrides), RunConfig)
+        threads = config.rollout.num_threads
+        torch.set_num_threads(threads)
+        if threads not in machines:
+            more = {**overrides, "plan.is_on": True, "run.schedule": "sync", "buffer.max_staleness_steps": 0}
+            machines[threads] = calibrate(path, as_set(more), device="cpu")
+        if config.run.schedule == "separate_async":
+            slowdown = asyncio.run(contention(config, bench.folder / "contention"))
+            found["contention"] = {"engine": slowdown[0], "trainer": slowdown[1]}
+        found["modes"][name] = {"predicted_step_s": predict(machines[threads], config, lengths, slowdown)}
+    print("predicted: " + json.dumps(found["modes"]), flush=True)
+    for name, overrides in modes.items():
+        torch.set_num_threads(overrides.get("trainer.num_threads", 1))
+        slug = name.replace(", ", "-").replace(" ", "-")
+        run = bench.run(f"wallclock-run-{slug}", base, steps, **overrides)
+        skip = 2 if steps > 4 else 1
+        step_s = run.curve("timing_s/step")[skip:]
+        found["modes"][name] |= {
+            "step_s": float(np.mean(step_s)),
+            "step_s_each": [round(value, 3) for value in step_s],
+            "tokens_per_s": run.mean("perf/total_num_tokens", skip=skip) / float(np.mean(step_s)),
+            "mean_batch": run.mean("rollout/mean_batch", skip=skip),
+            "wait_for_rollout_s": run.mean("timing_s/gen", skip=skip),
+            "train_s": run.mean("timing_s/update_actor", skip=skip),
+            "staleness_max": max(run.curve("training/off_policy/trajectory_staleness_worst/max")),
+        }
+    torch.set_num_threads(1)
+    apart = found["modes"]["separate_async, one core each"]
+    for name in ("sync, one core", "sync, both cores"):
+        sync = found["modes"][name]
+        found[f"speedup_over {name}"] = {
+            "measured": sync["step_s"] / apart["step_s"],
+            "predicted": sync["predicted_step_s"] / apart["predicted_step_s"],
+        }
+    return found
+
+
+def draw_wallclock(found: Json) -> str:
+    lines = []
+    for color, (name, mode) in enumerate(found["modes"].items()):
+        done_s = np.cumsum(mode["step_s_each"])
+        steps = list(range(1, len(done_s) + 1))
+        lines.append(Line(name.replace("separate_async", "async"), [0, *done_s], [0, *steps], color=color))
+        planned = [0.0, mode["predicted_step_s"] * len(steps)]
+        lines.append(Line("  predicted", planned, [0, len(steps)], color=color, is_dashed=True))
+    return line_chart("Steps made, long-tailed responses; dashed: predicted before", "seconds", "", lines)
+
+
+# ---- 4. engine mismatch
+
+
+def mismatch(bench: Bench) -> Json:
+    """Engines that sample from rounded weights, with importance weights and without."""
+    base, steps = warm_model(bench), bench.pick(80, 6)
+    seeds = range(bench.pick(2, 1))
+    found: Json = {"num_steps": steps, "num_seeds": len(seeds), "runs": {}}
+    for kind in ("none", "int4") if bench.is_quick else ("none", "bf16", "fp8", "int8", "int4"):
+        for name, overrides in CORRECTIONS.items():
+            if name == "coupled" or (name == "decoupled" and kind in ("none", "bf16", "fp8")):
+                continue
+            runs = [
+                bench.run(
+                    f"mismatch-{kind}-{name}-{seed}",
+                    base,
+                    steps,
+                    **{"run.seed": seed, "rollout.mismatch": kind, **overrides},
+                )
+                for seed in seeds
+            ]
+            found["runs"][f"{kind} {name}"] = {
+                "mismatch": kind,
+                "correction": name,
+                "reward": curves(runs, "reward/addition/mean"),
+                "weight_error_frac": runs[0].mean("rollout/mismatch_error_frac"),
+                "gap_mean_nats": runs[0].mean("training/logprob_gap/mean"),
+                "gap_p99_nats": runs[0].mean("training/logprob_gap/p99"),
+                "outside_clip_frac": runs[0].mean("training/logprob_gap/outside_clip_frac"),
+            }
+    return found
+
+
+def draw_mismatch(found: Json) -> str:
+    kinds = list(dict.fromkeys(run["mismatch"] for run in found["runs"].values()))
+    lines = [
+        Line(
+            run["mismatch"] + (", corrected" if run["correction"] == "decoupled" else ""),
+            range(found["num_steps"]),
+            smooth(run["reward"]["mean"], 5),
+            color=kinds.index(run["mismatch"]),
+            is_dashed=run["correction"] != "decoupled" and run["mismatch"] != "none",
+        )
+        for run in found["runs"].values()
+    ]
+    title = "Reward of an engine with rounded weights; dashed: without importance weights"
+    return line_chart(title, "step", "reward", lines)
+
+
+# ---- 5. arrival against admission order
+
+
+def order(bench: Bench) -> Json:
+    """Which responses reach the trainer when the first to finish is taken first."""
+    steps = bench.pick(24, 5)
+    base = {**LONG_TAILED, "run": {"groups_per_step": 8}}
+    base["model"] = {"new": {**LONG_TAILED["model"]["new"], "hidden_size": 48, "num_layers": 1}}
+    found: Json = {"num_steps": steps, "orders": {}}
+    orders: Mapping[str, Json] = {
+        "admission": {"buffer.order": "admission"},
+        "arrival, wait": {"buffer.order": "arrival", "buffer.when_stale": "wait"},
+        "arrival, drop": {"buffer.order": "arrival", "buffer.when_stale": "drop"},
+    }
+    for name, overrides in orders.items():
+        run = bench.run(
+            f"order-{name.replace(', ', '-')}",
+            base,
+            steps,
+            **{
+                "run.schedule": "separate_async",
+                "buffer.max_staleness_steps": 1,
+                "observe.trajectories_every_steps": 1,
+                **overrides,
+            },
+        )
+        rows = run.responses()
+        trained = [row["num_tokens"] for row in rows if row["is_trained"]]
+        evicted = [row["num_tokens"] for row in rows if not row["is_trained"]]
+        found["orders"][name] = {
+            "trained_mean_tokens": float(np.mean(trained)),
+            "trained_mean_tokens_by_step": [round(v, 1) for v in run.curve("response_length/mean")],
+            "trained_p99_tokens": float(np.quantile(trained, 0.99)),
+            "evicted_mean_tokens": float(np.mean(evicted)) if evicted else None,
+            "evicted_frac": len(evicted) / len(rows),
+            "step_s": run.mean("timing_s/step", skip=2),
+        }
+    return found
+
+
+def draw_order(found: Json) -> str:
+    lines = []
+    for color, (name, one) in enumerate(found["orders"].items()):
+        values = one["trained_mean_tokens_by_step"]
+        running = [float(np.mean(values[: i + 1])) for i in range(len(values))]
+        lines.append(Line(name, range(len(values)), running, color=color))
+    return line_chart("Mean tokens of the trained responses, up to this step", "step", "", lines)
+
+
+PARTS: Mapping[str, tuple[Callable[[Bench], Json], Callable[[Json], str] | None]] = {
+    "equal": (equal, None),
+    "staleness": (staleness, draw_staleness),
+    "wallclock": (wallclock, draw_wallclock),
+    "mismatch": (mismatch, draw_mismatch),
+    "order": (order, draw_order),
+}
+
+
+def brief(value: Any) -> Any:
+    """Without the curves, for the terminal."""
+    if isinstance(value, dict):
+        return {
+            k: brief(v)
+            for k, v in value.items()
+            if k not in ("mean", "low", "high") or not isinstance(v, list)
+        }
+    if isinstance(value, float):
+        return round(value, 4)
+    return value if not isinstance(value, list) or len(value) < 8 else f"[{len(value)} numbers]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="of: " + ", ".join(PARTS))
+    parser.add_argument(
+        "--quick", action="store_true", help="less of everything; nothing is written into docs/"
+    )
+    options = parser.parse_args()
+    unknown = set(options.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+    torch.set_num_threads(1)
+    results_path = ROOT / "bench" / "results" / "async.json"
+    results: Json = json.loads(results_path.read_text()) if results_path.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), options.quick)
+        for name in options.parts or PARTS:
+            measure, draw = PARTS[name]
+            started_s, load = time.perf_counter(), os.getloadavg()[0]
+            found = measure(bench)
+            found["machine"] = {
+                "cores": len(os.sched_getaffinity(0)),
+                "processor": platform.processor() or platform.machine(),
+                "torch": torch.__version__,
+                "load_before": round(load, 2),
+            }
+            found["bench_s"] = round(time.perf_counter() - started_s, 1)
+            print(name, json.dumps(brief(found), indent=1), flush=True)
+            if not options.quick:
+                results[name] = found
+                results_path.parent.mkdir(exist_ok=True)
+                results_path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                if draw is not None:
+                    (ROOT / "docs" / "img").mkdir(exist_ok=True)
+                    (ROOT / "docs" / "img" / f"async-{name}.svg").write_text(draw(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
