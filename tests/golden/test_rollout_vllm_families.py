@@ -113,6 +113,11 @@ async def test_an_engine_started_from_a_config_alone_serves_after_its_first_publ
     model.config.save_pretrained(tmp_path)
     prompt = random_ids(20)
     asked = [request(prompt, f"0/{i}", ignore_eos=True, top_p=0.8, top_k=8) for i in range(4)]
+    with pytest.raises(EngineError, match="vLLM cannot run .* here"):  # 1024 tokens do not fit the pool
+        async with running(
+            tmp_path, vllm={"load_format": "dummy", "max_context_tokens": 1024}, kv_pool_tokens=128
+        ):
+            pass
     async with running(
         tmp_path, vllm={"load_format": "dummy"}, num_slots=4, top_p=0.8, top_k=8, kv_pool_tokens=128
     ) as engine:

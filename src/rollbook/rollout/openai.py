@@ -16,18 +16,18 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import numpy as np
 
-from rollbook.errors import DeadlineError, EngineError
+from rollbook.errors import DeadlineError, EngineDownError, EngineError
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import EngineStats, GenerateRequest, PauseMode, Response
+from rollbook.rollout.logprobs_mode import LogprobsMode, reports_ours
 from rollbook.rollout.native.draws import sequence_key
-from rollbook.types import FinishReason, Floats, Ids, SamplingParams, VersionRun
+from rollbook.types import FinishReason, Floats, Ids, VersionRun
 
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 RETRIED = (429, 502, 503, 504)
 SEED_MASK = (1 << 31) - 1
 """Servers differ in how large a seed they take."""
@@ -210,7 +210,7 @@ class OpenAIClient:
                     "base_url must end with the API's /v1",
                 )
             return content
-        raise EngineError(
+        raise EngineDownError(
             f"{self.base_url}{path} failed {self._max_attempts} times, at last with {failure}",
             "see that the server runs and can be reached from here",
         )
@@ -276,7 +276,8 @@ class OpenAIEngine:
         """Sample one response.
 
         Raises:
-            EngineError: the server refuses, fails, or gives no token ids.
+            EngineError: the server refuses, or gives no token ids.
+            EngineDownError: it cannot be reached, or goes on failing.
             DeadlineError: it took longer than the client's deadline.
         """
         name = request.request_id
@@ -324,7 +325,7 @@ class OpenAIEngine:
 
     def _given_up(self, name: str) -> dict[str, Any]:
         if self._is_closed:
-            raise EngineError(
+            raise EngineDownError(
                 f"the engine of replica {self.replica_id} was closed before {name} had a response",
                 "start a new engine",
             )
@@ -341,13 +342,14 @@ class OpenAIEngine:
         room = sampling.max_response_tokens if limit is None else limit - num_prompt
         key = sequence_key(request.seed, request.group_id, request.member_idx)
         eos = () if sampling.ignore_eos else self._eos_token_ids
+        is_greedy = sampling.temperature == 0  # filters don't change its token, but may its logprob
         return {
             "prompt": request.prompt_ids.tolist(),
             "max_tokens": min(sampling.max_response_tokens, room),
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
+            "top_p": 1.0 if is_greedy else sampling.top_p,
+            "top_k": 0 if is_greedy else sampling.top_k,
+            "min_p": 0.0 if is_greedy else sampling.min_p,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
@@ -365,7 +367,7 @@ class OpenAIEngine:
 
     def _response(self, request: GenerateRequest, choice: Json) -> Response:
         token_ids, logprobs = _tokens(choice, self.client.base_url) if choice else ([], [])
-        if not _reports(self.logprobs_mode, request.sampling):
+        if not reports_ours(self.logprobs_mode, request.sampling):
             logprobs = [float("nan")] * len(token_ids)
         reasons = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
         reason = reasons.get(str(choice.get("finish_reason"))) if choice else FinishReason.ABORTED
@@ -438,13 +440,6 @@ class OpenAIEngine:
             busy_s=busy_s,
             waiting_requests=tuple(list(self._open)[:32]),
         )
-
-
-def _reports(mode: LogprobsMode, sampling: SamplingParams) -> bool:
-    """Whether the server's number is ln p under temperature-scaled logits before the filters (greedy: at 1)."""
-    if mode == "raw_logprobs":
-        return sampling.temperature in (0.0, 1.0)
-    return sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0
 
 
 def _tokens(choice: Json, server: str) -> tuple[list[int], list[float]]:

@@ -29,7 +29,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rollbook.errors import DeadlineError, EngineError
+from rollbook.errors import DeadlineError, EngineDownError, EngineError
+from rollbook.rollout.logprobs_mode import LogprobsMode
 from rollbook.types import Floats
 
 WORKER_EXTENSION = "rollbook.rollout.vllm.worker.PublicationExtension"
@@ -41,7 +42,6 @@ KV_ROUND_TOKENS = 256
 CHEAPEST_MEMORY_FRAC = 0.01
 """The pool is sized in tokens, so vLLM's share-of-the-device rule is told to want next to nothing."""
 
-LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 Finish = Literal["stop", "length", "abort", "error"]
 
 _in_process_owner: VllmCore | None = None
@@ -158,7 +158,11 @@ class VllmCore:
                 not in_process, False, self._config, Executor.get_class(self._config), True
             )
         except BaseException:
-            _in_process_owner = None if _in_process_owner is self else _in_process_owner
+            if in_process:
+                _in_process_owner = None
+                from vllm.distributed import cleanup_dist_env_and_memory
+
+                cleanup_dist_env_and_memory()  # a worker that got no further left its process group behind
             raise
         self._outputs_queue: queue.Queue[Any] | None = None if in_process else self._client.outputs_queue
 
@@ -360,8 +364,8 @@ class VllmCore:
         if self._client.resources.engine_dead:
             raise self._dead(None)
 
-    def _dead(self, cause: Exception | None) -> EngineError:
-        error = EngineError(
+    def _dead(self, cause: Exception | None) -> EngineDownError:
+        error = EngineDownError(
             f"vLLM's process of replica {self.options.replica_id} died",
             "its own log above says why; start a new engine and publish the weights to it",
         )

@@ -25,11 +25,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -37,20 +35,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from rollbook.errors import DeadlineError, EngineError, RunError
+from rollbook.errors import DeadlineError, EngineDownError, EngineError, RunError
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import EngineStats, GenerateRequest, KVPolicy, PauseMode, Response
+from rollbook.rollout.logprobs_mode import LogprobsMode, reports_ours
 from rollbook.rollout.native.draws import sequence_key
 from rollbook.rollout.vllm.config import VllmConfig
-from rollbook.rollout.vllm.core import (
-    CoreOptions,
-    CoreOutput,
-    CoreRequest,
-    CoreStep,
-    Finish,
-    LogprobsMode,
-    VllmCore,
-)
+from rollbook.rollout.vllm.core import CoreOptions, CoreOutput, CoreRequest, CoreStep, VllmCore
+from rollbook.rollout.vllm.thread import Answer, Command, EngineThread, give_all
 from rollbook.types import FinishReason, Floats, SamplingParams, VersionRun
 from rollbook.weights import LiveWeights
 
@@ -74,8 +66,7 @@ class _Sequence:
     """A request whose caller waits on the event loop."""
 
     request: GenerateRequest
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Response]
+    answer: Answer[Response]
     core_id: str = ""
     """Empty while it waits in our queue; a new one each time it is handed over."""
     token_ids: list[int] = field(default_factory=list)
@@ -84,14 +75,6 @@ class _Sequence:
     """(token index, version sampled from there on)."""
     num_cached: int = 0
     num_preemptions: int = 0
-
-
-@dataclass(slots=True)
-class _Command:
-    """Something to do between two steps; exactly one of `run` and `fail` is called."""
-
-    run: Callable[[], None]
-    fail: Callable[[RunError], None]
 
 
 @dataclass(slots=True)
@@ -134,10 +117,10 @@ class VllmEngine:
         self.replica_id = replica_id
         self.config = config
         self.options = options or VllmConfig()
-        if config.batch_invariant:
+        if config.batch_invariant or config.mismatch != "none":
             raise EngineError(
-                'rollout.batch_invariant is set and rollout.engine is "vllm"',
-                'use rollout.engine = "native" for runs that must repeat bit for bit',
+                'rollout.batch_invariant or rollout.mismatch is set and rollout.engine is "vllm"',
+                'only rollout.engine = "native" has them',
             )
         self.logprobs_mode: LogprobsMode = _logprobs_mode(config.sampling())
         self._core_options = CoreOptions(
@@ -174,17 +157,10 @@ class VllmEngine:
         self._counters = _Counters()
         self._is_paused = False
         self._is_draining = False
-        self._drained: list[_Command] = []
+        self._drained: list[Answer[None]] = []
         self._sleep_level = 0
 
-        self._lock = threading.Lock()
-        self._inbox: deque[_Command] = deque()
-        self._wake_up = threading.Event()
-        self._is_closing = False
-        self._ended: RunError | None = EngineError(
-            f"the engine of replica {replica_id} is not running", "await engine.start() first"
-        )
-        self._thread: threading.Thread | None = None
+        self._thread = EngineThread(f"vLLM of replica {replica_id}", self)
 
     # ---- life
 
@@ -194,28 +170,15 @@ class VllmEngine:
         Raises:
             EngineError: vLLM is missing or can't run this model here; says why.
         """
-        if self._thread is not None:
-            raise EngineError(f"the engine of replica {self.replica_id} was already started", "start it once")
-        self._ended = None
-        self._thread = threading.Thread(target=self._main, name=f"vllm-engine-{self.replica_id}", daemon=True)
-        started = self._ask(self._build)
-        self._thread.start()
-        await started
+        try:
+            await self._thread.start(self._build)
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """End the thread after the step that runs, and vLLM; whoever waits for a response gets an EngineError."""
-        if self._thread is None:
-            return
-        self._is_closing = True
-        self._wake_up.set()
-        thread, loop = self._thread, asyncio.get_running_loop()
-        with ThreadPoolExecutor(1) as waiter:
-            await loop.run_in_executor(waiter, thread.join, CLOSE_DEADLINE_S)
-        if thread.is_alive():
-            raise DeadlineError(
-                f"vLLM of replica {self.replica_id} did not end within {CLOSE_DEADLINE_S:.0f} s",
-                "end the process; a step this long means the machine is overloaded or a kernel hangs",
-            )
+        await self._thread.close(CLOSE_DEADLINE_S)
 
     # ---- requests
 
@@ -226,17 +189,11 @@ class VllmEngine:
             EngineError: the request can't run here, its logprobs are not finite, or the engine failed or was closed.
             DeadlineError: it took longer than rollout.response_deadline_s.
         """
-        loop = asyncio.get_running_loop()
-        sequence = _Sequence(request, loop, loop.create_future())
-        self._post(
-            _Command(
-                run=lambda: self._submit(sequence),
-                fail=lambda error: _call_loop(loop, _set_exception, sequence.future, error),
-            )
-        )
+        sequence = _Sequence(request, Answer())
+        self._thread.post(Command(lambda: self._submit(sequence), sequence.answer.fail))
         try:
             async with asyncio.timeout(self.config.response_deadline_s):
-                return await sequence.future
+                return await sequence.answer.future
         except TimeoutError:
             self._forget(sequence)
             raise DeadlineError(
@@ -249,12 +206,12 @@ class VllmEngine:
             raise
 
     def _submit(self, sequence: _Sequence) -> None:
-        if sequence.future.cancelled():
+        if sequence.answer.future.cancelled():
             return
         try:
             self._check(sequence.request)
         except EngineError as error:
-            _deliver([(sequence, error)])
+            sequence.answer.fail(error)
         else:
             self._by_request[sequence.request.request_id] = sequence
             self._queue.append(sequence)
@@ -291,7 +248,7 @@ class VllmEngine:
                 f"request {name}: vLLM would raise its temperature of {sampling.temperature:g} to {MIN_TEMPERATURE}",
                 "use 0 for greedy sampling",
             )
-        if not _reports(self.logprobs_mode, sampling):
+        if not reports_ours(self.logprobs_mode, sampling):
             raise EngineError(
                 f"request {name} has temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k "
                 f"{sampling.top_k}, min_p {sampling.min_p:g}, and this engine was started with vLLM's "
@@ -305,8 +262,7 @@ class VllmEngine:
             if self._by_request.get(sequence.request.request_id) is sequence:
                 self._remove(sequence)
 
-        if self._ended is None:
-            self._post(_Command(run=forget, fail=lambda error: None))
+        self._thread.post(Command(forget, lambda error: None))
 
     # ---- pauses, sleep, weights
 
@@ -327,31 +283,26 @@ class VllmEngine:
                 sequences = list(self._by_request.values())
                 for sequence in sequences:
                     self._remove(sequence)
-                _deliver([(s, self._response(s, FinishReason.ABORTED)) for s in sequences])
+                give_all((s.answer, self._response(s, FinishReason.ABORTED)) for s in sequences)
 
-        await self._ask(pause)
+        await self._thread.ask(pause)
 
     async def _drain(self) -> None:
-        loop = asyncio.get_running_loop()
-        drained: asyncio.Future[None] = loop.create_future()
-        waiter = _Command(
-            run=lambda: _call_loop(loop, _set_result, drained, None),
-            fail=lambda error: _call_loop(loop, _set_exception, drained, error),
-        )
+        drained = Answer[None]()
 
         def start() -> None:
             self._is_draining = True
-            self._drained.append(waiter)
+            self._drained.append(drained)
 
-        self._post(_Command(run=start, fail=waiter.fail))
-        await drained
+        self._thread.post(Command(start, drained.fail))
+        await drained.future
 
     async def resume(self) -> None:
         def resume() -> None:
             self._is_paused = False
             self._end_drain()
 
-        await self._ask(resume)
+        await self._thread.ask(resume)
 
     async def sleep(self, level: int = 1) -> None:
         """Give memory back. Running sequences keep their tokens and are recomputed after `wake`.
@@ -376,7 +327,7 @@ class VllmEngine:
             self._sleep_level = level
             self._needs_publication |= level == 2
 
-        await self._ask(sleep)
+        await self._thread.ask(sleep)
 
     async def wake(self) -> None:
         """Take the memory back, and serve, unless a pause is on. After level 2 nothing is served until
@@ -388,7 +339,7 @@ class VllmEngine:
             self._sleep_level = 0
             self._book(self._built().wake())
 
-        await self._ask(wake)
+        await self._thread.ask(wake)
 
     async def run_between_steps(self, fn: Callable[[], Result]) -> Result:
         """Run `fn` on the engine's thread while no step runs. Its exception is raised here and harms nothing else."""
@@ -397,7 +348,7 @@ class VllmEngine:
             self._freeze()
             return fn()
 
-        return await self._ask(run)
+        return await self._thread.ask(run)
 
     async def adopt_version(self, weight_version: int, kv_policy: KVPolicy | None = None) -> None:
         """From the next step on tokens are labeled `weight_version`, whose weights the caller has written.
@@ -409,7 +360,7 @@ class VllmEngine:
         Raises:
             EngineError: the version would run backwards.
         """
-        await self._ask(lambda: self.adopt_on_thread(weight_version, kv_policy))
+        await self._thread.ask(lambda: self.adopt_on_thread(weight_version, kv_policy))
 
     def adopt_on_thread(self, weight_version: int, kv_policy: KVPolicy | None = None) -> None:
         """`adopt_version` for callers inside `run_between_steps`."""
@@ -440,11 +391,11 @@ class VllmEngine:
         """
         from rollbook.rollout.vllm.weights import VllmWeights
 
-        return await self._ask(lambda: VllmWeights(self._built().model))
+        return await self._thread.ask(lambda: VllmWeights(self._built().model))
 
     async def ask_workers(self, method: str, *args: str | bytes) -> list[Any]:
         """A method of the worker extension on every rank; generation goes on beside it."""
-        return await self._ask(lambda: self.ask_workers_on_thread(method, *args))
+        return await self._thread.ask(lambda: self.ask_workers_on_thread(method, *args))
 
     def ask_workers_on_thread(self, method: str, *args: str | bytes) -> list[Any]:
         return self._built().ask_workers(method, *args)
@@ -461,7 +412,7 @@ class VllmEngine:
             if not self._running:
                 self._built().drop_prefixes()
 
-        await self._ask(reset)
+        await self._thread.ask(reset)
 
     async def stats(self) -> EngineStats:
         """Read without waiting for the step that runs.
@@ -492,63 +443,12 @@ class VllmEngine:
             waiting_requests=tuple(list(self._by_request)[:32]),
         )
 
-    # ---- commands
-
-    def _post(self, command: _Command) -> None:
-        with self._lock:
-            ended = self._ended
-            if ended is None:
-                self._inbox.append(command)
-        if ended is not None:
-            command.fail(ended)
-        self._wake_up.set()
-
-    async def _ask(self, fn: Callable[[], Result]) -> Result:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Result] = loop.create_future()
-
-        def run() -> None:
-            try:
-                result = fn()
-            except BaseException as error:
-                _call_loop(loop, _set_exception, answer, error)
-            else:
-                _call_loop(loop, _set_result, answer, result)
-
-        self._post(_Command(run=run, fail=lambda error: _call_loop(loop, _set_exception, answer, error)))
-        return await answer
-
     # ---- the engine's thread
 
-    def _main(self) -> None:
-        try:
-            if self.config.num_threads:
-                torch.set_num_threads(self.config.num_threads)
-            while not self._is_closing:
-                self._wake_up.clear()
-                while self._inbox:
-                    self._inbox.popleft().run()
-                if not self._step():
-                    self._wake_up.wait()
-            error: RunError = EngineError(
-                f"the engine of replica {self.replica_id} was closed",
-                "start a new engine; the request had no response",
-            )
-        except RunError as cause:
-            error = cause
-        except BaseException as cause:
-            error = EngineError(
-                f"the engine of replica {self.replica_id} failed: {type(cause).__name__}: {cause}",
-                "look at the cause; restart the replica and publish the weights to it again",
-            )
-            error.__cause__ = cause
-        with self._lock:
-            self._ended = error
-            left = [*self._inbox, *self._drained]
-            self._inbox.clear()
-        for command in left:
-            command.fail(error)
-        _deliver([(sequence, error) for sequence in self._by_request.values()])
+    def ended(self, error: RunError) -> None:
+        for waiter in self._drained:
+            waiter.fail(error)
+        give_all((sequence.answer, error) for sequence in self._by_request.values())
         self._by_request.clear()
         self._running.clear()
         self._queue.clear()
@@ -557,6 +457,8 @@ class VllmEngine:
             core.close()
 
     def _build(self) -> None:
+        if self.config.num_threads:
+            torch.set_num_threads(self.config.num_threads)
         self._core = VllmCore(self._core_options)
         self._core.freeze()
         self._core.label(self._weight_version)
@@ -565,7 +467,7 @@ class VllmEngine:
         assert self._core is not None, "commands are answered only after _build"
         return self._core
 
-    def _step(self) -> bool:
+    def step(self) -> bool:
         """One step, if anything can run."""
         if self._is_draining and not self._running:
             self._is_paused = True
@@ -612,7 +514,7 @@ class VllmEngine:
         )
 
     def _freeze(self) -> None:
-        """No step runs or is on its way until the next `_step`; tokens on their way are booked first."""
+        """No step runs or is on its way until the next `step`; tokens on their way are booked first."""
         self._book(self._built().freeze())
 
     def _book(self, steps: Iterable[CoreStep]) -> tuple[int, int]:
@@ -624,7 +526,7 @@ class VllmEngine:
                 self._counters.core_running = step.num_running
             if step.kv_used_frac is not None:
                 self._counters.kv_used_frac = step.kv_used_frac
-            done: list[tuple[_Sequence, Response | RunError]] = []
+            done: list[tuple[Answer[Response], Response | RunError]] = []
             num_later_here = 0
             for output in step.outputs:
                 sequence = self._running.get(output.core_id)
@@ -640,19 +542,22 @@ class VllmEngine:
             if num_later_here:
                 self._counters.decode_steps += 1
                 self._counters.active_slots_sum += num_later_here
-            _deliver(done)  # last, so that whoever has a response finds it counted
+            give_all(done)  # last, so that whoever has a response finds it counted
         return num_first, num_later
 
     def _check_label(self, step: CoreStep) -> None:
         if step.weight_version not in (None, "default", str(self._weight_version)):
-            raise EngineError(
+            raise EngineDownError(
                 f"vLLM labels tokens with version {step.weight_version}, replica {self.replica_id} serves "
                 f"{self._weight_version}",
                 "something besides a publication changed vLLM's weights: restart the replica",
             )
 
     def _take(
-        self, sequence: _Sequence, output: CoreOutput, done: list[tuple[_Sequence, Response | RunError]]
+        self,
+        sequence: _Sequence,
+        output: CoreOutput,
+        done: list[tuple[Answer[Response], Response | RunError]],
     ) -> None:
         counters, request = self._counters, sequence.request
         counters.num_preemptions += output.num_preemptions
@@ -669,7 +574,7 @@ class VllmEngine:
             sequence.token_ids += output.token_ids
             sequence.logprobs.append(output.logprobs)
             counters.decode_tokens += len(output.token_ids)
-        finish: Finish | None = output.finish
+        finish = output.finish
         if finish is None and self._has_stop_string(sequence):
             self._built().abort([sequence.core_id])
             finish = "stop"
@@ -694,7 +599,7 @@ class VllmEngine:
             self._built().abort([sequence.core_id])
         del self._running[sequence.core_id]
         del self._by_request[request.request_id]
-        done.append((sequence, outcome))
+        done.append((sequence.answer, outcome))
 
     def _has_stop_string(self, sequence: _Sequence) -> bool:
         stops = sequence.request.sampling.stop_strings
@@ -739,61 +644,18 @@ class VllmEngine:
     def _end_drain(self) -> None:
         self._is_draining = False
         for waiter in self._drained:
-            waiter.run()
+            waiter.give(None)
         self._drained.clear()
 
 
 def _logprobs_mode(sampling: SamplingParams) -> LogprobsMode:
-    """Which of vLLM's numbers is ln p under temperature-scaled logits before top-k, top-p and min-p."""
-    if _reports("processed_logprobs", sampling):
-        return "processed_logprobs"
-    if _reports("raw_logprobs", sampling):
-        return "raw_logprobs"
+    modes: tuple[LogprobsMode, ...] = ("processed_logprobs", "raw_logprobs")
+    for mode in modes:
+        if reports_ours(mode, sampling):
+            return mode
     raise EngineError(
         f"rollout has temperature {sampling.temperature:g} with top_p {sampling.top_p:g}, top_k {sampling.top_k}, "
         f"min_p {sampling.min_p:g}: vLLM cannot report the logprobs a trainer recomputes",
         "it reports them before temperature or after the filters: set rollout.temperature = 1, or remove the "
         'filters, or use rollout.engine = "native"',
     )
-
-
-def _reports(mode: LogprobsMode, sampling: SamplingParams) -> bool:
-    if mode == "raw_logprobs":  # before temperature; greedy requests report theirs at temperature 1
-        return sampling.temperature in (0.0, 1.0)
-    return sampling.temperature == 0 or (sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0)
-
-
-def _deliver(results: list[tuple[_Sequence, Response | RunError]]) -> None:
-    """Hand results to the event loops that wait for them, in one call each."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Sequence, Response | RunError]]] = {}
-    for sequence, result in results:
-        by_loop.setdefault(sequence.loop, []).append((sequence, result))
-    for loop, items in by_loop.items():
-        _call_loop(loop, _set_results, items)
-
-
-def _set_results(items: list[tuple[_Sequence, Response | RunError]]) -> None:
-    for sequence, result in items:
-        if isinstance(result, RunError):
-            _set_exception(sequence.future, result)
-        else:
-            _set_result(sequence.future, result)
-
-
-def _set_result(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
-def _call_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
-    # The loop may be closed while the thread finishes: then nobody waits any more.
-    if not loop.is_closed():
-        try:
-            loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            return
