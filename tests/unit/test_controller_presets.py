@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"model.dtype": "bfloat16"},
     "bfloat16_engine": {"rollout.dtype": "bfloat16"},
     "shared_critic": {"algorithm.name": "ppo", "critic.backbone": "shared", "trainer.num_epochs": 2},
+    "mismatch": {"rollout.mismatch": "int4", "algorithm.correction.level": "token"},
     "stop_strings": {"rollout.stop_strings": ["3"]},
     "qwen3": {"model.new.architecture": "qwen3"},
     "nucleus": {"rollout.top_p": 0.9, "rollout.top_k": 8, "rollout.min_p": 0.01},

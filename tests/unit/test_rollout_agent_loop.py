@@ -60,7 +60,9 @@ class ScriptedEnv:
         self.is_closed = True
 
 
-async def play(engine: ScriptedEngine, env: ScriptedEnv, *, max_turns: int = 8, context: int = 100) -> Trajectory:
+async def play(
+    engine: ScriptedEngine, env: ScriptedEnv, *, max_turns: int = 8, context: int = 100
+) -> Trajectory:
     return await run_trajectory(
         engine.generate,
         env,
@@ -82,7 +84,16 @@ async def test_three_turns_keep_every_sampled_token_and_each_prompt_starts_with_
     engine = ScriptedEngine(([41, 42], 0, stop), ([7], 0, stop), ([8, 9], 1, stop))
     trajectory = await play(engine, ScriptedEnv([50, 51], [60]))
     assert trajectory.token_ids().tolist() == [1, 2, 3, 41, 42, 50, 51, 7, 60, 8, 9]
-    assert trajectory.action_mask().tolist() == [False] * 3 + [True, True, False, False, True, False, True, True]
+    assert trajectory.action_mask().tolist() == [False] * 3 + [
+        True,
+        True,
+        False,
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
     for earlier, later in zip(engine.requests, engine.requests[1:], strict=False):
         assert later.prompt_ids[: len(earlier.prompt_ids)].tolist() == earlier.prompt_ids.tolist()
     assert [r.first_token_idx for r in engine.requests] == [0, 2, 3]
@@ -102,11 +113,17 @@ async def test_an_aborted_response_is_continued_and_its_versions_joined() -> Non
         [1, 2, 3, 11, 12],
         [1, 2, 3, 11, 12, 13],
     ]
-    assert [(r.first_token_idx, r.sampling.max_response_tokens) for r in engine.requests] == [(0, 10), (2, 8), (3, 7)]
+    assert [(r.first_token_idx, r.sampling.max_response_tokens) for r in engine.requests] == [
+        (0, 10),
+        (2, 8),
+        (3, 7),
+    ]
 
 
 @pytest.mark.parametrize(("max_turns", "context"), [(1, 100), (8, 6)])
-async def test_an_episode_cut_by_turns_or_context_is_scored_as_it_stands(max_turns: int, context: int) -> None:
+async def test_an_episode_cut_by_turns_or_context_is_scored_as_it_stands(
+    max_turns: int, context: int
+) -> None:
     engine = ScriptedEngine(([41, 42], 0, FinishReason.STOP))
     env = ScriptedEnv([50, 51])
     trajectory = await play(engine, env, max_turns=max_turns, context=context)

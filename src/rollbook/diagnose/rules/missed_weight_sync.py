@@ -75,6 +75,10 @@ def _is_unexplained_ramp(view: View, gap: signs.Gap, rise: Break) -> bool:
     repaired = rise.ends_at_once and rise.score >= 9 and rise.idx >= 10
     if rise.peak_ratio < (1.25 if repaired else LEAST_GROWTH) or rise.score < 6 or not rise.is_ramp:
         return False
+    if rise.end_idx is not None and not rise.ends_at_once:
+        return False  # it faded: a publication is there or not
+    if rise.idx < 8 and rise.ratio < 2 * LEAST_GROWTH:
+        return False  # samples age in the first steps of any asynchronous run
     if gap.num_fine == 0 and gap.num_bad > 0:
         return False  # it was wrong from the start: numerics
     return not (
@@ -104,8 +108,9 @@ def optimizer_explains(view: View, rise: Break) -> bool:
     policy = signs.policy(view)
     if policy.blow_up_idx is None:
         return False
-    first = policy.blow_up_idx <= rise.idx + max(4, view.n // 25)
-    return first and policy.update_ratio >= 0.8 * rise.peak_ratio
+    by_far = policy.update_ratio >= 2.0 * rise.peak_ratio  # then a few steps of uncertainty do not matter
+    slack = max(8, view.n // 12) if by_far else max(4, view.n // 25)
+    return policy.blow_up_idx <= rise.idx + slack and policy.update_ratio >= 0.8 * rise.peak_ratio
 
 
 def _never_synced(view: View, gap: signs.Gap) -> bool:

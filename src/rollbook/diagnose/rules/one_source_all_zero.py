@@ -34,7 +34,7 @@ def judge(view: View) -> Finding | NotJudged | None:
             collect="log the mean reward by data source (verl: data_source of the reward manager; validation by source)",
         )
     best: tuple[float, int, str, str] | None = None
-    for group, least in ((train, 5), (held_out, 2)):
+    for group, least in ((train, 4), (held_out, 1)):
         living = [s for s, m in group.items() if view.last(m, 3) > 1e-6]
         for source, metric in group.items():
             since = _zero_since(view, metric, least)
@@ -107,18 +107,17 @@ def _zero_since(view: View, metric: str, least: int) -> int | None:
         return None
     past = known[known <= positive[-1]]
     usual = np.abs(values[past[-20:]])
-    zero_frac = float(np.mean(usual <= 0.01 * top))
-    if np.median(usual) < 0.02 or (zero_frac > 0.1 and zero_frac ** len(zeros) > 1e-4):
-        return None  # zeros were common
-    if values[positive[-1]] < 0.25 * np.median(usual):
-        return None  # it faded out
-    begin = int(zeros[0])
-    if (
-        len(past) >= 2 and begin - int(positive[-1]) > 3
-    ):  # logged now and then: the reward of every step tells when
-        fall = signs.reward(view).fall
-        if fall is not None and positive[-1] <= fall.idx <= begin:
-            return fall.idx
+    if np.median(usual) < 0.02 or values[positive[-1]] < 0.25 * np.median(usual):
+        return None  # it was near zero before, or faded out
+    begin, last_positive = int(zeros[0]), int(positive[-1])
+    fall = signs.reward(view).fall
+    fell_too = fall is not None and last_positive <= fall.idx <= begin + 1
+    # How likely are so many zeros in a row by chance, given how common they were?
+    chance = ((np.sum(usual <= 0.01 * top) + 1) / (len(usual) + 2)) ** len(zeros)
+    if chance > (0.03 if fell_too else 1e-3):
+        return None
+    if fall is not None and fell_too and begin - last_positive > 3:
+        return fall.idx  # logged now and then: the reward of every step tells when
     return begin
 
 

@@ -1,0 +1,86 @@
+"""Every fault of the night and of the table is found first, and nothing is found in runs that are well.
+
+The logs come from two generators that know nothing of the rules (`bench/synthetic_runs.py` moves a mechanism,
+`bench/described_runs.py` tells what people saw); `bench/diagnose.py` measures the same on many seeds.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollbook.diagnose.finding import Diagnosis
+from rollbook.diagnose.readers.table import load
+from rollbook.diagnose.tree import RULES, diagnose
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import described_runs
+import synthetic_runs
+
+FAULTS = sorted(synthetic_runs.FAULTS)
+STATES = sorted(synthetic_runs.STATES)
+
+
+def _described(name: str, seed: int, tmp_path: Path) -> Diagnosis:
+    return diagnose(load(str(described_runs.write_jsonl(name, seed, tmp_path / "exp.jsonl"))))
+
+
+def _synthetic(name: str, seed: int, tmp_path: Path, how: str) -> Diagnosis:
+    world = synthetic_runs.make(name, seed, own_names=how == "own")
+    path = tmp_path / ("run.log" if how == "console" else "exp.jsonl")
+    if how == "console":
+        synthetic_runs.write_console(world, path)
+    else:
+        synthetic_runs.write_jsonl(world, path, own_names=how == "own")
+    return diagnose(load(str(path)))
+
+
+def test_each_fault_has_its_rule() -> None:
+    assert set(FAULTS) == set(described_runs.FAULTS) == set(RULES)
+    assert set(STATES) == set(described_runs.STATES)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("how", ["verl", "console", "own"])
+def test_a_fault_of_the_mechanism_is_found_first(fault: str, how: str, tmp_path: Path) -> None:
+    diagnosis = _synthetic(fault, 2, tmp_path, how)
+    assert diagnosis.verdict == fault
+    finding = diagnosis.findings[0]
+    assert finding.evidence and finding.action and finding.next_check
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_as_people_describe_it_is_found_first(fault: str, tmp_path: Path) -> None:
+    assert _described(fault, 5, tmp_path).verdict == fault
+
+
+@pytest.mark.parametrize("name", ["healthy", *STATES])
+def test_nothing_is_found_in_a_run_that_is_well_or_limited_by_its_algorithm(name: str, tmp_path: Path) -> None:
+    for seed in (1, 4):
+        assert _described(name, seed, tmp_path).findings == ()
+        assert _synthetic(name, seed, tmp_path, "verl").findings == ()
+
+
+@pytest.mark.parametrize("state", ["learning_rate_too_high", "entropy_collapse", "data_exhausted", "reward_saturates"])
+def test_a_state_of_the_algorithm_is_named_beside_the_proof(state: str, tmp_path: Path) -> None:
+    diagnosis = _described(state, 3, tmp_path)
+    assert diagnosis.is_well
+    assert state in [s.name for s in diagnosis.states]
+    assert len(diagnosis.signals) == 4
+
+
+def test_the_onset_of_a_missed_sync_is_told_within_some_steps(tmp_path: Path) -> None:
+    """World 3 stops publishing at index 29 of 59, which is step 30."""
+    finding = _synthetic("missed_weight_sync", 3, tmp_path, "verl").findings[0]
+    assert abs(finding.step - 30) <= 4
+
+
+def test_consequences_of_a_missed_sync_are_not_causes(tmp_path: Path) -> None:
+    """Told by versions: every sample ages, so staleness and the gap rise as well."""
+    rules = set()
+    for seed in range(6):
+        diagnosis = _synthetic("missed_weight_sync", seed, tmp_path, "own")
+        rules |= {finding.rule for finding in diagnosis.findings}
+    assert rules == {"missed_weight_sync"}

@@ -1,0 +1,139 @@
+"""`rollbook diagnose` as a user meets it: verdict first, 80 columns, JSON, a page, mistakes named."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from rollbook.cli.main import main
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import described_runs
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command line."""
+    with pytest.raises(SystemExit) as ended:
+        main(["diagnose", *args])
+    captured = capsys.readouterr()
+    code = ended.value.code
+    return (code if isinstance(code, int) else 0), captured.out, captured.err
+
+
+@pytest.fixture
+def sick(tmp_path: Path) -> str:
+    return str(described_runs.write_jsonl("missed_weight_sync", 1, tmp_path / "exp.jsonl"))
+
+
+def test_the_verdict_comes_first_on_one_screen_of_80_columns(sick: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, sick)
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert max(len(line) for line in lines) <= 80
+    assert lines[2].startswith("FOUND: engines sample with old weights")
+    screen = "\n".join(lines[:24])
+    assert "do:" in screen
+    assert "next:" in screen
+    assert "could not be judged" in out
+
+
+def test_a_run_that_is_well_says_so_with_the_four_signals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = described_runs.write_jsonl("plateau", 1, tmp_path / "exp.jsonl")
+    _, out, _ = run(capsys, str(log))
+    assert "NONE OF THESE: the system is well; what limits the run: the reward stands still" in " ".join(out.split())
+    assert out.count("  well ") == 4
+
+
+def test_json_is_one_object_without_nan(sick: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, sick, "--json")
+    answer: dict[str, Any] = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert answer["verdict"] == "missed_weight_sync"
+    assert {"rule", "confidence", "step", "evidence", "action", "next_check", "cost_s"} <= set(answer["findings"][0])
+    assert answer["steps"]["count"] > 0
+
+
+def test_the_page_is_self_contained_and_draws_the_evidence(
+    sick: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    run(capsys, sick, "--html", str(page))
+    text = page.read_text()
+    assert text.count("<svg") >= 3
+    assert not re.search(r"(?:src|href)=|https?://|<script", text)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["/no/such/log"], "there is no /no/such/log"),
+        (["{log}", "--format", "verl"], "unknown log format 'verl'"),
+        (["{log}", "--run", "7"], "holds 1 runs, and run 7 was asked for"),
+        (["{log}", "--html", "/no/such/folder/page.html"], "cannot write"),
+        (["http://127.0.0.1:9"], "no answer of a Prometheus server"),
+    ],
+)
+def test_mistakes_are_named_without_a_traceback(
+    args: list[str], says: str, sick: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *[arg.format(log=sick) for arg in args])
+    assert code == 2
+    assert says in err
+    assert "hint: " in err
+    assert "Traceback" not in err
+
+
+@pytest.fixture
+def prometheus() -> Iterator[str]:
+    """A server that answers `query_range` as Prometheus 2 does, from a run of 30 steps of 60 seconds."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            query = parse_qs(urlsplit(self.path).query)
+            end = float(query["end"][0])
+            times = [end - 60.0 * (30 - step) for step in range(30)]
+            series = {
+                "training/global_step": [float(step) for step in range(30)],
+                "critic/rewards/mean": [0.5] * 15 + [0.1] * 15,
+                "num_turns/mean": [6.0] * 15 + [2.5] * 15,
+                "failures/frac": [0.01] * 15 + [0.6] * 15,
+            }
+            result = [
+                {
+                    "metric": {"__name__": "rollbook_x", "metric": name, "run": "demo"},
+                    "values": [[t, str(v)] for t, v in zip(times, values, strict=True)],
+                }
+                for name, values in series.items()
+            ]
+            body = json.dumps({"status": "success", "data": {"resultType": "matrix", "result": result}}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_prometheus_server_is_read_by_its_url(prometheus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, prometheus, "--json")
+    answer = json.loads(out)
+    assert answer["format"] == "prometheus"
+    assert answer["steps"] == {"first": 0, "last": 29, "count": 30}
+    assert answer["verdict"] == "dead_sandbox_pool"

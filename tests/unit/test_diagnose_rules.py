@@ -1,0 +1,243 @@
+"""The relations that tell faults apart, each on the smallest series that shows it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.diagnose.readers.assemble import assemble
+from rollbook.diagnose.series import Event, Row, RunSeries
+from rollbook.diagnose.tree import diagnose
+
+N, AT = 120, 60
+T = np.arange(N, dtype=np.float64)
+GAP = "training/rollout_probs_diff_mean"
+STALENESS = "training/off_policy/trajectory_staleness"
+
+
+def _noisy(level: float | NDArray[np.float64], seed: int, size: float = 0.04) -> NDArray[np.float64]:
+    return np.asarray(level * np.exp(np.random.default_rng(seed).normal(0, size, N)))
+
+
+def _run(events: tuple[Event, ...] = (), **changed: NDArray[np.float64]) -> RunSeries:
+    """A healthy run with some series replaced; names are given with "/" as "__"."""
+    values = {
+        "critic/rewards/mean": np.clip(0.3 + 0.2 * T / N + np.random.default_rng(1).normal(0, 0.01, N), 0, 1),
+        GAP: _noisy(0.006, 2),
+        "rollout_corr/kl": _noisy(0.001, 3, 0.1),
+        "actor/grad_norm": _noisy(0.2, 4, 0.1),
+        "actor/entropy": _noisy(0.4, 5, 0.02),
+        "actor/ppo_kl": _noisy(2e-4, 6, 0.1),
+        "actor/pg_clipfrac": _noisy(2e-3, 7, 0.1),
+        "response_length/mean": _noisy(800.0, 8),
+        "response_length/max": _noisy(3000.0, 9),
+        "timing_s/gen": _noisy(50.0, 10),
+        "timing_s/update_actor": _noisy(40.0, 11),
+        "timing_s/old_log_prob": _noisy(10.0, 12),
+        "timing_s/update_weights": _noisy(4.0, 13),
+        "timing_s/step": _noisy(105.0, 14),
+        "perf/max_memory_allocated_gb": _noisy(50.0, 15, 0.002),
+        "perf/max_memory_reserved_gb": _noisy(60.0, 16, 0.002),
+    }
+    values.update({name.replace("__", "/"): series for name, series in changed.items()})
+    rows = [Row(step=i + 1, data={k: float(v[i]) for k, v in values.items() if np.isfinite(v[i])}) for i in range(N)]
+    return assemble([*rows[:AT], *events, *rows[AT:]], source="log", format="test")
+
+
+def _grow(base: NDArray[np.float64], factor: float, over: int = N - AT) -> NDArray[np.float64]:
+    return base * (1 + (factor - 1) * np.clip((T - AT) / over, 0, 1))
+
+
+def _step(base: NDArray[np.float64], factor: float) -> NDArray[np.float64]:
+    return np.where(T >= AT, base * factor, base)
+
+
+def test_the_base_run_is_well_with_four_signals_as_proof() -> None:
+    diagnosis = diagnose(_run())
+    assert diagnosis.verdict == "well"
+    assert [signal.verdict for signal in diagnosis.signals] == ["well"] * 4
+
+
+def test_a_gap_that_grows_is_a_missed_sync_and_one_that_steps_is_a_mismatch() -> None:
+    ramp = _run(**{GAP: _grow(_noisy(0.006, 2), 6), "rollout_corr/kl": _grow(_noisy(0.001, 3, 0.1), 30)})
+    step = _run(**{GAP: _step(_noisy(0.006, 2), 6), "rollout_corr/kl": _step(_noisy(0.001, 3, 0.1), 30)})
+    assert diagnose(ramp).verdict == "missed_weight_sync"
+    assert diagnose(step).verdict == "engine_mismatch"
+
+
+def test_a_gap_that_follows_staleness_is_stale_samples() -> None:
+    stale = {
+        f"{STALENESS}/mean": _step(_noisy(0.8, 20), 6),
+        f"{STALENESS}/max": np.round(_step(_noisy(2.0, 21), 3)),
+        f"{STALENESS}/min": np.zeros(N),
+        GAP: _step(_noisy(0.006, 2), 1.8),
+        "rollout_corr/kl": _step(_noisy(0.001, 3, 0.1), 3.5),
+    }
+    diagnosis = diagnose(_run(**stale))
+    assert diagnosis.verdict == "stale_samples"
+
+
+def test_samples_that_age_by_one_version_a_step_tell_who_stands_still() -> None:
+    """All of them: a missed sync. Only the oldest: a part of the replicas."""
+    age = np.clip(T - AT, 0, None)
+    all_stand = {f"{STALENESS}/{stat}": age + 0.5 * (stat == "mean") for stat in ("mean", "max", "min")}
+    some_stand = {f"{STALENESS}/mean": 0.5 + age / 4, f"{STALENESS}/max": 1 + age, f"{STALENESS}/min": np.zeros(N)}
+    assert diagnose(_run(**all_stand)).verdict == "missed_weight_sync"
+    assert diagnose(_run(**some_stand)).verdict == "version_drift"
+
+
+def test_replicas_that_keep_their_version_are_named() -> None:
+    versions = {f"replica/{i}/weight_version": T.copy() for i in range(4)}
+    versions["replica/2/weight_version"] = np.minimum(T, AT)
+    finding = diagnose(_run(**versions, **{"training/weight_version": T})).findings[0]
+    assert finding.rule == "version_drift"
+    assert "replicas 2 of 4" in finding.evidence[0].says
+
+
+def test_a_policy_that_moves_too_fast_explains_a_gap_that_follows_it() -> None:
+    """Gradient norm, step KL, clip fraction and entropy blow up; the gap only doubles: no fault of the system."""
+    fast = {
+        "actor/grad_norm": _grow(_noisy(0.2, 4, 0.1), 20, 30),
+        "actor/ppo_kl": _grow(_noisy(2e-4, 6, 0.1), 100, 30),
+        "actor/pg_clipfrac": _grow(_noisy(2e-3, 7, 0.1), 15, 30),
+        "actor/entropy": _grow(_noisy(0.4, 5, 0.02), 4, 30),
+        "critic/rewards/mean": _grow(_noisy(0.4, 1), 0.2, 40),
+        GAP: _grow(_noisy(0.006, 2), 2.2, 40),
+        "rollout_corr/kl": _grow(_noisy(0.001, 3, 0.1), 5, 40),
+    }
+    diagnosis = diagnose(_run(**fast))
+    assert diagnosis.is_well
+    assert [state.name for state in diagnosis.states] == ["learning_rate_too_high"]
+
+
+def test_nan_after_a_growing_gap_is_the_mismatch_and_after_a_blow_up_is_not() -> None:
+    nan = np.where(T >= N - 4, np.nan, 1.0)
+    rows = _run(**{GAP: _grow(_noisy(0.006, 2), 15), "rollout_corr/kl": _grow(_noisy(0.001, 3, 0.1), 200)})
+    rows.values["actor/grad_norm"] = _grow(_noisy(0.2, 4, 0.1), 20) * nan
+    rows.non_finite = {"actor/grad_norm": [int(s) for s in rows.steps[-4:]]}
+    assert diagnose(rows).verdict == "mismatch_to_nan"
+    rows = _run(
+        **{
+            "actor/ppo_kl": _grow(_noisy(2e-4, 6, 0.1), 200, 40),
+            "actor/entropy": _grow(_noisy(0.4, 5, 0.02), 4, 40),
+            "actor/pg_clipfrac": _grow(_noisy(2e-3, 7, 0.1), 20, 40),
+        }
+    )
+    rows.values["actor/grad_norm"] = _grow(_noisy(0.2, 4, 0.1), 40, 40) * nan
+    rows.non_finite = {"actor/grad_norm": [int(s) for s in rows.steps[-4:]]}
+    assert diagnose(rows).is_well
+
+
+def test_a_publication_that_is_no_longer_logged_is_a_missed_one() -> None:
+    gone = np.where(T >= AT, np.nan, _noisy(4.0, 13))
+    series = {"timing_s/update_weights": gone, GAP: _grow(_noisy(0.006, 2), 4)}
+    assert diagnose(_run(**series)).verdict == "missed_weight_sync"
+
+
+def test_rewards_that_fall_with_the_environments_signals_are_dead_sandboxes() -> None:
+    dead = {
+        "critic/rewards/mean": _step(_noisy(0.4, 1), 0.3),
+        "num_turns/mean": _step(_noisy(6.0, 20), 0.5),
+        "response/aborted_ratio": _step(_noisy(0.004, 21), 80),
+    }
+    finding = diagnose(_run(**dead)).findings[0]
+    assert finding.rule == "dead_sandbox_pool"
+    assert finding.cost_reward is not None
+    assert 0.2 < finding.cost_reward < 0.35
+
+
+def test_sandboxes_that_fill_step_by_step_leak() -> None:
+    leak = {
+        "num_turns/mean": _noisy(6.0, 20),
+        "env/num_leased": _grow(_noisy(60.0, 21), 4),
+        "env/queue_depth": _grow(_noisy(3.0, 22), 20),
+        "env/turn_s/mean": _grow(_noisy(2.0, 23), 5),
+    }
+    assert diagnose(_run(**leak)).verdict == "sandbox_leak"
+
+
+def test_one_source_at_exactly_zero_is_its_scorer_and_all_of_them_is_not() -> None:
+    one = {"reward/math/mean": _noisy(0.5, 20), "reward/code/mean": _step(_noisy(0.4, 21), 0.0)}
+    finding = diagnose(_run(**one)).findings[0]
+    assert (finding.rule, finding.step) == ("one_source_all_zero", AT + 1)
+    assert "'code'" in finding.title
+    fading = {"reward/math/mean": _grow(_noisy(0.5, 20), 0.1), "reward/code/mean": _grow(_noisy(0.4, 21), 0.0, 50)}
+    assert diagnose(_run(**fading)).verdict != "one_source_all_zero"
+
+
+def test_waiting_is_told_by_what_did_not_change() -> None:
+    """The same seconds: with longer responses nothing is wrong, without them samples do not come."""
+    slow = _step(_noisy(50.0, 10), 4)
+    waits = {"timing_s/gen": slow, f"{STALENESS}/mean": _noisy(0.8, 20)}
+    assert diagnose(_run(**waits)).verdict == "buffer_never_fills"
+    longer = {"response_length/mean": _step(_noisy(800.0, 8), 4), "response_length/max": _step(_noisy(3000.0, 9), 4)}
+    assert diagnose(_run(**waits, **longer)).is_well
+    filtered = {"training/filter_groups/evicted_samples": _step(_noisy(60.0, 21), 12)}
+    assert diagnose(_run(**waits, **filtered)).verdict == "filter_starvation"
+
+
+def test_a_stall_at_the_end_is_a_hang_and_the_log_in_words_makes_it_sure() -> None:
+    stalled = _noisy(40.0, 11)
+    stalled[-1] = 1840.0
+    silent = diagnose(_run(**{"timing_s/update_actor": stalled})).findings[0]
+    assert silent.rule == "collective_hang"
+    event = Event(kind="collective_timeout", step=N, text="Watchdog caught collective operation timeout")
+    said = diagnose(_run(events=(event,), **{"timing_s/update_actor": stalled})).findings[0]
+    assert said.rule == "collective_hang"
+    assert said.confidence > silent.confidence
+    assert silent.cost_s is not None
+    assert 1700 < silent.cost_s < 1900
+
+
+def test_memory_that_follows_length_is_not_fragmentation_and_the_reverse() -> None:
+    length = _noisy(800.0, 8) * (1 + 2.5 * T / N)
+    follows = {
+        "response_length/mean": length,
+        "timing_s/gen": _noisy(50.0, 10) * (1 + 2.5 * T / N),
+        "perf/max_memory_allocated_gb": np.maximum.accumulate(45 + 32 * T / N),
+        "perf/max_memory_reserved_gb": np.maximum.accumulate(49 + 30 * T / N),
+    }
+    assert diagnose(_run(**follows)).verdict == "late_oom_with_length"
+    held = {"perf/max_memory_reserved_gb": np.maximum.accumulate(56 + 23 * T / N)}
+    assert diagnose(_run(**held)).verdict == "fragmentation"
+
+
+def test_an_allocator_that_warms_up_or_jumps_once_is_well() -> None:
+    warm = {"perf/max_memory_reserved_gb": 56 + 12 * (1 - np.exp(-T / 8))}
+    once = {"perf/max_memory_reserved_gb": np.where(T >= 70, 70.0, 60.0)}
+    assert diagnose(_run(**warm)).is_well
+    assert diagnose(_run(**once)).is_well
+
+
+def test_what_was_not_logged_is_said_with_how_to_collect_it() -> None:
+    run = _run()
+    for name in [n for n in run.values if n.startswith(("training/", "rollout_corr/"))]:
+        del run.values[name]
+    missing = {judged.rule: judged.collect for judged in diagnose(run).not_judged}
+    assert "calculate_log_probs" in missing["engine_mismatch"]
+    assert "missed_weight_sync" in missing
+
+
+def test_smooth_curves_without_noise_are_well() -> None:
+    """The noise is zero: relations must hold the rules back, not scores."""
+    curves = {
+        "critic/rewards/mean": 0.2 + 0.5 * T / N,
+        GAP: 0.006 * (1 + 0.3 * T / N),
+        "rollout_corr/kl": 0.001 * (1 + 0.5 * T / N),
+        "actor/entropy": 0.5 * np.exp(-T / N),
+        "response_length/mean": 500 * (1 + T / N),
+        "response_length/max": 2000 * (1 + T / N),
+        "timing_s/gen": 50 * (1 + T / N),
+        "actor/grad_norm": 0.2 * np.exp(-T / N),
+        "perf/max_memory_allocated_gb": 50 + 4 * T / N,
+        "perf/max_memory_reserved_gb": 58 + 5 * T / N,
+        "timing_s/update_weights": np.full(N, 4.0),
+    }
+    assert diagnose(_run(**curves)).findings == ()
+
+
+def test_a_log_of_a_few_steps_raises_no_alarm() -> None:
+    rows = [Row(step=i, data={"critic/rewards/mean": 0.1 * i, GAP: 0.006, "timing_s/gen": 10.0 + i}) for i in range(4)]
+    diagnosis = diagnose(assemble(rows, source="log", format="test"))
+    assert diagnosis.findings == ()
+    assert diagnosis.num_steps == 4
