@@ -313,7 +313,7 @@ class Controller:
         if self.schedule.pauses_for_training:
             with self.recorder.span("to_rollout"):
                 await self.router.resume()
-        if self._is_publication_due(step) and self.config.sync.probe:
+        if self._is_publication_due(step) and self.probes:
             with self.recorder.span("sync"):
                 await self._probe()
 
@@ -323,7 +323,7 @@ class Controller:
         Raises:
             SyncError: no replica is left that agrees with the trainer.
         """
-        if not self.config.sync.probe:
+        if not self.probes:
             return
         for engine in self.router.engines:
             if engine.replica_id in self.router.out_of_service:
@@ -411,6 +411,11 @@ class Controller:
     def _is_last(self, step: int) -> bool:
         """Whether no step follows: known before the next prompts are asked for."""
         return step + 1 == self.config.run.num_steps or self.rollout.stream.is_consumed
+
+    @property
+    def probes(self) -> bool:
+        """Not where the engine's weights are rounded on purpose: the gap is then what the user came to see."""
+        return self.config.sync.probe and self.config.rollout.mismatch == "none"
 
     @property
     def num_sequences(self) -> int:

@@ -87,9 +87,7 @@ class Prober:
 
     @property
     def _dtype(self) -> str:
-        """What the gap is held against: the coarser of the two sides, or what the engine was made to round to."""
-        if self.rollout.mismatch != "none":
-            return self.rollout.mismatch
+        """What the gap is held against: the coarser of the two sides."""
         sides = {str(self.trainer.model.dtype).removeprefix("torch."), self.rollout.dtype} - {
             "auto",
             "float32",
