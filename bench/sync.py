@@ -21,6 +21,19 @@ links: device copy 4.27 TB/s read and written, peer copy 395 GB/s, pinned host 5
     host        pinned shared memory, both directions at once: stream 310 ms (0.94), whole 345 ms
     delta       2 % changed: compare 3 passes 12 ms, 0.96 GB sent, gather and scatter about 40 ms: 100 ms over NVLink
                 (no gain), 130 ms over the host link (2.7 times faster than full)
+  Second round, after the first run (8B: digest 6.5 ms, shared 134 / 154, inproc 144 / 175, ipc to the other GPU
+  229 / 272, nccl 264 / 299, host 510 / 547 ms stream / whole). Per bucket the replica built the table of all 291
+  tensors anew (3 ms), each digest was a launch of its own that waited for all copies before it, fetching a bucket and
+  taking it in excluded each other. Now: one table, a launch for every 64 MiB whose plan is copied from page-locked
+  memory, one copy per bucket at the replica, and each bucket's copy queued behind the last one's.
+    digest      tiles of 256 x 4, 2 warps, no views: 6.1 ms
+    shared      62 buckets at 0.35 ms of Python, one launch at the replica: stream 25 ms, whole 45 ms
+    inproc      the same, and the swap: stream 27 ms, whole 65 ms
+    ipc 1 GPU   62 round trips hidden but for 0.6 ms of Python each: stream 40 ms, whole 75 ms
+    ipc 2 GPUs  3 buckets of 256 MiB in flight: stream 50 ms (0.83 of the link), whole 85 ms; with 2: 65 ms (0.64)
+    nccl        3 buckets: stream 56 ms (0.85), whole 90 ms; with 2: 70 ms (0.68)
+    host        stream 325 ms (0.90), whole 360 ms, with 2 or 3
+    bare        the same publications with digests left out: stream 2 ms shorter over NVLink, nothing over the host link
     CPU shm     digests dominate: three reads at about 5 GB/s a thread beside a copy at 20 GB/s: 1.2 GB/s a thread
 """
 
@@ -37,9 +50,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,9 +61,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 from torch import Tensor
 
+from rollbook.sync import bucket as bucket_module
 from rollbook.sync import digest as digest_module
 from rollbook.sync.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
-from rollbook.sync.digest import digests
+from rollbook.sync.digest import PendingDigests, digests
 from rollbook.sync.inproc import InprocPort
 from rollbook.sync.ipc import IpcReceiver, IpcSender
 from rollbook.sync.layout import MappedWeights, Place
@@ -180,6 +194,7 @@ class Settings:
     """The publisher's settings, without the config section (and pydantic)."""
 
     bucket_bytes: int
+    max_buckets: int = 2
     delta: bool = False
     on_replica_failure: Literal["quarantine", "abort"] = "abort"
     commit_order: Literal["together", "rolling"] = "together"
@@ -246,11 +261,13 @@ def row_of(what: str, report: PublicationReport, link: float) -> str:
     )
 
 
-async def measured(publisher: Publisher, source: Source, reps: int, *, start: int = 0) -> PublicationReport:
+async def measured(
+    publisher: Publisher, source: Source, reps: int, *, moved: bool = True
+) -> PublicationReport:
     """The fastest of `reps` publications after one that allocates and warms up."""
     reports = []
-    for version in range(start + 1, start + reps + 2):
-        reports.append(await publisher.publish(version))
+    for version in range(1, reps + 2):
+        reports.append(await publisher.publish(version, moved=moved))
         assert not publisher.quarantined, publisher.quarantined
         source.move()
     return min(reports[1:], key=lambda report: report.total_s)
@@ -261,10 +278,11 @@ async def measured(publisher: Publisher, source: Source, reps: int, *, start: in
 
 @contextlib.asynccontextmanager
 async def replica_process(
-    model: str, device: torch.device, transport: str, bucket_bytes: int, folder: str
+    model: str, device: torch.device, transport: str, bucket_bytes: int, folder: str, *, is_bare: bool = False
 ) -> AsyncIterator[subprocess.Popen[bytes]]:
     args = {
         "model": model, "device": str(device), "transport": transport, "bucket_bytes": bucket_bytes, "folder": folder,
+        "is_bare": is_bare,
     }  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, __file__, "--replica", json.dumps(args)],
@@ -297,9 +315,20 @@ async def replica_main(args: dict[str, Any]) -> None:
         receiver = ShmReceiver(args["folder"])
     engine = zero_engine(args["model"], device)
     server = ReplicaServer(InprocPort(engine), receiver)
+    if args["is_bare"]:
+        leave_out_digests()
     print(await server.start(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     os._exit(0)  # process groups and mappings may wait for each other; there is nothing to save
+
+
+def leave_out_digests() -> None:
+    """Every digest of an arriving or exported tensor becomes 0: what a publication takes without them."""
+
+    def launch(tensors: Sequence[Tensor]) -> PendingDigests:
+        return PendingDigests(torch.zeros(len(tensors), 2, dtype=torch.int64), ("",) * len(tensors))
+
+    bucket_module.launch = launch
 
 
 def shared_folder(bucket_bytes: int) -> str:
@@ -325,11 +354,16 @@ def broadcast_rate(group: BroadcastGroup, bucket_bytes: int) -> float:
 
 async def between_processes(
     model: str, source: Source, transport: str, target: torch.device, settings: Settings, link: float | None,
-    what: str, table: Table, reps: int, body: Callable[[Publisher, float], Any] | None = None,
+    what: str, table: Table, reps: int, body: Callable[[Publisher, float], Any] | None = None, is_bare: bool = False,
 ) -> None:  # fmt: skip
     """Publish to a replica in a process of its own, over one transport."""
+    held = bucket_module.launch
+    if is_bare:
+        leave_out_digests()
     with tempfile.TemporaryDirectory(dir=shared_folder(settings.bucket_bytes)) as folder:
-        async with replica_process(model, target, transport, settings.bucket_bytes, folder) as process:
+        async with replica_process(
+            model, target, transport, settings.bucket_bytes, folder, is_bare=is_bare
+        ) as process:
             device = next(iter(source.tensors.values())).device
             sender: Sender
             if transport == "ipc":
@@ -347,8 +381,9 @@ async def between_processes(
             if body is not None:
                 await body(publisher, link or float("nan"))
             else:
-                report = await measured(publisher, source, reps)
+                report = await measured(publisher, source, reps, moved=not is_bare)
                 table.add(row_of(what, report, link or float("nan")))
+            bucket_module.launch = held
             await port.close()
             sender.close()
             publisher.close()
@@ -422,8 +457,8 @@ async def bench_delta(
                 f"{report.total_s * 1e3:8.1f} ms, base {report.base_version}"
             )
 
-    delta = Settings(settings.bucket_bytes, delta=True)
-    full = Settings(settings.bucket_bytes)
+    delta = replace(settings, delta=True)
+    full = replace(settings, delta=False)
     await between_processes(
         model, source, transport, target, full, link, f"full {model}B {transport} to {target}", table, 2
     )
@@ -437,6 +472,7 @@ async def main() -> None:
     parser.add_argument("--models", nargs="*", choices=list(MODELS))
     parser.add_argument("--parts", nargs="*", default=["digest", "inproc", "host", "ipc", "nccl", "delta"])
     parser.add_argument("--bucket-mib", type=int, nargs="*", default=[256])
+    parser.add_argument("--max-buckets", type=int, nargs="*", default=[2])
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--replica", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -454,15 +490,19 @@ async def main() -> None:
         flush=True,
     )
     table = Table()
-    for bucket_mib in args.bucket_mib:
-        settings = Settings(bucket_mib * MIB)
-        is_first = bucket_mib == args.bucket_mib[0]
+    kinds = [(mib, num, False) for mib in args.bucket_mib for num in args.max_buckets]
+    kinds += [(*kinds[-1][:2], True)] if "bare" in args.parts else []
+    for bucket_mib, max_buckets, is_bare in kinds:
+        settings = Settings(bucket_mib * MIB, max_buckets)
+        is_first = (bucket_mib, max_buckets, is_bare) == kinds[0]
         for model in models:
-            label = f"{model}B, {bucket_mib} MiB"
+            label = f"{model}B, {max_buckets} x {bucket_mib} MiB" + (", bare" if is_bare else "")
 
             def remote(transport: str, target: torch.device, what: str, link: float | None) -> Work:
-                what = f"{what} {model}B, {bucket_mib} MiB"  # noqa: B023 (awaited before the loop goes on)
-                return fresh(model, device, transport, target, settings, link, what, table, args.reps)  # noqa: B023
+                what = f"{what} {label}"  # noqa: B023 (awaited before the loop goes on)
+                return fresh(
+                    model, device, transport, target, settings, link, what, table, args.reps, is_bare  # noqa: B023
+                )
 
             if "digest" in args.parts and is_first:
                 bench_digest(model, device, table)
@@ -490,11 +530,13 @@ async def main() -> None:
 
 async def fresh(
     model: str, device: torch.device, transport: str, target: torch.device, settings: Settings, link: float | None,
-    what: str, table: Table, reps: int,
+    what: str, table: Table, reps: int, is_bare: bool,
 ) -> None:  # fmt: skip
     """`between_processes` from new random weights."""
     source = Source(random_weights(model, device))
-    await between_processes(model, source, transport, target, settings, link, what, table, reps)
+    await between_processes(
+        model, source, transport, target, settings, link, what, table, reps, is_bare=is_bare
+    )
 
 
 async def tried(work: Work, what: str, table: Table) -> None:

@@ -151,8 +151,11 @@ async def test_every_replica_ends_at_the_trainers_weights_while_it_decodes(
     c.source.step(1 / 1.5)
 
 
-async def test_two_buffers_exist_and_one_fills_while_the_other_travels(cluster: Make) -> None:
-    c = cluster(1)
+@pytest.mark.parametrize("max_buckets", [2, 3])
+async def test_so_many_buffers_exist_and_one_fills_while_another_travels(
+    cluster: Make, max_buckets: int
+) -> None:
+    c = cluster(1, config=CONFIG.model_copy(update={"max_buckets": max_buckets}))
     exported: list[str] = []
     export = c.source.export_weights
 
@@ -174,8 +177,8 @@ async def test_two_buffers_exist_and_one_fills_while_the_other_travels(cluster: 
     c.ports[0].faults["receive"] = wait_for_next_bucket
     report = await c.publisher.publish(1)
     assert sum(overlaps) >= report.num_buckets - 2 >= 3
-    assert {slot for slot, _ in c.slots} == {0, 1}
-    assert len(c.slots) == 2
+    assert {slot for slot, _ in c.slots} == set(range(max_buckets))
+    assert len(c.slots) == max_buckets
 
 
 @pytest.mark.parametrize("phase", ["open", "receive", "prove", "commit"])

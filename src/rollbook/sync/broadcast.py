@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, FileStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from rollbook.errors import SyncError
-from rollbook.sync.bucket import NUM_SLOTS, SlotBuffers
+from rollbook.sync.bucket import MAX_SLOTS, SlotBuffers
 from rollbook.sync.transport import Once
 from rollbook.sync.wire import Json, field
 from rollbook.weights import Bucket
@@ -41,6 +41,7 @@ class BroadcastGroup:
         self.group = cast(Collective, group)
         self.device = device
         self.rank = rank
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @classmethod
     def create(
@@ -78,10 +79,12 @@ class BroadcastGroup:
         began_at_s = time.perf_counter()
         options = BroadcastOptions()
         options.rootRank = TRAINER_RANK
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
+        if (
+            self._stream is not None
+        ):  # neither waits for the engine's or the trainer's kernels, nor makes them wait
+            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
                 self.group.broadcast([data], options).wait()
-                torch.cuda.current_stream().synchronize()
+            self._stream.synchronize()
         else:
             self.group.broadcast([data], options).wait()
         return time.perf_counter() - began_at_s
@@ -93,15 +96,18 @@ class BroadcastSender:
     def __init__(self, group: BroadcastGroup) -> None:
         self._group = group
         self._buffers = SlotBuffers()
+        self._slot_of: dict[int, int] = {}
         self._once = Once()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
 
     def buffer(self, slot_idx: int, num_bytes: int, device: torch.device) -> Tensor:
-        return self._buffers(slot_idx, num_bytes, self._group.device)
+        data = self._buffers(slot_idx, num_bytes, self._group.device)
+        self._slot_of[data.data_ptr()] = slot_idx
+        return data
 
     async def announce(self, bucket: Bucket) -> Json:
         assert bucket.data is not None
-        return {"num_bytes": bucket.data.numel()}
+        return {"num_bytes": bucket.data.numel(), "slot_idx": self._slot_of[bucket.data.data_ptr()]}
 
     def payload(self, bucket: Bucket) -> Tensor | None:
         return None
@@ -129,14 +135,19 @@ class BroadcastReceiver:
         self._buffers = SlotBuffers()
 
     def take(self, bucket: Bucket, place: Json) -> Bucket:
-        num_bytes = field(place, "num_bytes", int)
+        num_bytes, slot_idx = field(place, "num_bytes", int), field(place, "slot_idx", int)
+        if not 0 <= slot_idx < MAX_SLOTS:
+            raise SyncError(
+                f"bucket {bucket.bucket_idx} was announced in slot {slot_idx} of at most {MAX_SLOTS}",
+                "trainer and engine run different releases: install the same one",
+            )
         if not 0 <= num_bytes <= self._max_bucket_bytes:
             raise SyncError(
                 f"bucket {bucket.bucket_idx} was announced with {num_bytes} bytes, the limit is "
                 f"{self._max_bucket_bytes}",
                 "use the same sync.bucket_bytes on both sides",
             )
-        data = self._buffers(bucket.bucket_idx % NUM_SLOTS, num_bytes, self._group.device)
+        data = self._buffers(slot_idx, num_bytes, self._group.device)
         self._group.broadcast(data)
         return replace(bucket, data=data)
 

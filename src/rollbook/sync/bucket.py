@@ -1,11 +1,12 @@
 """Buckets: the trainer's stream of tensors, packed into buffers of one size or passed on by reference.
 
     export ──► pack ──► slot 0: bucket 0, 2, 4 ...      while slot 0 travels, slot 1 is filled
-                        slot 1: bucket 1, 3, 5 ...
+                        slot 1: bucket 1, 3, 5 ...      (more than two slots: `sync.max_buckets`)
 
 A tensor goes whole into one bucket; one that is larger than a bucket is cut into parts that fill buckets of
 their own. The digest of every tensor is started on the exported tensor itself, not on the packed copy: a
-mistake in the packing is a mismatch, not a consistent lie.
+mistake in the packing is a mismatch, not a consistent lie. On a device a bucket may travel as soon as its copies are
+done; its digests are computed while it travels, and read once, after the last bucket.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
 
     from rollbook.sync.delta import AcknowledgedWeights
 
-NUM_SLOTS = 2
-"""Buffers that exist at a time; a slot is filled again when its bucket has arrived everywhere."""
+MAX_SLOTS = 8
+"""Buffers that may exist at a time; a slot is filled again when its bucket has arrived everywhere."""
 ALIGN_BYTES = 256
 """Entries start on this boundary, so that a part can be viewed in its dtype where it lies."""
 SMALL_BYTES = 1 << 20
-"""Digests of smaller tensors wait for the end of the bucket and share one launch."""
+"""On a device, tensors up to here wait for the end of the bucket and are copied by one launch."""
+HOLD_BYTES = 64 << 20
+"""Exported tensors wait for their digest until so much is held, and share a launch. What an export gathers for the
+publication alone is held no longer than that."""
 
 Buffers = Callable[[int, int, torch.device], "Tensor"]
 """(slot index, bytes, device of the exported tensors) -> [bytes] uint8 buffer; the same one for the same slot."""
@@ -53,20 +57,20 @@ class DigestLedger:
     """Digests of a stream of tensors, started as they come and read from the devices once, at the end.
 
     Args:
-        hold_bytes: tensors up to this size wait for `flush` and share a launch; larger ones are started at once, so
-            that the stream can free them.
+        hold_bytes: tensors wait until this much is held, or for `flush`, and share a launch.
     """
 
-    def __init__(self, hold_bytes: int = SMALL_BYTES) -> None:
+    def __init__(self, hold_bytes: int = HOLD_BYTES) -> None:
         self._hold_bytes = hold_bytes
         self._held: list[tuple[str, Tensor]] = []
+        self._held_bytes = 0
         self._pending: list[tuple[list[str], PendingDigests]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        if tensor.numel() * tensor.element_size() > self._hold_bytes:
-            self._pending.append(([name], launch([tensor])))
-        else:
-            self._held.append((name, tensor))
+        self._held.append((name, tensor))
+        self._held_bytes += tensor.numel() * tensor.element_size()
+        if self._held_bytes > self._hold_bytes:
+            self.flush()
 
     def flush(self) -> None:
         """Start what was held back; the tensors are free afterwards."""
@@ -77,6 +81,7 @@ class DigestLedger:
             pending = launch([tensor for _, tensor in held])
             self._pending.append(([name for name, _ in held], pending))
         self._held.clear()
+        self._held_bytes = 0
 
     def results(self) -> dict[str, str]:
         """Name -> digest of everything added; one copy from each device."""
@@ -91,6 +96,23 @@ class DigestLedger:
         return digests
 
 
+class _SmallCopies:
+    """Copies that wait, and are then one launch for all."""
+
+    def __init__(self) -> None:
+        self._targets: list[Tensor] = []
+        self._payloads: list[Tensor] = []
+
+    def add(self, target: Tensor, payload: Tensor) -> None:
+        self._targets.append(target)
+        self._payloads.append(payload)
+
+    def run(self) -> None:
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._payloads, non_blocking=True)
+        self._targets, self._payloads = [], []
+
+
 @dataclass(slots=True)
 class Packer:
     """One pass over the export; `buckets()` yields each bucket when it is whole and safe to read."""
@@ -101,6 +123,7 @@ class Packer:
     bucket_bytes: int
     buffers: Buffers | None
     """None: tensors travel by reference and nothing is copied."""
+    num_slots: int = 2
     acknowledged: AcknowledgedWeights | None = None
     """What deltas are taken against; None: every tensor travels whole."""
     ledger: DigestLedger | None = None
@@ -157,11 +180,15 @@ class Packer:
         yield self._shared(bucket_idx, held)
 
     def _finish(self) -> None:
-        """The bucket's reader is on another stream, or in another process."""
+        """The bucket's reader is on another stream, or in another process: wait for the copies, and leave the digests
+        to be computed while the bucket travels."""
         assert self.ledger is not None
-        self.ledger.flush()
+        copied = None
         if self.device is not None and self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+            copied = torch.cuda.current_stream(self.device).record_event()
+        self.ledger.flush()
+        if copied is not None:
+            copied.synchronize()
 
     def _shared(self, bucket_idx: int, tensors: dict[str, Tensor]) -> Bucket:
         self._finish()
@@ -181,20 +208,27 @@ class Packer:
         bucket_idx, used = 0, 0
         entries: list[BucketEntry] = []
         buffer: Tensor | None = None
+        small = _SmallCopies()
         for name, tensor in self._tensors():
             for entry, payload in self._parts(name, tensor):
                 if entries and used + entry.num_bytes > self.bucket_bytes:
                     assert buffer is not None
+                    small.run()
                     yield self._filled(bucket_idx, entries, buffer, used)
                     bucket_idx, used, entries = bucket_idx + 1, 0, []
                 if not entries:
-                    buffer = buffers(bucket_idx % NUM_SLOTS, self.bucket_bytes, tensor.device)
+                    buffer = buffers(bucket_idx % self.num_slots, self.bucket_bytes, tensor.device)
                 assert buffer is not None
-                buffer[used : used + entry.num_bytes].copy_(payload, non_blocking=True)
+                target = buffer[used : used + entry.num_bytes]
+                if payload.is_cuda and entry.num_bytes <= SMALL_BYTES:
+                    small.add(target, payload)
+                else:
+                    target.copy_(payload, non_blocking=True)
                 entries.append(replace(entry, offset_bytes=used))
                 used += -(-entry.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
         if buffer is None:
             buffer = buffers(0, self.bucket_bytes, torch.device("cpu"))
+        small.run()
         yield self._filled(bucket_idx, entries, buffer, used)
 
     def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[BucketEntry, Tensor]]:

@@ -20,7 +20,10 @@ class SyncConfig(Section):
     """"inproc": engine and trainer in one process, tensors by reference; "shm": shared memory of one host; "ipc": CUDA
     memory of one host; "broadcast": NCCL or gloo to other devices and hosts; "disk": safetensors on a shared disk."""
     bucket_bytes: int = Field(256 * MIB, ge=4096)
-    """Bytes of one transfer. Two buckets exist at a time: one is filled while the other travels."""
+    """Bytes of one transfer."""
+    max_buckets: int = Field(2, ge=2, le=8)
+    """Buckets that exist at a time: with 2, one is filled while the other travels. Over a link that carries a bucket
+    faster than a message and its answer take (NVLink), 3 keep it busy."""
     staging: Literal["staged", "direct"] = "staged"
     """"staged": new weights wait beside the live ones until all are proven, so that a fault changes nothing; costs one
     copy of the weights during the publication. "direct": written in place while the engine is paused; a fault takes

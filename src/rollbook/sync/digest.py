@@ -51,9 +51,13 @@ class PendingDigests:
 
     sums: Tensor
     kinds: tuple[str, ...]
+    ready: torch.cuda.Event | None = None
+    """On CUDA: follows the launch, on the stream it went to."""
 
     def results(self) -> list[str]:
-        """The hex digests; one copy from the device."""
+        """The hex digests; one copy from the device, on the current stream whatever stream they were started on."""
+        if self.ready is not None:
+            self.ready.wait(torch.cuda.current_stream(self.sums.device))
         rows = self.sums.tolist()
         return [_bind(kind, high, low) for kind, (high, low) in zip(self.kinds, rows, strict=True)]
 
@@ -80,18 +84,24 @@ def launch(tensors: Sequence[Tensor]) -> PendingDigests:
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise ValueError(f"one launch reads one device, not {sorted(map(str, devices))}")
-    flat = [flat_bytes(tensor) for tensor in tensors]
-    if not flat:
+    if not tensors:
         return PendingDigests(torch.zeros(0, 2, dtype=torch.int64), kinds)
-    if flat[0].is_cuda and _has_triton():
+    device = tensors[0].device
+    if device.type == "cuda" and _has_triton():
         from rollbook.sync import digest_triton
 
-        return PendingDigests(digest_triton.sums(flat), kinds)
-    return PendingDigests(_sums(flat), kinds)
+        sums = digest_triton.sums([t if _lies_in_order(t) else flat_bytes(t) for t in tensors])
+    else:
+        sums = _sums([flat_bytes(tensor) for tensor in tensors])
+    ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    return PendingDigests(sums, kinds, ready)
 
 
 def joined(pending: Sequence[PendingDigests]) -> PendingDigests:
     """Several launches on one device as one, to be read by one copy."""
+    for each in pending:
+        if each.ready is not None:
+            each.ready.wait(torch.cuda.current_stream(each.sums.device))
     return PendingDigests(
         torch.cat([each.sums for each in pending]), tuple(kind for each in pending for kind in each.kinds)
     )
@@ -112,6 +122,13 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     """[bytes] uint8: the tensor's bytes in row-major order, 8-byte aligned; a view where the layout allows."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return flat.clone() if flat.data_ptr() % 8 else flat
+
+
+def _lies_in_order(tensor: Tensor) -> bool:
+    """`flat_bytes` would be a view; a launch over many tensors is faster without making it."""
+    return (
+        tensor.is_contiguous() and tensor.data_ptr() % 8 == 0 and not tensor.is_conj() and not tensor.is_neg()
+    )
 
 
 def _bind(kind: str, high: int, low: int) -> str:

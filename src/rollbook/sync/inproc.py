@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from rollbook.errors import RunError, SyncError
 from rollbook.sync.transaction import ReplicaTransaction, Staging, State
@@ -63,7 +63,7 @@ class InprocPort:
         self.transaction: ReplicaTransaction | None = None
         """Made at the first `open`; its state says whether the replica is sound."""
         self._holds_pause = False
-        self._beside_engine: asyncio.Future[None] | None = None
+        self._beside_engine: asyncio.Future[Any] | None = None
         self._in_order = asyncio.Lock()
         self._blocking: asyncio.Future[None] | None = None
 
@@ -99,8 +99,10 @@ class InprocPort:
         async with self._in_order:  # the next bucket may be on its way already
             if touches_live:
                 await self.engine.run_between_steps(lambda: transaction.receive(bucket))
-            else:
-                await self._beside(lambda: transaction.receive(bucket))
+                return
+            copied = await self._beside(lambda: transaction.begin_receive(bucket))
+        if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
+            await asyncio.to_thread(copied.synchronize)
 
     async def prove(self, digests: Digests) -> None:
         transaction = self._opened()
@@ -154,10 +156,11 @@ class InprocPort:
             await asyncio.shield(self._blocking)
         await self._end_pause()
 
-    async def _beside(self, work: Callable[[], None]) -> None:
+    async def _beside(self, work: Callable[[], Result]) -> Result:
         """Run on a worker thread, while the engine goes on; a cancelled caller does not end the work."""
-        self._beside_engine = asyncio.get_running_loop().run_in_executor(None, work)
-        await asyncio.shield(self._beside_engine)
+        running = asyncio.get_running_loop().run_in_executor(None, work)
+        self._beside_engine = running
+        return await asyncio.shield(running)
 
     async def _block(self, held: threading.Event | None = None) -> None:
         """No step until a publication was committed; `held` lets go of the engine's thread once that is queued."""

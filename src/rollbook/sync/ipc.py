@@ -1,6 +1,6 @@
 """CUDA memory shared between two processes of one host: the engine reads the trainer's bucket on the device.
 
-The two slots are device buffers that live as long as the sender. Their CUDA IPC handles cross once, as bytes in
+The slots are device buffers that live as long as the sender. Their CUDA IPC handles cross once, as bytes in
 base64; the engine opens a handle once and keeps the mapping. Between two GPUs the copy out of the mapping goes over
 NVLink or PCIe. Needs plain allocations: PyTorch's expandable segments cannot be shared this way.
 """

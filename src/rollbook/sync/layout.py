@@ -82,8 +82,12 @@ class MappedWeights:
         self.dropped = frozenset(dropped)
         self._num_places = Counter(place.parameter for place in places.values())
         self._check_cover(padding or {})
+        self._specs = self._make_specs()
 
-    def specs(self) -> dict[str, TensorSpec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self._specs
+
+    def _make_specs(self) -> dict[str, TensorSpec]:
         specs = {}
         for name, place in self.places.items():
             dtype = self.parameters[place.parameter].dtype

@@ -2,8 +2,8 @@
 
     publish(v):  open ──► stream ──────────────────────────► prove ──► commit ──► report
                  all      export thread: gather, pack, digest   all       all
-                 replicas event loop:    two buckets on the     must      each proves
-                                         way, one is packed     agree     its live weights
+                 replicas event loop:    buckets on their way,   must      each proves
+                                         while one is packed    agree     its live weights
 
 No replica commits before every replica still in the publication has proven what it received. A replica that
 fails or misses a deadline leaves the publication: it is asked to abort, put into `quarantined`, and re-synced in
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rollbook.errors import DeadlineError, RunError, SyncError
 from rollbook.observe.values import Peak, Total, Values
-from rollbook.sync.bucket import NUM_SLOTS, Buffers, Packer
+from rollbook.sync.bucket import Buffers, Packer
 from rollbook.sync.delta import AcknowledgedWeights
 from rollbook.sync.digest import fold
 from rollbook.sync.handshake import Handshake
@@ -39,6 +39,8 @@ class PublisherSettings(Protocol):
 
     @property
     def bucket_bytes(self) -> int: ...
+    @property
+    def max_buckets(self) -> int: ...
     @property
     def delta(self) -> bool: ...
     @property
@@ -265,6 +267,7 @@ class Publisher:
             weight_version=version,
             bucket_bytes=self.config.bucket_bytes,
             buffers=self._buffers,
+            num_slots=self.config.max_buckets,
             acknowledged=acknowledged,
         )
         try:
@@ -325,7 +328,7 @@ class Publisher:
         await self._each(publication, "open", open_one, self.config.open_deadline_s)
 
     async def _stream(self, publication: _Publication, packer: Packer) -> None:
-        """Keep both slots busy: bucket i+2 is packed as soon as bucket i has arrived, while bucket i+1 travels."""
+        """Keep all slots busy: with two, bucket i+2 is packed as soon as bucket i has arrived, while i+1 travels."""
         buckets: Iterator[Bucket | None] = iter(packer.buckets())
         travelling: deque[asyncio.Task[None]] = deque()
         try:
@@ -336,7 +339,7 @@ class Publisher:
                     break
                 publication.num_buckets += 1
                 travelling.append(asyncio.create_task(self._deliver(publication, bucket)))
-                if len(travelling) == NUM_SLOTS:
+                if len(travelling) == self.config.max_buckets:
                     await travelling.popleft()
             while travelling:
                 await travelling.popleft()

@@ -1,16 +1,19 @@
 """A replica in another process: `RemotePort` on the trainer's side, `ReplicaServer` beside the engine.
 
-The server carries a `WeightPort` of its own process (`InprocPort`) and answers one request at a time. When a
-connection ends with a publication open, the server aborts it: a trainer that dies leaves the replica serving the
-version it held. When a call of the port is cancelled or fails, its connection is dropped, because the answer that
-may still come belongs to nobody; the next call connects anew.
+The server carries a `WeightPort` of its own process (`InprocPort`). It carries out one request at a time, except that
+buckets follow each other without a pause: the next one is fetched while the last one is taken in. Answers go back in
+the order of the requests. When a connection ends with a publication open, the server aborts it: a trainer that dies
+leaves the replica serving the version it held. When a call of the port is cancelled or fails, its connection is
+dropped, because the answer that may still come belongs to nobody; the next call connects anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -36,6 +39,8 @@ from rollbook.weights import Bucket, CommitReport, Digests, Manifest, WeightPort
 
 PROTOCOL = 1
 STREAM_BYTES = 1 << 20
+MAX_IN_FLIGHT = 8
+"""Requests of one connection that may wait for their answers; a publisher has a few buckets on their way."""
 ERRORS: dict[str, type[RunError]] = {
     kind.__name__: kind for kind in (SyncError, DeadlineError, EngineError, RunError)
 }
@@ -60,6 +65,8 @@ class ReplicaServer:
         self._max_payload_bytes = max_payload_bytes
         self._server: asyncio.Server | None = None
         self._lock = asyncio.Lock()
+        self._receiving: set[asyncio.Future[None]] = set()
+        self._fetching = ThreadPoolExecutor(1, thread_name_prefix="fetch")
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
@@ -78,6 +85,7 @@ class ReplicaServer:
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+        self._fetching.shutdown(wait=False)
         self.receiver.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -86,18 +94,28 @@ class ReplicaServer:
         self._connections.add(task)
         channel = Channel(reader, writer, max_payload_bytes=self._max_payload_bytes)
         opened = [False]
+        serving: deque[asyncio.Task[None]] = deque()
         try:
             await self._greet(channel)
             while True:
-                await self._serve_one(channel, opened)
-        except (EOFError, OSError, asyncio.CancelledError):
-            pass  # the trainer is gone, or this server is being closed
+                frame = await channel.receive()
+                before = serving[-1] if serving else None
+                serving.append(asyncio.create_task(self._serve(frame, channel, opened, before)))
+                while serving and (len(serving) > MAX_IN_FLIGHT or serving[0].done()):
+                    await serving.popleft()
+        except (EOFError, OSError):
+            pass  # the trainer is gone
+        except asyncio.CancelledError:  # this server is being closed
+            for request in serving:
+                request.cancel()
         except SyncError as error:
+            await _ended(serving)
             with contextlib.suppress(OSError):
                 await channel.send(_error(error))
         finally:
+            await _ended(serving)
             if opened[0]:
-                async with self._lock:
+                async with self._exclusive():
                     await asyncio.shield(self.port.abort())
             await channel.close()
             self._connections.discard(task)
@@ -115,20 +133,50 @@ class ReplicaServer:
             )
         await channel.send({"replica_id": self.port.replica_id})
 
-    async def _serve_one(self, channel: Channel, opened: list[bool]) -> None:
-        frame = await channel.receive()
-        async with self._lock:
-            try:
-                answer = await self._do(frame, opened)
-            except RunError as error:
-                answer = _error(error)
-            except (
-                Exception
-            ) as error:  # an engine's own failure: told to the trainer, kept from ending the server
-                answer = _error(
-                    SyncError(f"{type(error).__name__}: {error}", "look at the replica's own log")
-                )
+    async def _serve(
+        self, frame: Frame, channel: Channel, opened: list[bool], before: asyncio.Task[None] | None
+    ) -> None:
+        """Carry out one request, and answer it after the one `before` it was answered."""
+        try:
+            if frame.header.get("do") == "receive":
+                answer = await self._receive(frame)
+            else:
+                async with self._exclusive():
+                    answer = await self._do(frame, opened)
+        except RunError as error:
+            answer = _error(error)
+        except (
+            Exception
+        ) as error:  # an engine's own failure: told to the trainer, kept from ending the server
+            answer = _error(SyncError(f"{type(error).__name__}: {error}", "look at the replica's own log"))
+        if before is not None:
+            await asyncio.wait([before])
         await channel.send(answer)
+
+    async def _receive(self, frame: Frame) -> Json:
+        """While one bucket is taken in, the next one may be fetched already, in the order of the requests."""
+        async with self._lock:
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._receiving.add(done)
+        try:
+            bucket = bucket_from_json(frame.header, frame.payload)
+            place = field(frame.header, "place", dict)
+            fetching = asyncio.get_running_loop().run_in_executor(
+                self._fetching, self.receiver.take, bucket, place
+            )
+            await self.port.receive(await fetching)
+        finally:
+            self._receiving.discard(done)
+            done.set_result(None)
+        return {}
+
+    @contextlib.asynccontextmanager
+    async def _exclusive(self) -> AsyncIterator[None]:
+        """Every request but `receive` has the replica for itself."""
+        async with self._lock:
+            if self._receiving:
+                await asyncio.wait(self._receiving)
+            yield
 
     async def _do(self, frame: Frame, opened: list[bool]) -> Json:
         header = frame.header
@@ -138,11 +186,6 @@ class ReplicaServer:
         if action == "open":
             await self.port.open(manifest_from_json(header))
             opened[0] = True
-            return {}
-        if action == "receive":
-            bucket = bucket_from_json(header, frame.payload)
-            bucket = await asyncio.to_thread(self.receiver.take, bucket, field(header, "place", dict))
-            await self.port.receive(bucket)
             return {}
         if action == "prove":
             await self.port.prove(text_map(header, "digests"))
@@ -268,6 +311,11 @@ class RemotePort:
                 raise
             self._channel = channel
         return self._channel
+
+
+async def _ended(requests: Iterable[asyncio.Task[None]]) -> None:
+    """Wait for requests whose answers may have nobody to read them."""
+    await asyncio.gather(*requests, return_exceptions=True)
 
 
 def _error(error: RunError) -> Json:

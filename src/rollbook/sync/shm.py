@@ -1,6 +1,6 @@
 """Shared memory between processes of one host: the trainer packs into it, the engine reads it where it lies.
 
-Each of the two slots is a file in a folder that lives in memory, created for this user alone and mapped by both
+Each slot is a file in a folder that lives in memory, created for this user alone and mapped by both
 sides; a bucket crosses the process border without a copy. On a machine with CUDA the mapping is page-locked once,
 so that copies from and to a device run at the speed of the link.
 """
@@ -23,7 +23,7 @@ from rollbook.sync.transport import announced
 from rollbook.sync.wire import Json, field
 from rollbook.weights import Bucket
 
-FILE_NAME = re.compile(r"rollbook-[0-9]+-[0-9a-f]{16}-[01]")
+FILE_NAME = re.compile(r"rollbook-[0-9]+-[0-9a-f]{16}-[0-7]")
 
 
 class _Mapping:
@@ -63,7 +63,7 @@ def _remove_orphans(folder: Path) -> None:
 
 
 class ShmSender:
-    """The trainer's half: two files, removed when it closes."""
+    """The trainer's half: one file for each slot, removed when it closes."""
 
     def __init__(self, folder: str = "/dev/shm") -> None:
         self._folder = Path(folder)
@@ -82,7 +82,7 @@ class ShmSender:
                 path.unlink(missing_ok=True)
                 raise SyncError(
                     f"{num_bytes} bytes of shared memory could not be had in {self._folder}: {error.strerror}",
-                    "lower sync.bucket_bytes (two buckets are held), or enlarge or change sync.shm_dir",
+                    "lower sync.bucket_bytes or sync.max_buckets, or enlarge or change sync.shm_dir",
                 ) from error
             held = self._slots[slot_idx] = (path, mapping)
         return held[1].data[:num_bytes]

@@ -39,6 +39,8 @@ Staging = Literal["staged", "direct"]
 
 HOLD_BYTES = 1 << 62
 """Everything in a bucket shares one launch: the replica keeps the tensors anyway."""
+ALIGN_BYTES = 16
+"""Where a tensor may begin in an allocation that it shares: every dtype, and the widest loads of the digest."""
 SHOWN_NAMES = 8
 """Tensors an error names before it counts the rest."""
 
@@ -74,7 +76,12 @@ class ReplicaTransaction:
         self.coverage: dict[str, int] = {}
         self._held_live: dict[str, str] = {}  # digests of the live tensors at `weight_version`, part for part
         self._held_full: dict[str, str] = {}  # the trainer's digests at `weight_version`
-        self._stream: torch.cuda.Stream | None = None
+        self._device = next((live.read(name).device for name in live.specs()), torch.device("cpu"))
+        self._copying: torch.cuda.Stream | None = None
+        self._reading: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":  # beside the engine's decode steps: what arrives, and its digests
+            self._copying = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._reading = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._clear()
 
     def _clear(self) -> None:
@@ -197,36 +204,78 @@ class ReplicaTransaction:
     # ---- receive
 
     def receive(self, bucket: Bucket) -> None:
-        """Take in the next bucket. After an error the publication can only be aborted."""
+        """Take in the next bucket; the sender may fill its buffer again afterwards. After an error the publication can
+        only be aborted."""
+        copied = self.begin_receive(bucket)
+        if copied is not None:
+            copied.synchronize()
+
+    def begin_receive(self, bucket: Bucket) -> torch.cuda.Event | None:
+        """`receive` without waiting for the device, so that the next bucket's copies queue up behind this one's.
+
+        Returns:
+            What to wait for before the sender may fill the buffer again; None when it may already.
+        """
         manifest = self._require(State.OPEN, "receive")
         try:
             self._check_order(bucket, manifest)
-            with self._own_stream():
-                if bucket.shared is not None:
-                    self._receive_shared(bucket, bucket.shared)
-                else:
-                    for entry in bucket.entries:
-                        self._receive_entry(bucket, entry)
-                self._arrivals.flush()
-                self._parts.flush()
+            if self._copying is None or self._reading is None:
+                self._take_in(bucket, manifest)
+                self._start_digests()
+                copied = None
+            elif self.staging == "direct":  # the digests read the sender's buffer
+                with self._on(self._copying, after_current=True):
+                    self._take_in(bucket, manifest)
+                    self._start_digests()
+                self._copying.synchronize()
+                copied = None
+            else:
+                with self._on(self._copying):
+                    self._take_in(bucket, manifest)
+                    copied = self._copying.record_event()
+                with self._on(self._reading):
+                    self._reading.wait_event(copied)
+                    if bucket.shared is None:  # tensors by reference wait for `prove`, and share one launch
+                        self._start_digests()
         except Exception as error:
             self._fault = str(error)
             raise
         self._next_bucket_idx += 1
+        return copied
+
+    def _take_in(self, bucket: Bucket, manifest: Manifest) -> None:
+        if bucket.shared is not None:
+            self._receive_shared(bucket, bucket.shared)
+            return
+        together: list[tuple[BucketEntry, TensorSpec]] = []
+        for entry in bucket.entries:
+            if manifest.base_version is None and self._fits_together(bucket, entry, together):
+                spec = self._specs[entry.name]
+                self._advance(entry, spec)
+                together.append((entry, spec))
+            else:
+                self._receive_entry(bucket, entry)
+        if together:
+            self._receive_together(bucket, together)
+
+    def _start_digests(self) -> None:
+        self._arrivals.flush()
+        self._parts.flush()
 
     @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """Copies and digests beside the engine's decode steps, done when the block ends: the sender may then fill the
-        buffer again."""
-        device = next((self.live.read(name).device for name in self.live.specs()), torch.device("cpu"))
-        if device.type != "cuda":
+    def _on(self, stream: torch.cuda.Stream | None, *, after_current: bool = False) -> Iterator[None]:
+        """Work of the block goes to `stream` (None: there is no device).
+
+        Args:
+            after_current: behind everything that is queued on the caller's stream (the engine's kernels).
+        """
+        if stream is None:
             yield
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+        if after_current:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
             yield
-        self._stream.synchronize()
 
     def _check_order(self, bucket: Bucket, manifest: Manifest) -> None:
         if bucket.weight_version != manifest.weight_version:
@@ -261,6 +310,36 @@ class ReplicaTransaction:
                 )
             self._advance(entry, spec)
             self._take_whole(entry.name, tensor)
+
+    def _fits_together(
+        self, bucket: Bucket, entry: BucketEntry, together: list[tuple[BucketEntry, TensorSpec]]
+    ) -> bool:
+        """A tensor that travels whole, plain and aligned, to the engine's device: one copy for all of them. Anything
+        else, faults included, is for `_receive_entry`."""
+        spec, data = self._specs.get(entry.name), bucket.data
+        first_byte = together[0][0].offset_bytes if together else entry.offset_bytes
+        return (
+            self.staging == "staged"
+            and spec is not None
+            and data is not None
+            and entry.encoding == "dense"
+            and entry.tensor_offset_bytes == 0
+            and entry.num_bytes == _covered_bytes(entry) == spec.num_bytes
+            and 0 <= first_byte <= entry.offset_bytes <= data.numel() - entry.num_bytes
+            and (entry.offset_bytes - first_byte) % ALIGN_BYTES == 0
+            and entry.name not in self._dropped
+        )
+
+    def _receive_together(self, bucket: Bucket, together: list[tuple[BucketEntry, TensorSpec]]) -> None:
+        """The staging tensors of these entries are views of one allocation, filled by one copy."""
+        assert bucket.data is not None
+        begin = together[0][0].offset_bytes
+        end = max(entry.offset_bytes + entry.num_bytes for entry, _ in together)
+        held = torch.empty(end - begin, dtype=torch.uint8, device=self._device)
+        held.copy_(bucket.data[begin:end], non_blocking=True)
+        for entry, spec in together:
+            data = held[entry.offset_bytes - begin : entry.offset_bytes - begin + entry.num_bytes]
+            self._take_whole(entry.name, data.view(getattr(torch, spec.dtype)).view(spec.shape))
 
     def _receive_entry(self, bucket: Bucket, entry: BucketEntry) -> None:
         spec = self._spec_of(entry)
@@ -389,7 +468,8 @@ class ReplicaTransaction:
                 f"the trainer's digests and the manifest differ in {_some(odd)}",
                 "the export and its manifest must agree",
             )
-        arrived = self._arrivals.results()
+        with self._on(self._reading):
+            arrived, parts = self._arrivals.results(), self._parts.results()
         unchanged = [name for name in self._specs if name not in arrived]  # proven with the base version
         arrived |= {name: self._held_full[name] for name in unchanged}
         changed = _differing(digests, arrived)
@@ -400,7 +480,7 @@ class ReplicaTransaction:
             )
         self._expected_live = {name: d for name, d in digests.items() if name not in self._dropped}
         self._expected_live |= {name: self._held_live[name] for name in unchanged}
-        self._expected_live |= self._parts.results()
+        self._expected_live |= parts
         self._digests = dict(digests)
         self.state = State.PROVEN
 
@@ -414,6 +494,10 @@ class ReplicaTransaction:
                 version), or could not be (state BROKEN).
         """
         manifest = self._require(State.PROVEN, "commit")
+        with self._on(self._copying, after_current=True):  # old tensors take the memory that new ones leave
+            return self._commit(manifest)
+
+    def _commit(self, manifest: Manifest) -> CommitReport:
         if not self._held_live and self.staging == "staged":
             self._held_live = self._live_digests(self.live.specs())  # so that a roll-back can be proven
         started_at_s = time.perf_counter()
@@ -421,7 +505,7 @@ class ReplicaTransaction:
         try:
             self._has_written = True
             for name in self._staged:
-                if name not in self._dropped and not self._is_in_place(name):
+                if name not in self._dropped:
                     self._exchange(name, replaced)
             _synchronize(self._staged.values())
             written_at_s = time.perf_counter()
@@ -447,19 +531,12 @@ class ReplicaTransaction:
         self.state = State.IDLE
         return report
 
-    def _is_in_place(self, name: str) -> bool:
-        """The trainer's tensor is the engine's (one process): there is nothing to write."""
-        live, staged = self.live.read(name), self._staged[name]
-        return (live.data_ptr(), live.stride(), live.shape) == (
-            staged.data_ptr(),
-            staged.stride(),
-            staged.shape,
-        )
-
     def _exchange(self, name: str, replaced: list[str]) -> None:
         """Write the staged tensor; the old bytes take its place in the staging, for a roll-back."""
-        old = self.live.read(name).detach().clone()
-        new = self._staged[name]
+        live, new = self.live.read(name), self._staged[name]
+        if (live.data_ptr(), live.stride(), live.shape) == (new.data_ptr(), new.stride(), new.shape):
+            return  # the trainer's tensor is the engine's (one process): there is nothing to write
+        old = live.detach().clone()
         if isinstance(self.live, MappedWeights) and self.live.is_cut(name):
             whole = new.clone()
             self.live.part(name, whole).copy_(old)
@@ -493,6 +570,9 @@ class ReplicaTransaction:
 
     def abort(self) -> None:
         """Drop the open publication. In direct mode, after a first write, nothing is left to keep: BROKEN."""
+        for stream in (self._copying, self._reading):
+            if stream is not None:
+                stream.synchronize()  # nothing reads the sender's buffers or the staging any more
         was_open = self.state in (State.OPEN, State.PROVEN)
         is_broken = self.state is State.BROKEN or (was_open and self._has_written)
         self._clear()

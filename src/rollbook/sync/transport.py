@@ -1,6 +1,6 @@
 """How the bytes of a bucket get from the trainer's process into the engine's.
 
-A transport has two halves, one file each pair. The `Sender` owns the two buffers that buckets are packed into and
+A transport has two halves, one file each pair. The `Sender` owns the buffers that buckets are packed into and
 says, as JSON, where a bucket's bytes are (`announce`); the `Receiver` turns that into a bucket with data. Messages
 travel over `remote.py`'s connection. This file holds the halves' protocols and the simplest pair: the bytes travel
 in the message itself.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rollbook.errors import SyncError
-from rollbook.sync.bucket import NUM_SLOTS, SlotBuffers
+from rollbook.sync.bucket import MAX_SLOTS, SlotBuffers
 from rollbook.sync.wire import Json, field
 from rollbook.weights import Bucket
 
@@ -64,7 +64,7 @@ class Once:
         task = self._tasks.get(key)
         if task is None or _has_failed(task):
             task = self._tasks[key] = asyncio.ensure_future(work())
-            for old in list(self._tasks)[: -2 * NUM_SLOTS]:
+            for old in list(self._tasks)[: -2 * MAX_SLOTS]:
                 del self._tasks[old]
         return await asyncio.shield(task)  # one replica's deadline does not end it for the others
 
