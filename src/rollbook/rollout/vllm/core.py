@@ -26,12 +26,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from rollbook.errors import DeadlineError, EngineDownError, EngineError
 from rollbook.rollout.logprobs_mode import LogprobsMode
-from rollbook.types import Floats
 
 WORKER_EXTENSION = "rollbook.rollout.vllm.worker.PublicationExtension"
 CPU_WORKER = "rollbook.rollout.vllm.cpu_worker.PlainCpuWorker"
@@ -88,13 +86,13 @@ class CoreRequest:
     """Prefixes are shared only between requests of one salt."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CoreOutput:
     """What one step brought one sequence."""
 
     core_id: str
     token_ids: list[int]
-    logprobs: Floats
+    logprobs: list[float]
     finish: Finish | None
     num_cached_tokens: int | None
     """Prompt tokens taken from the prefix cache; with the first token only."""
@@ -483,19 +481,18 @@ def _core_step(outputs: Any) -> CoreStep:
 
 
 def _core_output(output: Any) -> CoreOutput:
-    token_ids = list(output.new_token_ids)
-    logprobs = np.zeros(0, np.float32)
-    if token_ids:
-        # Column 0 is the sampled token's.
-        logprobs = np.asarray(output.new_logprobs.logprobs, np.float32).reshape(len(token_ids), -1)[:, 0]
-    prefill = output.prefill_stats
+    token_ids = output.new_token_ids
+    logprobs = (
+        output.new_logprobs.logprobs[:, 0].tolist() if token_ids else []
+    )  # column 0: the sampled token's
+    prefill, events = output.prefill_stats, output.events
     return CoreOutput(
         output.request_id,
         token_ids,
         logprobs,
         _finish(output.finish_reason),
         None if prefill is None else int(prefill.num_cached_tokens),
-        _num_preemptions(output.events or ()),
+        _num_preemptions(events) if events else 0,
     )
 
 

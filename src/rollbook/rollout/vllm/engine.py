@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -43,7 +44,7 @@ from rollbook.rollout.native.draws import sequence_key
 from rollbook.rollout.vllm.config import VllmConfig
 from rollbook.rollout.vllm.core import CoreOptions, CoreOutput, CoreRequest, CoreStep, VllmCore
 from rollbook.rollout.vllm.thread import Answer, Command, EngineThread, give_all
-from rollbook.types import FinishReason, Floats, SamplingParams, VersionRun
+from rollbook.types import FinishReason, SamplingParams, VersionRun
 from rollbook.weights import LiveWeights
 
 Result = TypeVar("Result")
@@ -70,7 +71,7 @@ class _Sequence:
     core_id: str = ""
     """Empty while it waits in our queue; a new one each time it is handed over."""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Floats] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     """(token index, version sampled from there on)."""
     num_cached: int = 0
@@ -527,13 +528,15 @@ class VllmEngine:
             if step.kv_used_frac is not None:
                 self._counters.kv_used_frac = step.kv_used_frac
             done: list[tuple[Answer[Response], Response | RunError]] = []
+            is_labeled_right = step.weight_version in (None, "default", str(self._weight_version))
             num_later_here = 0
             for output in step.outputs:
                 sequence = self._running.get(output.core_id)
                 if sequence is None:  # cancelled or handed over anew
                     continue
                 if output.token_ids:
-                    self._check_label(step)
+                    if not is_labeled_right:
+                        raise self._mislabeled(step)
                     is_first = output.num_cached_tokens is not None
                     num_first += is_first
                     num_later_here += not is_first
@@ -545,13 +548,12 @@ class VllmEngine:
             give_all(done)  # last, so that whoever has a response finds it counted
         return num_first, num_later
 
-    def _check_label(self, step: CoreStep) -> None:
-        if step.weight_version not in (None, "default", str(self._weight_version)):
-            raise EngineDownError(
-                f"vLLM labels tokens with version {step.weight_version}, replica {self.replica_id} serves "
-                f"{self._weight_version}",
-                "something besides a publication changed vLLM's weights: restart the replica",
-            )
+    def _mislabeled(self, step: CoreStep) -> EngineDownError:
+        return EngineDownError(
+            f"vLLM labels tokens with version {step.weight_version}, replica {self.replica_id} serves "
+            f"{self._weight_version}",
+            "something besides a publication changed vLLM's weights: restart the replica",
+        )
 
     def _take(
         self,
@@ -572,14 +574,14 @@ class VllmEngine:
             if not sequence.version_starts or sequence.version_starts[-1][1] != self._weight_version:
                 sequence.version_starts.append((len(sequence.token_ids), self._weight_version))
             sequence.token_ids += output.token_ids
-            sequence.logprobs.append(output.logprobs)
+            sequence.logprobs += output.logprobs
             counters.decode_tokens += len(output.token_ids)
         finish = output.finish
         if finish is None and self._has_stop_string(sequence):
             self._built().abort([sequence.core_id])
             finish = "stop"
         outcome: Response | RunError
-        if not np.isfinite(output.logprobs).all():
+        if not all(map(math.isfinite, output.logprobs)):
             outcome = EngineError(
                 f"request {request.request_id}: the logprob of token {len(sequence.token_ids) - 1} is not finite",
                 "the weights or the activations overflow: look at the last update, or use another dtype",
@@ -615,7 +617,7 @@ class VllmEngine:
         return Response(
             request_id=sequence.request.request_id,
             response_ids=np.array(sequence.token_ids, np.int32),
-            logprobs=np.concatenate([np.zeros(0, np.float32), *sequence.logprobs]),
+            logprobs=np.array(sequence.logprobs, np.float32),
             version_runs=tuple(
                 VersionRun(version, end - start) for (start, version), (end, _) in itertools.pairwise(starts)
             ),
