@@ -369,12 +369,11 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,) = grads
         x, weight, inv_rms = ctx.saved_tensors
-        normed = x * inv_rms
-        wide_grad = grad.to(normed.dtype)
-        grad_weight = (wide_grad * normed).flatten(0, -2).sum(0)
-        grad_normed = wide_grad * weight
-        shared = torch.linalg.vecdot(grad_normed, normed).unsqueeze(-1).div_(x.shape[-1])
-        grad_x = grad_normed.sub_(normed.mul_(shared)).mul_(inv_rms)
+        normed, wide_weight = x.to(inv_rms.dtype) * inv_rms, weight.to(inv_rms.dtype)
+        product = grad.to(inv_rms.dtype) * normed
+        grad_weight = product.flatten(0, -2).sum(0)
+        shared = torch.mv(product.flatten(0, -2), wide_weight).view(inv_rms.shape).div_(-x.shape[-1])
+        grad_x = torch.mul(grad, wide_weight, out=product).addcmul_(normed, shared).mul_(inv_rms)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
@@ -406,9 +405,27 @@ def rotary_tables(position_ids: Tensor, inv_freq: Tensor, dtype: torch.dtype) ->
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """[B, T, H, D] with its two halves rotated against each other."""
-    cos, sin = rotary
+    rotated: Tensor = _Rotate.apply(x, *rotary)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation; its gradient is rotated back by the same operations, and nothing of x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return torch.addcmul(x * cos, _swap_halves(x), sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return torch.addcmul(grads[0] * cos, _swap_halves(grads[0]), sin, value=-1), None, None
+
+
+def _swap_halves(x: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
-    return torch.addcmul(x * cos, torch.cat((second, first), -1), sin)
+    return torch.cat((second, first), -1)
 
 
 def _rope(source: Mapping[str, Any]) -> Mapping[str, Any]:
