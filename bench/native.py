@@ -259,19 +259,25 @@ async def bench_decode(repeats: int, vocab_sizes: list[int]) -> None:
 
 
 async def bench_invariant(repeats: int) -> None:
-    print("\ncost of batch_invariant, fp32, seconds for the job (median)")
+    print("\ncost of batch_invariant, fp32: wall seconds for the job (median), CPU seconds beside them")
     model = tiny_llama(64)
     for job in jobs():
-        taken: dict[bool, list[float]] = {False: [], True: []}
-        engines = {flag: await started(model, batch_invariant=flag) for flag in taken}
-        for repeat in range(repeats + 1):
+        wall_s: dict[bool, list[float]] = {False: [], True: []}
+        cpu_s: dict[bool, list[float]] = {False: [], True: []}
+        engines = {flag: await started(model, batch_invariant=flag) for flag in wall_s}
+        for _ in range(repeats):
             for flag, engine in engines.items():
-                began = time.perf_counter()
+                began, cpu_began = time.perf_counter(), time.process_time()
                 await run_engine(engine, 64, job)
-                if repeat:
-                    taken[flag].append(time.perf_counter() - began)
-        plain, invariant = (statistics.median(taken[flag]) for flag in (False, True))
-        print(f"  {job.name:32s} off {plain:6.2f} s  on {invariant:6.2f} s  ratio {invariant / plain:.2f}")
+                wall_s[flag].append(time.perf_counter() - began)
+                cpu_s[flag].append(time.process_time() - cpu_began)
+        wall = {flag: statistics.median(times) for flag, times in wall_s.items()}
+        cpu = {flag: statistics.median(times) for flag, times in cpu_s.items()}
+        print(
+            f"  {job.name:32s} off {wall[False]:6.2f} s cpu {cpu[False]:6.2f} s   on {wall[True]:6.2f} s cpu "
+            f"{cpu[True]:6.2f} s   ratio {wall[True] / wall[False]:.2f}, of CPU time {cpu[True] / cpu[False]:.2f}",
+            flush=True,
+        )
         for engine in engines.values():
             await engine.close()
 

@@ -326,8 +326,14 @@ async def test_a_mixture_is_refused_by_a_batch_invariant_engine() -> None:
         moe_intermediate_size=8,
     )
     model = wrap_transformers(AutoModelForCausalLM.from_config(config))
-    with pytest.raises(EngineError, match="model without experts"):
+    with pytest.raises(EngineError, match="with 4 expert"):
         async with running(model, batch_invariant=True):
+            pass
+
+
+async def test_bfloat16_is_refused_by_a_batch_invariant_engine() -> None:
+    with pytest.raises(EngineError, match=r"in bfloat16 on cpu"):
+        async with running(tiny_model(), batch_invariant=True, dtype="bfloat16"):
             pass
 
 

@@ -99,8 +99,8 @@ class Run:
         self.pool.carry_out()
         if plan is None:
             return False
-        if self.scheduler.fixed_rows is not None:
-            assert plan.num_rows <= self.scheduler.fixed_rows
+        if self.scheduler.most_rows is not None:
+            assert plan.num_rows <= self.scheduler.most_rows
         self.pool.run(plan)
         tokens = np.array([next_token(self.pool._known(int(slot))) for slot in plan.slots], np.int64)
         finished, failed = self.scheduler.commit(plan, tokens, np.zeros(len(tokens), np.float32))
@@ -165,7 +165,7 @@ def schedulers(draw: st.DrawFn) -> Scheduler:
         max_prefill_tokens=draw(st.integers(1, 20)),
         max_context_tokens=100,
         use_prefix_cache=draw(st.booleans()),
-        fixed_rows=draw(st.sampled_from([None, num_slots])),
+        most_rows=draw(st.sampled_from([None, num_slots])),
         eos_token_ids=(EOS,),
     )
 

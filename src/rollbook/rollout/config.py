@@ -53,8 +53,9 @@ class RolloutConfig(Section):
     """Keys and values of running sequences when the weights change: "keep" goes on with the old ones, "recompute"
     computes them again under the new weights."""
     batch_invariant: bool = False
-    """Make a sequence's numbers independent of the sequences beside it (float32 on a CPU), so that a run repeats bit
-    for bit. Every step then runs `num_slots` rows, so it is slower when fewer sequences run."""
+    """Make a sequence's numbers independent of the sequences beside it (float32 on a CPU, dense models), so that a run
+    repeats bit for bit on machines of one kind. Steps are filled up to a number of rows at which the machine's matrix
+    products are proven to give each row the same bits, so it is slower while few sequences run."""
 
     pause_mode: PauseMode = "keep"
     """What happens to running responses where the schedule pauses generation for the training. "keep": they stand still

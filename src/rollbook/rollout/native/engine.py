@@ -84,10 +84,12 @@ class NativeEngine:
         self.share_weights = share_weights
         self._given_model: LoadedModel | None = model
         facts = model.facts
-        if config.batch_invariant and (facts.num_experts > 1 or config.device != "cpu"):
+        dtype = str(model.dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+        if config.batch_invariant and (facts.num_experts > 1 or config.device != "cpu" or dtype != "float32"):
             raise EngineError(
-                f"rollout.batch_invariant is set and the model is {facts.model_type} on {config.device}",
-                "it needs a CPU and a model without experts (their batches depend on the neighbors); turn it off",
+                f"rollout.batch_invariant is set and the model is {facts.model_type} with {facts.num_experts} "
+                f"expert(s) in {dtype} on {config.device}",
+                "it needs float32 on a CPU and a model without experts: elsewhere rounding depends on the neighbors",
             )
         self._scheduler = Scheduler(
             num_slots=config.num_slots,
@@ -96,7 +98,7 @@ class NativeEngine:
             max_prefill_tokens=config.max_prefill_tokens,
             max_context_tokens=facts.max_position,
             use_prefix_cache=config.prefix_cache,
-            fixed_rows=config.num_slots if config.batch_invariant else None,
+            most_rows=config.num_slots if config.batch_invariant else None,
             eos_token_ids=eos_token_ids,
             decode_text=None if tokenizer is None else tokenizer.decode,
             weight_version=weight_version,
@@ -418,7 +420,7 @@ class NativeEngine:
             live=own,
             num_pages=self._scheduler.pool.num_pages,
             page_tokens=config.page_tokens,
-            fixed_rows=self._scheduler.fixed_rows,
+            invariant_rows=self._scheduler.most_rows,
         )
         self._given_model = None
 

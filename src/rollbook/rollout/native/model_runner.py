@@ -33,6 +33,9 @@ from rollbook.types import Floats
 
 Indices = NDArray[np.int64]
 
+MIN_INVARIANT_ROWS = 8
+"""Fewer rows than this are computed by other kernels (matrix times vector)."""
+
 
 def engine_model(
     model: LoadedModel, *, dtype: torch.dtype, device: torch.device, share_weights: bool
@@ -67,8 +70,8 @@ class ModelRunner:
         model: see `engine_model`.
         num_pages, page_tokens: of the KV pool.
         live: the model that publications write and prove, where it is not `model` (see mismatch.py).
-        fixed_rows: when set, every step runs exactly this many rows, so that a row's arithmetic never depends on how
-            many others there are.
+        invariant_rows: when set, a step has at most this many rows, and is filled up to a number of rows at which the
+            model gives each row the same bits as among `invariant_rows`: a row never depends on its neighbors.
     Raises:
         EngineError: the model keeps state that isn't attention's keys and values, or shares layers' keys and values.
     """
@@ -80,15 +83,16 @@ class ModelRunner:
         live: LoadedModel | None = None,
         num_pages: int,
         page_tokens: int,
-        fixed_rows: int | None,
+        invariant_rows: int | None,
     ) -> None:
         self.model = model
         self.live = model if live is None else live
         self.weights = NativeWeights(self.live)
-        self.fixed_rows = fixed_rows
         self._num_pages, self._page_tokens = num_pages, page_tokens
         self.device, self.dtype = model.device, model.dtype
         self._layers = self._observe()
+        self._row_sizes = () if invariant_rows is None else self._equal_row_sizes(invariant_rows)
+        """Ascending; empty: any number of rows will do."""
         self.pool: KVPool | None = None
         self.make_pool()
 
@@ -140,6 +144,29 @@ class ModelRunner:
             )
         return [seen[idx] for idx in range(self.model.facts.num_layers)]
 
+    def _equal_row_sizes(self, most_rows: int) -> tuple[int, ...]:
+        """Halves of `most_rows` at which the whole model gives each row the bits it has among `most_rows`.
+
+        Kernels choose their order of summation by shape alone, so equal bits on random rows tell for all rows.
+        """
+        facts, generator = self.model.facts, torch.Generator().manual_seed(0)
+        ids = torch.randint(facts.vocab_size, (1, most_rows), generator=generator)
+        positions = torch.randint(facts.max_position, (1, most_rows), generator=generator)
+
+        def logits(rows: slice) -> Tensor:
+            hidden = self.model.hidden_states(ids[:, rows], positions[:, rows])[0]
+            return torch.cat([hidden, self.model.lm_head().logits(hidden)], -1)
+
+        sizes = [most_rows]
+        with torch.inference_mode(), running_step({}):
+            wanted = logits(slice(0, most_rows))
+            while (size := sizes[-1] // 2) >= MIN_INVARIANT_ROWS:
+                parts = [slice(first, first + size) for first in range(0, most_rows - size + 1, size)]
+                if not all(torch.equal(logits(part), wanted[part]) for part in parts):
+                    break
+                sizes.append(size)
+        return tuple(reversed(sizes))
+
     def step(self, plan: StepPlan, draws: Draws) -> tuple[Indices, Floats]:
         """Run the planned rows; sample one token for each decoding row.
 
@@ -153,7 +180,7 @@ class ModelRunner:
                 hidden = self.model.hidden_states(ids, positions)[0]
             if plan.num_decode == 0:
                 return np.zeros(0, np.int64), np.zeros(0, np.float32)
-            kept = hidden if self.fixed_rows is not None else hidden[: plan.num_decode]
+            kept = hidden if self._row_sizes else hidden[: plan.num_decode]
             logits = self.model.lm_head().logits(kept)
             tokens, logprobs = sample(logits[: plan.num_decode], draws)
             if self.device.type == "cpu":
@@ -163,7 +190,8 @@ class ModelRunner:
 
     def _tensors(self, plan: StepPlan, pool: KVPool) -> tuple[Tensor, Tensor, StepTensors]:
         ids, positions, pages, offsets = plan.token_ids, plan.positions, plan.write_pages, plan.write_offsets
-        num_padding = (self.fixed_rows or plan.num_rows) - plan.num_rows
+        num_padding = next((size for size in self._row_sizes if size >= plan.num_rows), plan.num_rows)
+        num_padding -= plan.num_rows
         if num_padding:
             nothing = np.zeros(num_padding, np.int64)
             ids, positions = np.concatenate([ids, nothing]), np.concatenate([positions, nothing])
@@ -179,7 +207,7 @@ class ModelRunner:
             plan.page_lists,
             plan.page_list_starts,
         ]
-        as_rows = self.fixed_rows is not None and bool(plan.spans)
+        as_rows = bool(self._row_sizes and plan.spans)
         arrays += _rows_of_spans(plan.spans, pool.page_tokens) if as_rows else [s.pages for s in plan.spans]
         tensors = self._to_device(arrays)
         ids_t, positions_t, write_index, owner, start, lists, list_starts = tensors[:7]
@@ -231,4 +259,6 @@ def _rows_of_spans(spans: tuple[PrefillSpan, ...], page_tokens: int) -> list[Ind
     owner = np.repeat(np.arange(len(counts)), counts)
     lists = np.arange(len(gather))
     start = (lists - list_starts[owner]) * page_tokens
+    if len(gather) == 1:  # as in the scheduler: never a batch of one product
+        gather, owner, start = (np.repeat(column, 2) for column in (gather, owner, start))
     return [gather, owner, start, lists, list_starts]

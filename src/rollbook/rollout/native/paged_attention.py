@@ -186,7 +186,8 @@ _current = _Current()
 class running_step:
     """Within this context, attention of this thread works on `step`.
 
-    Given a dict it computes nothing and records each layer's shape there: the engine's first look at a model.
+    Given a dict, each row attends to itself alone and each layer's shape is recorded there: the engine's first look
+    at a model, before there is a pool.
     """
 
     def __init__(self, step: StepTensors | dict[int, LayerShape]) -> None:
@@ -235,7 +236,7 @@ def paged_attention(
     num_kv_heads, value_dim = values.shape[1], values.shape[2]
     if isinstance(step, dict):
         step[layer] = LayerShape(num_kv_heads, keys.shape[2], value_dim)
-        return queries.new_zeros(1, num_rows, num_heads, value_dim), None
+        return values.repeat_interleave(num_heads // num_kv_heads, 1)[None], None
     key_pool, value_pool = step.pool.keys[layer], step.pool.values[layer]
     rows = step.write_rows(num_kv_heads)
     for pool, states in ((key_pool, keys), (value_pool, values)):

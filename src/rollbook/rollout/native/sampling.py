@@ -62,19 +62,15 @@ def _sample(logits: Tensor, draws: Draws, rows: slice) -> tuple[Tensor, Tensor]:
         scaled = scaled / torch.from_numpy(divisor).to(device)[:, None]
     peak = scaled.amax(-1, keepdim=True)
     weights = torch.exp(scaled - peak)
-    if is_greedy.all():
-        tokens = scaled.argmax(-1)
-        total = weights.sum(-1, dtype=torch.float64)
-    else:
-        uniform = torch.from_numpy(draws.uniform[rows]).to(device)
-        tokens, total = _draw(weights, uniform)
-        needs_filter = _needs_filter(draws, rows) & ~is_greedy
-        if needs_filter.any():
-            chosen = torch.from_numpy(np.flatnonzero(needs_filter)).to(device)
-            kept = _filter(weights[chosen], draws, np.flatnonzero(needs_filter) + rows.start)
-            tokens[chosen] = _draw(kept, uniform[chosen])[0]
-        if is_greedy.any():
-            tokens = torch.where(torch.from_numpy(is_greedy).to(device), scaled.argmax(-1), tokens)
+    uniform = torch.from_numpy(draws.uniform[rows]).to(device)
+    tokens, total = _draw(weights, uniform)
+    needs_filter = _needs_filter(draws, rows) & ~is_greedy
+    if needs_filter.any():
+        chosen = torch.from_numpy(np.flatnonzero(needs_filter)).to(device)
+        kept = _filter(weights[chosen], draws, np.flatnonzero(needs_filter) + rows.start)
+        tokens[chosen] = _draw(kept, uniform[chosen])[0]
+    if is_greedy.any():
+        tokens = torch.where(torch.from_numpy(is_greedy).to(device), scaled.argmax(-1), tokens)
     picked = scaled.gather(1, tokens[:, None])[:, 0] - peak[:, 0]
     return tokens, (picked.double() - total.log()).float()
 

@@ -174,7 +174,7 @@ class Scheduler:
         num_pages: pages of the KV pool, each of `page_tokens` tokens.
         max_prefill_tokens: prefill rows of one step, at most.
         max_context_tokens: the model's context.
-        fixed_rows: when set, a step never has more rows than this (batch-invariant engines run exactly so many).
+        most_rows: rows of one step, prefill included, at most; None: `max_prefill_tokens` beside all slots.
         eos_token_ids: end a response unless the request ignores them.
         decode_text: token ids to text, for stop strings.
     """
@@ -188,7 +188,7 @@ class Scheduler:
         max_prefill_tokens: int,
         max_context_tokens: int,
         use_prefix_cache: bool = True,
-        fixed_rows: int | None = None,
+        most_rows: int | None = None,
         eos_token_ids: tuple[int, ...] = (),
         decode_text: Callable[[list[int]], str] | None = None,
         weight_version: int = 0,
@@ -199,7 +199,7 @@ class Scheduler:
         self.page_tokens = page_tokens
         self.max_prefill_tokens = max_prefill_tokens
         self.max_context_tokens = max_context_tokens
-        self.fixed_rows = fixed_rows
+        self.most_rows = most_rows
         self.eos_token_ids = np.array(eos_token_ids, np.int64)
         self.decode_text = decode_text
         self.weight_version = weight_version
@@ -353,8 +353,8 @@ class Scheduler:
         self._compact()
         ready = np.flatnonzero(self.slots.is_ready)
         budget = self.max_prefill_tokens
-        if self.fixed_rows is not None:
-            budget = min(budget, self.fixed_rows - len(ready))
+        if self.most_rows is not None:
+            budget = min(budget, self.most_rows - len(ready))
         spans, span_ids = self._choose_spans(len(ready), budget)
         if len(ready) == 0 and not spans:
             return None
@@ -654,7 +654,8 @@ class Scheduler:
         table = self.slots.pages[ready, : int(counts.max(initial=0))]
         lists = table[np.arange(table.shape[1]) < counts[:, None]]
         list_starts = np.cumsum(counts) - counts
-        num_pages = int(lists.max(initial=-1)) + 1
+        # At least two: a batch of one product is computed by another kernel, with other rounding.
+        num_pages = max(2, int(lists.max(initial=-1)) + 1)
         owner, start = np.zeros(num_pages, np.int64), np.zeros(num_pages, np.int64)
         owner[lists] = np.repeat(np.arange(len(ready)), counts)
         start[lists] = self._page_idx[lists] * self.page_tokens
