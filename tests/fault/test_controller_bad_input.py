@@ -245,6 +245,21 @@ def test_a_scorer_that_cannot_score_stops_the_run_before_the_first_step_in_its_o
     assert says in error
 
 
+def test_a_data_source_that_no_term_judges_is_refused(refused: Any) -> None:
+    """Its trajectories would fail one by one, below the limit of failures, all run long."""
+    error, hint = refused(
+        **{
+            "data.sources": [
+                {"task": "addition", "num_prompts": 38},
+                {"name": "odd", "task": "addition", "num_prompts": 2, "options": {"num_digits": 1}},
+            ],
+            "reward.terms.0.sources": ["addition"],
+        }
+    )
+    assert "no reward term applies to data source 'odd' (prompt odd/0)" in error
+    assert "reward.terms" in hint
+
+
 def test_a_scorer_that_breaks_down_later_stops_the_run_resumable(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,11 +44,16 @@ async def preflight(
     """Run the checks; the publication was made before, by the same call that every step makes.
 
     Raises:
-        ConfigError: the scorer fails its own reference answers.
+        ConfigError: the scorer fails its own reference answers, or judges nothing of a data source.
         RunError: the trial trajectory failed; the message is its failure.
     """
     by_source: dict[str, list[Prompt]] = {}
     for prompt in prompts:
+        if prompt.source not in by_source and not any(term.applies_to(prompt) for term in scorer.terms):
+            raise ConfigError(
+                f"no reward term applies to data source {prompt.source!r} (prompt {prompt.prompt_id})",
+                "add it to the sources of a term in reward.terms, or leave those empty",
+            )
         held = by_source.setdefault(prompt.source, [])
         if len(held) < num_self_test_prompts:
             held.append(prompt)
