@@ -73,7 +73,9 @@ class Story:
             "timing_s/adv": self.wave(rng.uniform(0.1, 0.6), 2),
             "timing_s/update_actor": self.wave(train * grow),
             "timing_s/update_weights": self.wave(rng.uniform(2, 12), 1.5),
-            "perf/max_memory_allocated_gb": np.maximum.accumulate(rng.uniform(42, 60) * np.exp(rng.normal(0, 0.004, n))),
+            "perf/max_memory_allocated_gb": np.maximum.accumulate(
+                rng.uniform(42, 60) * np.exp(rng.normal(0, 0.004, n))
+            ),
             "perf/cpu_memory_used_gb": rng.uniform(100, 300) * np.exp(rng.normal(0, 0.01, n)),
             "perf/mfu/actor": self.wave(rng.uniform(0.2, 0.45), 0.3),
             "training/rollout_probs_diff_mean": self.wave(rng.uniform(0.003, 0.013)),

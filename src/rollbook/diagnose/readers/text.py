@@ -160,6 +160,7 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
     )
 )
+_NEEDLES = tuple(dict.fromkeys(needle for _, needles, _ in _TROUBLE for needle in needles))
 _SYNC_WORDS = re.compile(
     r"update_weights|load_weights|wake_up|wakeup|resume_memory|sync_weights|weight_sync|rollout_mode|update_named_param"
     r"|checkpoint_engine|all_gather_param|param_sync"
@@ -167,6 +168,10 @@ _SYNC_WORDS = re.compile(
 _TRAIN_WORDS = re.compile(
     r"update_actor|update_policy|\bbackward\b|compute_log_prob|update_critic|train_step|forward_backward"
 )
+
+
+MAX_WATCHED = 2000
+"""Characters of a line that are looked at."""
 
 
 class TroubleWatcher:
@@ -177,12 +182,16 @@ class TroubleWatcher:
 
     def watch(self, line: str, step: int | None) -> Event | None:
         """An event when `line` (already plain) reports trouble; `step` is the newest step logged so far."""
+        if len(line) > MAX_WATCHED:
+            line = line[-MAX_WATCHED:]  # a record of metrics, perhaps with another process's words at its end
         if _SYNC_WORDS.search(line):
             self._remember("sync")
         elif _TRAIN_WORDS.search(line):
             self._remember("train")
         elif self._context:
             self._remember("")
+        if not any(map(line.__contains__, _NEEDLES)):
+            return None
         for kind, needles, pattern in _TROUBLE:
             if any(needle in line for needle in needles) and pattern.search(line):
                 stages = [stage for stage in self._context if stage]

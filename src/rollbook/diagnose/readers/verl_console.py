@@ -62,8 +62,9 @@ def _pairs(text: str) -> dict[str, float]:
     pairs: dict[str, float] = {}
     for piece in text.split(" - "):
         key, _, value = piece.strip().rpartition(":")
-        try:  # nearly every piece is a plain key:value
-            pairs[key.removeprefix("- ")] = float(value)
+        try:  # nearly every piece is a plain key:value, or key:np.float64(value)
+            plain_value = value[11:-1] if value.startswith("np.float64(") else value
+            pairs[key.removeprefix("- ")] = float(plain_value)
             continue
         except ValueError:
             pass
