@@ -1,0 +1,155 @@
+"""What to look at for each fault, before `rollbook diagnose` has said it: the rows of the duty manual, in the order of
+the decision tree. A `{name}` is filled in from the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollbook.diagnose.finding import Area
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One fault: its sign, told from its neighbours, and the first two moves."""
+
+    area: Area
+    sign: str
+    not_this: str
+    """What looks alike and how it differs."""
+    do: str
+    next: str
+
+
+ENTRIES: dict[str, Entry] = {
+    "dead_sandbox_pool": Entry(
+        "data",
+        "`failures/frac` above {max_failed_frac}, `env/capacity` below {min_sandbox_frac} of its best, seconds a turn jump; "
+        "reward falls at the same step",
+        "a broken scorer: rewards fall, turns and failures do not move",
+        "restart the pool; failed trajectories are never trained as zeros",
+        "failures by class and source",
+    ),
+    "sandbox_leak": Entry(
+        "data",
+        "`env/num_leased` grows step by step while turns and lengths stay; queue and seconds a turn follow",
+        "dead sandboxes: a break, not a ramp",
+        "give leases an owner and a time to live, restart the pool",
+        "living sandboxes against running trajectories",
+    ),
+    "one_source_all_zero": Entry(
+        "data",
+        "`reward/<source>/zero_frac` = 1 for one of {sources}, the others go on",
+        "a collapsing policy: every source falls",
+        "take the source out of the mix",
+        "score ten of its reference answers in the worker that scores during training",
+    ),
+    "filter_starvation": Entry(
+        "data",
+        "`filter/kept_frac` below {min_kept_frac}, generation takes longer at the same lengths",
+        "waiting for samples: the filter drops no more than before",
+        "sample prompts by difficulty, cap the refills ({max_refills} a step here)",
+        "share of right answers by prompt",
+    ),
+    "missed_weight_sync": Entry(
+        "version",
+        "the gap grows with the steps since the last good publication; `sync/num_bytes` or `timing_s/update_weights` "
+        "fall away; reward stands still",
+        "a mismatch: the gap steps and stays; staleness: the gap follows `trajectory_staleness`",
+        "stop, publish in full, take up the checkpoint before it began",
+        "digest of one replica's live parameters, then the probe",
+    ),
+    "version_drift": Entry(
+        "version",
+        "`replica/*/weight_version` spread above {max_spread}; the oldest samples age by one version a step, the newest "
+        "do not",
+        "a missed sync: all of them stand",
+        "quarantine the standing replicas and publish to them in full",
+        "their first failed publication",
+    ),
+    "discontinuity_after_resume": Entry(
+        "version",
+        "learning rate, gradient norm, entropy and reward jump at the step of a restart",
+        "another source or scorer: entropy and gradient norm stay",
+        "take up the last whole checkpoint again",
+        "what the checkpoint holds against what was loaded",
+    ),
+    "stale_samples": Entry(
+        "async",
+        "`trajectory_staleness_worst/max` near {max_staleness_steps} all the time, the gap follows it, effective sample "
+        "size below {min_eff_sample_size}",
+        "standing engines: staleness grows by one a step and does not stop",
+        "lower buffer.max_staleness_steps or give generation more devices",
+        "the gap by staleness: at 0 it must be at its floor",
+    ),
+    "buffer_never_fills": Entry(
+        "async",
+        "`timing_s/gen` is most of the step at the same lengths; `buffer/num_finished` stays below {groups_per_step}",
+        "longer responses, a filter or slow sandboxes explain the seconds",
+        "put a deadline on trajectories (here {group_deadline_s} s a group), admit less ahead when they are evicted",
+        "the oldest running trajectory: age, turn, replica",
+    ),
+    "silent_error_after_wake": Entry(
+        "implementation",
+        "at one step the gap jumps many times, reward falls to the bottom, lengths run to {max_response_tokens} or "
+        "collapse",
+        "a mismatch: the answers still make sense",
+        "stop, restart the engines, sleep level 1",
+        "digests of every tensor after one sleep and wake",
+    ),
+    "mismatch_to_nan": Entry(
+        "implementation",
+        "the gap and the tail of the importance weights grow, gradients spike, then NaN",
+        "a learning rate that is too high: step KL and entropy move first",
+        "go back, truncate the importance weights",
+        "does the gap grow with the learning rate at 0?",
+    ),
+    "engine_mismatch": Entry(
+        "implementation",
+        "`training/logprob_gap/mean` above {max_logprob_gap_nats} nats at one version, from the start or at once",
+        "a missed sync: the gap grows from its floor",
+        "same dtype, kernels, temperature and routing on both sides, or truncated importance weights",
+        "one greedy prompt scored on both sides, layer by layer",
+    ),
+    "collective_hang": Entry(
+        "implementation",
+        "no step for {stalled_steps} steps' worth of time ({stalled_s} s at least) inside a trainer stage",
+        "waiting for samples: the open stage is the rollout",
+        "dump the stacks of all ranks before killing anything",
+        "micro batches by rank in that step",
+    ),
+    "oom_in_sync": Entry(
+        "implementation",
+        "out of memory, or device memory at the brim, while weights change hands; sync seconds rise before",
+        "growing responses: memory rises during training",
+        "smaller sync.bucket_bytes ({bucket_bytes} here), staging 'direct', drop the KV pool first",
+        "memory by owner at the three points of the hand-over",
+    ),
+    "late_oom_with_length": Entry(
+        "implementation",
+        "memory rises with `response_length/*` until the longest batch does not fit",
+        "fragmentation: reserved grows, allocated does not",
+        "lower trainer.micro_batch_tokens ({micro_batch_tokens} here) or cap the responses",
+        "peak memory against tokens of the largest micro batch",
+    ),
+    "fragmentation": Entry(
+        "implementation",
+        "`memory/*/fragmented_bytes` above {max_fragmented_frac} of what is reserved, and growing",
+        "an allocator that warms up: it stops after the first steps",
+        "expandable segments, empty the cache at the hand-over",
+        "a memory snapshot after the hand-over",
+    ),
+    "object_store_spill": Entry(
+        "implementation",
+        "`host/object_store_spilled_bytes` above 0; `timing_s/other` and stages without compute slow down",
+        "slow sandboxes: only generation slows down",
+        "more memory for the object store, drop references to old batches",
+        "who holds the objects",
+    ),
+    "tail_burst": Entry(
+        "implementation",
+        "`rollout/tail_s` above {max_tail_frac} of the rollout; the longest responses jump, the mean does not",
+        "longer responses: the mean grows as well",
+        "cap or shape the length, continue partial responses, or train asynchronously",
+        "read the longest responses of one such step",
+    ),
+}

@@ -1,0 +1,75 @@
+"""The duty manual of a job: its own numbers, every fault of the tree, and what was expected of each stage."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rollbook.cli.main import main
+from rollbook.diagnose.manual import ENTRIES
+from rollbook.diagnose.tree import AREAS, RULES
+
+ADDITION = str(Path(__file__).parents[2] / "examples" / "addition.toml")
+
+
+def manual(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["runbook", *args])
+    captured = capsys.readouterr()
+    assert ended.value.code in (0, None), captured.err
+    return captured.out
+
+
+def test_every_rule_has_its_row_in_the_order_of_the_tree() -> None:
+    assert list(ENTRIES) and set(ENTRIES) == set(RULES)
+    areas = [AREAS.index(entry.area) for entry in ENTRIES.values()]
+    assert areas == sorted(areas)
+
+
+def test_the_manual_holds_this_jobs_thresholds(capsys: pytest.CaptureFixture[str]) -> None:
+    """separate_async with a bound of 3 steps: in the signals, the tree, the alerts and the commands."""
+    text = manual(
+        capsys, ADDITION, "--set", "run.schedule=separate_async", "--set", "buffer.max_staleness_steps=3"
+    )
+    assert "staleness at most 3" in text
+    assert "`trajectory_staleness_worst/max` near 3" in text
+    assert "rollbook_training_off_policy_trajectory_staleness_worst_max > 3" in text
+    assert "--max-staleness-steps 3" in text
+    assert not re.search(r"\{\w+\}", re.sub(r"`[^`]*`", "", text)), "a placeholder was not filled in"
+    assert all(f"`{rule}`" in text for rule in RULES)
+
+
+def test_the_record_holds_the_plan_of_a_run_that_has_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(Path(ADDITION).read_text())
+    stage = {"seconds": 1.25, "low": 1.0, "high": 1.5, "formula": "6 N tokens / rate", "source": "calibration"}
+    (run / "plan.json").write_text(json.dumps({"stages": {"train": stage, "rollout": {**stage, "seconds": 2.0}}}))
+    text = manual(capsys, str(run))
+    assert "| train | 1.25 | 1 to 1.5 | 6 N tokens / rate | calibration |" in text
+    assert "| together | 3.25 |" in text
+    assert f"rollbook train --resume {run}" in text
+
+
+def test_the_page_holds_the_same_tables_and_nothing_from_outside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "manual.html"
+    out = tmp_path / "manual.md"
+    assert manual(capsys, ADDITION, "-o", str(out), "--html", str(page)) == ""
+    text, markdown = page.read_text(), out.read_text()
+    assert text.count("<tr>") == sum(line.startswith("|") and "---" not in line for line in markdown.splitlines())
+    assert not re.search(r"https?://|<script|src=", text)
+
+
+def test_a_config_that_cannot_run_is_refused_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["runbook", ADDITION, "--set", "buffer.max_staleness_steps=2"])
+    captured = capsys.readouterr()
+    assert ended.value.code == 2
+    assert "a synchronous run is on-policy" in captured.err
