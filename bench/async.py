@@ -5,7 +5,8 @@
     python bench/async.py wallclock order      # some of: equal staleness wallclock mismatch order
 
 Every run goes through `rollbook.controller.entry`, with engine and trainer on one thread each. Numbers go to
-bench/results/async.json, pictures to docs/img/async-*.svg. Predictions are written before the run that they are of.
+bench/results/async.json and into the tables of docs/async.md, pictures to docs/img/async-*.svg. Predictions are
+written before the run that they are of.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ LEARNING: Json = {
         "page_tokens": 16,
         "num_threads": 1,
     },
-    "trainer": {"lr": 1e-3, "num_mini_batches": 2, "num_threads": 1},
+    "trainer": {"lr": 7e-4, "num_mini_batches": 2, "num_threads": 1},
     "plan": {"is_on": False},
     "observe": {"terminal": "off", "trajectories_every_steps": 0},
     "checkpoint": {"save_model": False},
@@ -229,7 +230,7 @@ def curves(runs: Sequence[Run], name: str) -> Json:
 
 def staleness(bench: Bench) -> Json:
     """Reward curves at staleness 0 to 8, with and without importance weights."""
-    base, steps = warm_model(bench), bench.pick(80, 6)
+    base, steps = warm_model(bench), bench.pick(60, 6)
     seeds = range(bench.pick(2, 1))
     found: Json = {"num_steps": steps, "num_seeds": len(seeds), "runs": {}}
     for bound in (0, 4) if bench.is_quick else (0, 1, 2, 4, 8):
@@ -431,11 +432,12 @@ def config_params(config: RunConfig) -> int:
 
 def wallclock(bench: Bench) -> Json:
     """Async against sync where lengths are long-tailed, with the prediction written first."""
-    base, steps = LONG_TAILED, bench.pick(14, 4)
+    base, steps = LONG_TAILED, bench.pick(20, 4)
+    skip = bench.pick(5, 1)  # until the pipeline is full
     modes: Mapping[str, Json] = {
         "sync, one core": {"run.schedule": "sync"},
         "sync, both cores": {"run.schedule": "sync", "rollout.num_threads": 2, "trainer.num_threads": 2},
-        "separate_async, one core each": {"run.schedule": "separate_async", "buffer.max_staleness_steps": 2},
+        "separate_async, one core each": {"run.schedule": "separate_async", "buffer.max_staleness_steps": 4},
     }
     pilot_overrides = {"run.groups_per_step": bench.pick(96, 16), "observe.trajectories_every_steps": 1}
     pilot = bench.run("wallclock-pilot", base, 1, **pilot_overrides)
@@ -470,7 +472,6 @@ def wallclock(bench: Bench) -> Json:
         torch.set_num_threads(overrides.get("trainer.num_threads", 1))
         slug = name.replace(", ", "-").replace(" ", "-")
         run = bench.run(f"wallclock-run-{slug}", base, steps, **overrides)
-        skip = 2 if steps > 4 else 1
         step_s = run.curve("timing_s/step")[skip:]
         found["modes"][name] |= {
             "step_s": float(np.mean(step_s)),
@@ -508,7 +509,7 @@ def draw_wallclock(found: Json) -> str:
 
 def mismatch(bench: Bench) -> Json:
     """Engines that sample from rounded weights, with importance weights and without."""
-    base, steps = warm_model(bench), bench.pick(80, 6)
+    base, steps = warm_model(bench), bench.pick(60, 6)
     seeds = range(bench.pick(2, 1))
     found: Json = {"num_steps": steps, "num_seeds": len(seeds), "runs": {}}
     for kind in ("none", "int4") if bench.is_quick else ("none", "bf16", "fp8", "int8", "int4"):
@@ -601,13 +602,132 @@ def draw_order(found: Json) -> str:
     return line_chart("Mean tokens of the trained responses, up to this step", "step", "", lines)
 
 
-PARTS: Mapping[str, tuple[Callable[[Bench], Json], Callable[[Json], str] | None]] = {
-    "equal": (equal, None),
-    "staleness": (staleness, draw_staleness),
-    "wallclock": (wallclock, draw_wallclock),
-    "mismatch": (mismatch, draw_mismatch),
-    "order": (order, draw_order),
+# ---- the page
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def tell_equal(found: Json) -> str:
+    return (
+        f"{found['num_different_tensors']} of {found['num_tensors']} tensors differ after {found['num_steps']} steps "
+        f"(reward of the last step {found['last_reward_sync']:.3f} in both)."
+    )
+
+
+def tell_staleness(found: Json) -> str:
+    rows = [
+        [
+            str(run["bound"]),
+            run["correction"] if run["bound"] else "none needed",
+            f"{run['staleness_mean']:.2f}",
+            f"{run['gap_all_mean_nats']:.3f}" if run["gap_all_mean_nats"] == run["gap_all_mean_nats"] else "",
+            f"{run['reward']['last_fifth']:.3f}",
+            f"{run['step_s']:.3f}",
+        ]
+        for run in found["runs"].values()
+    ]
+    header = ["bound", "correction", "mean staleness", "gap, nats", "reward, last fifth", "s a step"]
+    return table(header, rows) + (
+        f"\n\n{found['num_steps']} steps, mean of {found['num_seeds']} seeds, one-digit addition after a short warm-up."
+    )
+
+
+def tell_wallclock(found: Json) -> str:
+    rows = [
+        [
+            name,
+            f"{m['predicted_step_s']:.2f}",
+            f"{m['step_s']:.2f}",
+            f"{m['mean_batch']:.1f}",
+            f"{m['tokens_per_s']:.0f}",
+        ]
+        for name, m in found["modes"].items()
+    ]
+    lengths = found["lengths"]
+    speedups = "; ".join(
+        f"over {name.removeprefix('speedup_over ')} {s['measured']:.2f} x (predicted {s['predicted']:.2f})"
+        for name, s in found.items()
+        if name.startswith("speedup_over")
+    )
+    return table(
+        ["mode", "predicted s a step", "measured", "sequences in a decode step", "tokens/s"], rows
+    ) + (
+        f"\n\nResponses of {lengths['mean']:.0f} tokens on average, p99 {lengths['p99']:.0f}, longest "
+        f"{lengths['max']}. `separate_async` is faster {speedups}."
+    )
+
+
+def tell_mismatch(found: Json) -> str:
+    rows = [
+        [
+            run["mismatch"],
+            run["correction"],
+            "" if run["mismatch"] == "none" else f"{run['weight_error_frac']:.4f}",
+            f"{run['gap_mean_nats']:.2g}",
+            f"{run['gap_p99_nats']:.2g}",
+            f"{run['outside_clip_frac']:.4f}",
+            f"{run['reward']['last_fifth']:.3f}",
+        ]
+        for run in found["runs"].values()
+    ]
+    header = [
+        "rounding", "correction", "weight error", "gap, nats", "p99", "outside the clip band", "reward, last fifth",
+    ]  # fmt: skip
+    return table(header, rows)
+
+
+def tell_order(found: Json) -> str:
+    rows = [
+        [
+            name,
+            f"{one['trained_mean_tokens']:.1f}",
+            f"{one['trained_p99_tokens']:.0f}",
+            f"{one['evicted_frac']:.3f}",
+            "" if one["evicted_mean_tokens"] is None else f"{one['evicted_mean_tokens']:.1f}",
+            f"{one['step_s']:.3f}",
+        ]
+        for name, one in found["orders"].items()
+    ]
+    return table(
+        ["order", "trained tokens, mean", "p99", "evicted share", "evicted tokens, mean", "s a step"], rows
+    )
+
+
+def write_page(name: str, text: str) -> None:
+    """Put `text` between the marks of this part in docs/async.md."""
+    path = ROOT / "docs" / "async.md"
+    before, begin, rest = path.read_text().partition(f"<!-- async:{name} -->\n")
+    _, end, after = rest.partition(f"<!-- /async:{name} -->")
+    assert begin and end, f"docs/async.md has no marks for {name}"
+    path.write_text(f"{before}{begin}{text}\n{end}{after}", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Part:
+    measure: Callable[[Bench], Json]
+    tell: Callable[[Json], str]
+    draw: Callable[[Json], str] | None = None
+
+
+PARTS: Mapping[str, Part] = {
+    "equal": Part(equal, tell_equal),
+    "staleness": Part(staleness, tell_staleness, draw_staleness),
+    "wallclock": Part(wallclock, tell_wallclock, draw_wallclock),
+    "mismatch": Part(mismatch, tell_mismatch, draw_mismatch),
+    "order": Part(order, tell_order, draw_order),
 }
+
+
+def finite(value: Any) -> Any:
+    """As JSON knows it: what was not measured is null."""
+    if isinstance(value, dict):
+        return {key: finite(held) for key, held in value.items()}
+    if isinstance(value, list):
+        return [finite(held) for held in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def brief(value: Any) -> Any:
@@ -641,9 +761,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), options.quick)
         for name in options.parts or PARTS:
-            measure, draw = PARTS[name]
+            part = PARTS[name]
             started_s, load = time.perf_counter(), os.getloadavg()[0]
-            found = measure(bench)
+            found = part.measure(bench)
             found["machine"] = {
                 "cores": len(os.sched_getaffinity(0)),
                 "processor": platform.processor() or platform.machine(),
@@ -651,14 +771,23 @@ def main() -> None:
                 "load_before": round(load, 2),
             }
             found["bench_s"] = round(time.perf_counter() - started_s, 1)
-            print(name, json.dumps(brief(found), indent=1), flush=True)
+            print(name, json.dumps(brief(finite(found)), indent=1), flush=True)
             if not options.quick:
-                results[name] = found
+                results[name] = finite(found)
                 results_path.parent.mkdir(exist_ok=True)
                 results_path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-                if draw is not None:
+                cores, load = found["machine"]["cores"], found["machine"]["load_before"]
+                where = f"`python bench/async.py {name}`, {cores} cores, load before the run {load:g}."
+                write_page(name, f"{part.tell(found)}\n\n{where}")
+                if part.draw is not None:
                     (ROOT / "docs" / "img").mkdir(exist_ok=True)
-                    (ROOT / "docs" / "img" / f"async-{name}.svg").write_text(draw(found), encoding="utf-8")
+                    (ROOT / "docs" / "img" / f"async-{name}.svg").write_text(
+                        part.draw(found), encoding="utf-8"
+                    )
+            else:
+                part.tell(found)
+                if part.draw is not None:
+                    part.draw(found)
 
 
 if __name__ == "__main__":
