@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollbook.modeling.load import wrap_transformers
+from rollbook.modeling.config import ModelConfig
+from rollbook.modeling.load import LoadedModel, load_model, wrap_transformers
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import GenerateRequest, Response
 from rollbook.rollout.native.engine import NativeEngine
@@ -86,9 +88,9 @@ def eager_logprobs(model: PreTrainedModel, prompt_ids: np.ndarray, response: Res
 
 
 async def responses(
-    model: PreTrainedModel, prompts: Sequence[np.ndarray], **settings: Any
+    model: LoadedModel, prompts: Sequence[np.ndarray], **settings: Any
 ) -> tuple[list[Response], NativeEngine]:
-    engine = NativeEngine(wrap_transformers(model), RolloutConfig.model_validate(settings))
+    engine = NativeEngine(model, RolloutConfig.model_validate(settings))
     await engine.start()
     requests = [
         GenerateRequest(
@@ -105,13 +107,11 @@ async def responses(
     return await asyncio.gather(*(engine.generate(request) for request in requests)), engine
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_logprobs_equal_one_eager_forward(family: str) -> None:
-    model = tiny_model(family)
+async def check(model: PreTrainedModel, loaded: LoadedModel) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, count).astype(np.int32) for count in (1, 4, 5, 17, 30)]
     found, engine = await responses(
-        model, prompts, num_slots=6, page_tokens=4, kv_pool_tokens=84, max_prefill_tokens=11
+        loaded, prompts, num_slots=6, page_tokens=4, kv_pool_tokens=84, max_prefill_tokens=11
     )
     stats = await engine.stats()
     await engine.close()
@@ -121,3 +121,17 @@ async def test_logprobs_equal_one_eager_forward(family: str) -> None:
     for idx, response in enumerate(found):
         expected = eager_logprobs(model, prompts[idx // 2], response)
         np.testing.assert_allclose(response.logprobs, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_logprobs_equal_one_eager_forward(family: str) -> None:
+    model = tiny_model(family)
+    await check(model, wrap_transformers(model))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral, sliding window"])
+async def test_the_built_in_decoder_equals_one_eager_forward(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), implementation="rollbook")
+    await check(model, load_model(config, with_tokenizer=False))
