@@ -57,13 +57,17 @@ def test_a_fault_as_people_describe_it_is_found_first(fault: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["healthy", *STATES])
-def test_nothing_is_found_in_a_run_that_is_well_or_limited_by_its_algorithm(name: str, tmp_path: Path) -> None:
+def test_nothing_is_found_in_a_run_that_is_well_or_limited_by_its_algorithm(
+    name: str, tmp_path: Path
+) -> None:
     for seed in (1, 4):
         assert _described(name, seed, tmp_path).findings == ()
         assert _synthetic(name, seed, tmp_path, "verl").findings == ()
 
 
-@pytest.mark.parametrize("state", ["learning_rate_too_high", "entropy_collapse", "data_exhausted", "reward_saturates"])
+@pytest.mark.parametrize(
+    "state", ["learning_rate_too_high", "entropy_collapse", "data_exhausted", "reward_saturates"]
+)
 def test_a_state_of_the_algorithm_is_named_beside_the_proof(state: str, tmp_path: Path) -> None:
     diagnosis = _described(state, 3, tmp_path)
     assert diagnosis.is_well

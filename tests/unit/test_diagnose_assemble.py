@@ -36,7 +36,9 @@ def test_a_restart_keeps_what_ran_last_and_remembers_what_it_replaced() -> None:
     again = [(s, {"a": 10.0 * s}) for s in range(4, 8)]
     run = _run(first + again)
     np.testing.assert_array_equal(run.values["a"], [1.0, 2.0, 3.0, 40.0, 50.0, 60.0, 70.0])
-    assert [(seam.step, seam.num_replaced, seam.replaced["a"]) for seam in run.seams] == [(4, 3, [4.0, 5.0, 6.0])]
+    assert [(seam.step, seam.num_replaced, seam.replaced["a"]) for seam in run.seams] == [
+        (4, 3, [4.0, 5.0, 6.0])
+    ]
 
 
 def test_two_runs_in_one_log_are_told_apart_and_either_can_be_asked_for() -> None:
@@ -50,7 +52,9 @@ def test_two_runs_in_one_log_are_told_apart_and_either_can_be_asked_for() -> Non
 
 
 def test_a_clock_that_runs_backwards_is_said() -> None:
-    items = [Row(step=s, data={"a": 1.0}, at_s=at_s) for s, at_s in ((1, 100.0), (2, 160.0), (3, 40.0), (4, 100.0))]
+    items = [
+        Row(step=s, data={"a": 1.0}, at_s=at_s) for s, at_s in ((1, 100.0), (2, 160.0), (3, 40.0), (4, 100.0))
+    ]
     run = assemble(items, source="log", format="test")
     assert any("clock ran backwards 1 time" in note for note in run.notes)
 

@@ -34,7 +34,9 @@ def sick(tmp_path: Path) -> str:
     return str(described_runs.write_jsonl("missed_weight_sync", 1, tmp_path / "exp.jsonl"))
 
 
-def test_the_verdict_comes_first_on_one_screen_of_80_columns(sick: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_comes_first_on_one_screen_of_80_columns(
+    sick: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = run(capsys, sick)
     lines = out.splitlines()
     assert (code, err) == (0, "")
@@ -46,10 +48,14 @@ def test_the_verdict_comes_first_on_one_screen_of_80_columns(sick: str, capsys: 
     assert "could not be judged" in out
 
 
-def test_a_run_that_is_well_says_so_with_the_four_signals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_well_says_so_with_the_four_signals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = described_runs.write_jsonl("plateau", 1, tmp_path / "exp.jsonl")
     _, out, _ = run(capsys, str(log))
-    assert "NONE OF THESE: the system is well; what limits the run: the reward stands still" in " ".join(out.split())
+    assert "NONE OF THESE: the system is well; what limits the run: the reward stands still" in " ".join(
+        out.split()
+    )
     assert out.count("  well ") == 4
 
 
@@ -57,7 +63,9 @@ def test_json_is_one_object_without_nan(sick: str, capsys: pytest.CaptureFixture
     _, out, _ = run(capsys, sick, "--json")
     answer: dict[str, Any] = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert answer["verdict"] == "missed_weight_sync"
-    assert {"rule", "confidence", "step", "evidence", "action", "next_check", "cost_s"} <= set(answer["findings"][0])
+    assert {"rule", "confidence", "step", "evidence", "action", "next_check", "cost_s"} <= set(
+        answer["findings"][0]
+    )
     assert answer["steps"]["count"] > 0
 
 
@@ -113,7 +121,9 @@ def prometheus() -> Iterator[str]:
                 }
                 for name, values in series.items()
             ]
-            body = json.dumps({"status": "success", "data": {"resultType": "matrix", "result": result}}).encode()
+            body = json.dumps(
+                {"status": "success", "data": {"resultType": "matrix", "result": result}}
+            ).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()

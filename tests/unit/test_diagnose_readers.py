@@ -52,7 +52,7 @@ def test_verl_console_reads_prefixes_colors_numpy_values_and_interleaved_lines(t
         "\x1b[36m(TaskRunnerV1 pid=81)\x1b[0m step:1 - actor/entropy:np.float64(0.5) - critic/rewards/mean:0.25"
         " - training/global_step:1.000 - val-core/openai/gsm8k/acc/mean@1:0.508\n"
         "(WorkerDict pid=9) micro batch 3/12 step: done\n"
-        "(TaskRunnerV1 pid=81) step:2 - actor/entropy:0.4(raylet) Spilled 4096 MiB, 12 objects, write throughput 9 MiB/s\n"
+        "(TaskRunnerV1 pid=81) step:2 - actor/entropy:0.4(raylet) Spilled 4096 MiB, 12 objects, 9 MiB/s\n"
         " - critic/rewards/mean:-1e-3 - timing_s/gen:41\n"
         "(TaskRunnerV1 pid=81) step:3 - actor/entropy:nan - critic/rewards/mean:0.5 step:4 - actor/entropy:0.2\n",
     )
@@ -80,8 +80,20 @@ def test_older_verl_names_are_read_in_todays(tmp_path: Path) -> None:
 def test_trl_state_history_and_print_say_the_same(tmp_path: Path) -> None:
     """A printed entry has no step: it counts; some versions print values as strings."""
     entries = [
-        {"loss": 0.01, "reward": 0.25, "completions/mean_length": 120.0, "frac_reward_zero_std": 0.25, "epoch": 0.1},
-        {"loss": 0.02, "reward": 0.5, "completions/mean_length": 130.0, "frac_reward_zero_std": 0.5, "epoch": 0.2},
+        {
+            "loss": 0.01,
+            "reward": 0.25,
+            "completions/mean_length": 120.0,
+            "frac_reward_zero_std": 0.25,
+            "epoch": 0.1,
+        },
+        {
+            "loss": 0.02,
+            "reward": 0.5,
+            "completions/mean_length": 130.0,
+            "frac_reward_zero_std": 0.5,
+            "epoch": 0.2,
+        },
     ]
     history = [{**entry, "step": i + 1} for i, entry in enumerate(entries)]
     state = tmp_path / "checkpoint-2" / "trainer_state.json"
@@ -151,7 +163,8 @@ def test_areal_tables_become_steps(tmp_path: Path) -> None:
 def test_wandb_chart_csv_and_history_are_read(tmp_path: Path) -> None:
     chart = _write(
         tmp_path / "chart.csv",
-        '"Step","my-run - critic/rewards/mean","my-run - critic/rewards/mean__MIN","my-run - critic/rewards/mean__MAX"\n'
+        '"Step","my-run - critic/rewards/mean","my-run - critic/rewards/mean__MIN",'
+        '"my-run - critic/rewards/mean__MAX"\n'
         '"1","0.25","0.25","0.25"\n"2","","",""\n"3","0.5","0.5","0.5"\n',
     )
     run = load(str(chart))
@@ -193,7 +206,8 @@ def test_tensorboard_scalars_are_read_without_tensorboard(tmp_path: Path, as_ten
     folder = tmp_path / "tensorboard_log" / "project" / "experiment"
     folder.mkdir(parents=True)
     records = b"".join(
-        _event_record(step, {"actor/entropy": 0.5 / step, "timing_s/gen": 10.0}, as_tensor=as_tensor) for step in (1, 2, 4)
+        _event_record(step, {"actor/entropy": 0.5 / step, "timing_s/gen": 10.0}, as_tensor=as_tensor)
+        for step in (1, 2, 4)
     )
     (folder / "events.out.tfevents.1700000000.host.1.0").write_bytes(records + records[:20])
     run = load(str(tmp_path / "tensorboard_log"))

@@ -40,7 +40,10 @@ def _run(events: tuple[Event, ...] = (), **changed: NDArray[np.float64]) -> RunS
         "perf/max_memory_reserved_gb": _noisy(60.0, 16, 0.002),
     }
     values.update({name.replace("__", "/"): series for name, series in changed.items()})
-    rows = [Row(step=i + 1, data={k: float(v[i]) for k, v in values.items() if np.isfinite(v[i])}) for i in range(N)]
+    rows = [
+        Row(step=i + 1, data={k: float(v[i]) for k, v in values.items() if np.isfinite(v[i])})
+        for i in range(N)
+    ]
     return assemble([*rows[:AT], *events, *rows[AT:]], source="log", format="test")
 
 
@@ -81,7 +84,11 @@ def test_samples_that_age_by_one_version_a_step_tell_who_stands_still() -> None:
     """All of them: a missed sync. Only the oldest: a part of the replicas."""
     age = np.clip(T - AT, 0, None)
     all_stand = {f"{STALENESS}/{stat}": age + 0.5 * (stat == "mean") for stat in ("mean", "max", "min")}
-    some_stand = {f"{STALENESS}/mean": 0.5 + age / 4, f"{STALENESS}/max": 1 + age, f"{STALENESS}/min": np.zeros(N)}
+    some_stand = {
+        f"{STALENESS}/mean": 0.5 + age / 4,
+        f"{STALENESS}/max": 1 + age,
+        f"{STALENESS}/min": np.zeros(N),
+    }
     assert diagnose(_run(**all_stand)).verdict == "missed_weight_sync"
     assert diagnose(_run(**some_stand)).verdict == "version_drift"
 
@@ -161,7 +168,10 @@ def test_one_source_at_exactly_zero_is_its_scorer_and_all_of_them_is_not() -> No
     finding = diagnose(_run(**one)).findings[0]
     assert (finding.rule, finding.step) == ("one_source_all_zero", AT + 1)
     assert "'code'" in finding.title
-    fading = {"reward/math/mean": _grow(_noisy(0.5, 20), 0.1), "reward/code/mean": _grow(_noisy(0.4, 21), 0.0, 50)}
+    fading = {
+        "reward/math/mean": _grow(_noisy(0.5, 20), 0.1),
+        "reward/code/mean": _grow(_noisy(0.4, 21), 0.0, 50),
+    }
     assert diagnose(_run(**fading)).verdict != "one_source_all_zero"
 
 
@@ -170,7 +180,10 @@ def test_waiting_is_told_by_what_did_not_change() -> None:
     slow = _step(_noisy(50.0, 10), 4)
     waits = {"timing_s/gen": slow, f"{STALENESS}/mean": _noisy(0.8, 20)}
     assert diagnose(_run(**waits)).verdict == "buffer_never_fills"
-    longer = {"response_length/mean": _step(_noisy(800.0, 8), 4), "response_length/max": _step(_noisy(3000.0, 9), 4)}
+    longer = {
+        "response_length/mean": _step(_noisy(800.0, 8), 4),
+        "response_length/max": _step(_noisy(3000.0, 9), 4),
+    }
     assert diagnose(_run(**waits, **longer)).is_well
     filtered = {"training/filter_groups/evicted_samples": _step(_noisy(60.0, 21), 12)}
     assert diagnose(_run(**waits, **filtered)).verdict == "filter_starvation"
@@ -237,7 +250,10 @@ def test_smooth_curves_without_noise_are_well() -> None:
 
 
 def test_a_log_of_a_few_steps_raises_no_alarm() -> None:
-    rows = [Row(step=i, data={"critic/rewards/mean": 0.1 * i, GAP: 0.006, "timing_s/gen": 10.0 + i}) for i in range(4)]
+    rows = [
+        Row(step=i, data={"critic/rewards/mean": 0.1 * i, GAP: 0.006, "timing_s/gen": 10.0 + i})
+        for i in range(4)
+    ]
     diagnosis = diagnose(assemble(rows, source="log", format="test"))
     assert diagnosis.findings == ()
     assert diagnosis.num_steps == 4

@@ -48,8 +48,16 @@ def test_the_record_holds_the_plan_of_a_run_that_has_begun(
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text(Path(ADDITION).read_text())
-    stage = {"seconds": 1.25, "low": 1.0, "high": 1.5, "formula": "6 N tokens / rate", "source": "calibration"}
-    (run / "plan.json").write_text(json.dumps({"stages": {"train": stage, "rollout": {**stage, "seconds": 2.0}}}))
+    stage = {
+        "seconds": 1.25,
+        "low": 1.0,
+        "high": 1.5,
+        "formula": "6 N tokens / rate",
+        "source": "calibration",
+    }
+    (run / "plan.json").write_text(
+        json.dumps({"stages": {"train": stage, "rollout": {**stage, "seconds": 2.0}}})
+    )
     text = manual(capsys, str(run))
     assert "| train | 1.25 | 1 to 1.5 | 6 N tokens / rate | calibration |" in text
     assert "| together | 3.25 |" in text
@@ -63,7 +71,9 @@ def test_the_page_holds_the_same_tables_and_nothing_from_outside(
     out = tmp_path / "manual.md"
     assert manual(capsys, ADDITION, "-o", str(out), "--html", str(page)) == ""
     text, markdown = page.read_text(), out.read_text()
-    assert text.count("<tr>") == sum(line.startswith("|") and "---" not in line for line in markdown.splitlines())
+    assert text.count("<tr>") == sum(
+        line.startswith("|") and "---" not in line for line in markdown.splitlines()
+    )
     assert not re.search(r"https?://|<script|src=", text)
 
 

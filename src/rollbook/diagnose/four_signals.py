@@ -1,4 +1,4 @@
-"""The four signals that tell the faults of the night apart, each with what it says: the proof of "the system is well"."""
+"""The four signals that tell the faults of the night apart: the proof that "the system is well"."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def to_html(diagnosis: Diagnosis, view: View) -> str:
 
 
 def _finding(finding: Finding, view: View, tag: str) -> str:
-    about = f"{finding.rule} · since step {finding.step} · confidence {finding.confidence:.2f} · {AREA_NAMES[finding.area]}"
+    about = f"{finding.rule} · since step {finding.step} · confidence {finding.confidence:.2f} · "
+    f"{AREA_NAMES[finding.area]}"
     if finding.cost_s:
         about += f" · {num(finding.cost_s)} s lost so far"
     if finding.cost_reward:

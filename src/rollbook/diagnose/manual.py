@@ -23,7 +23,8 @@ class Entry:
 ENTRIES: dict[str, Entry] = {
     "dead_sandbox_pool": Entry(
         "data",
-        "`failures/frac` above {max_failed_frac}, `env/capacity` below {min_sandbox_frac} of its best, seconds a turn jump; "
+        "`failures/frac` above {max_failed_frac}, `env/capacity` below {min_sandbox_frac} of its best, "
+        "seconds a turn jump; "
         "reward falls at the same step",
         "a broken scorer: rewards fall, turns and failures do not move",
         "restart the pool; failed trajectories are never trained as zeros",
@@ -60,7 +61,8 @@ ENTRIES: dict[str, Entry] = {
     ),
     "version_drift": Entry(
         "version",
-        "`replica/*/weight_version` spread above {max_spread}; the oldest samples age by one version a step, the newest "
+        "`replica/*/weight_version` spread above {max_spread}; the oldest samples age by one version a "
+        "step, the newest "
         "do not",
         "a missed sync: all of them stand",
         "quarantine the standing replicas and publish to them in full",
@@ -75,7 +77,8 @@ ENTRIES: dict[str, Entry] = {
     ),
     "stale_samples": Entry(
         "async",
-        "`trajectory_staleness_worst/max` near {max_staleness_steps} all the time, the gap follows it, effective sample "
+        "`trajectory_staleness_worst/max` near {max_staleness_steps} all the time, the gap follows it, "
+        "effective sample "
         "size below {min_eff_sample_size}",
         "standing engines: staleness grows by one a step and does not stop",
         "lower buffer.max_staleness_steps or give generation more devices",

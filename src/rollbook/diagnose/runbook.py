@@ -123,7 +123,8 @@ def _record(job: Job, plan: Mapping[str, Any] | None) -> list[str]:
     if not isinstance(stages, Mapping) or not stages:
         return [
             *lines,
-            f"`{job.run_dir}/plan.json` is written when the run begins; make this manual again then, and every stage stands "
+            f"`{job.run_dir}/plan.json` is written when the run begins; make this manual again then, and "
+            "every stage stands "
             "here with its seconds and its formula. Until then: `rollbook plan`.",
             "",
         ]
@@ -144,22 +145,26 @@ def _signals(job: Job, thresholds: Thresholds) -> list[str]:
         (
             "reward by source",
             "`reward/<source>/mean`, `reward/<source>/zero_frac`, `failures/*`",
-            f"no source at zero; failures below {num(t.max_failed_frac)} (the run stops at {num(job.max_failure_frac)})",
+            f"no source at zero; failures below {num(t.max_failed_frac)} (the run stops at "
+            f"{num(job.max_failure_frac)})",
         ),
         (
             "weight version",
             "`replica/*/weight_version`, `sync/num_failed`, `sync/probe_gap_max`",
-            f"spread at most {max(1, job.max_staleness_steps)}; no failed publication; +1 every {job.sync_every_steps} steps",
+            f"spread at most {max(1, job.max_staleness_steps)}; no failed publication; +1 every "
+            f"{job.sync_every_steps} steps",
         ),
         (
             "gap",
             "`training/logprob_gap/mean`, `rollout_corr/*`",
-            f"below {num(t.max_logprob_gap_nats)} nats, flat; effective sample size above {num(t.min_eff_sample_size)}",
+            f"below {num(t.max_logprob_gap_nats)} nats, flat; effective sample size above "
+            f"{num(t.min_eff_sample_size)}",
         ),
         (
             "staleness, length, sync",
             "`trajectory_staleness_worst/max`, `response_length/*`, `timing_s/update_weights`",
-            f"staleness at most {job.max_staleness_steps}; longest response not {num(t.max_length_growth)} times that of "
+            f"staleness at most {job.max_staleness_steps}; longest response not "
+            f"{num(t.max_length_growth)} times that of "
             f"hours ago; sync within {num(t.max_sync_ratio)} times the plan",
         ),
     ]

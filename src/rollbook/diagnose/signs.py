@@ -351,8 +351,8 @@ def policy(view: View) -> Policy:
         ratios.append(up.peak_ratio)
     elif down is not None and down.ratio <= 0.5 and down.score >= 5 and shared:
         # Entropy falls in every healthy run: here it must fall with the rest.
-        if abs(down.idx - min(b.idx for b in shared)) <= max(6, view.n // 12):
-            own.append(down)
+        apart = abs(down.idx - min(b.idx for b in shared))
+        own += [down] if apart <= max(6, view.n // 12) else []
     nan_step, nan_metrics = _not_finite(view)
     has_own = bool(own) or not (view.has("actor/ppo_kl") or view.has("actor/entropy"))
     is_blow_up = has_own and len(own) + len(shared) >= 2

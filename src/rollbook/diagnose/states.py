@@ -77,7 +77,8 @@ def _learning_rate_too_high(view: View) -> State | None:
         title="the policy moves too fast: learning rate too high, or the trust region too wide",
         step=view.step_at(policy.blow_up_idx),
         evidence=tuple(evidence),
-        advice=f"go back before step {view.step_at(policy.blow_up_idx)} and lower the learning rate (now {num(lr)}) by 3 to "
+        advice=f"go back before step {view.step_at(policy.blow_up_idx)} and lower the learning rate (now "
+        f"{num(lr)}) by 3 to "
         "10 times, or tighten the clip and the gradient norm",
     )
 

@@ -62,7 +62,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         step=view.step_at(idx),
         evidence=tuple(evidence),
         cost_s=lost,
-        action="compare admitted with running + finished + failed + evicted; raise the staleness bound or admit less ahead "
+        action="compare admitted with running + finished + failed + evicted; raise the staleness bound "
+        "or admit less ahead "
         "when they are evicted, put a deadline on every trajectory when they hang",
         next_check="the oldest trajectory still running: its age, its turn and its replica",
     )

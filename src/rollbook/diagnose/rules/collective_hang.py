@@ -77,7 +77,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         step=step,
         evidence=tuple(evidence),
         cost_s=float(sum(stalled)) if stalled else None,
-        action="dump the stacks of all ranks (py-spy, or TORCH_NCCL_TRACE_BUFFER_SIZE) before killing the job; the rank that is "
+        action="dump the stacks of all ranks (py-spy, or TORCH_NCCL_TRACE_BUFFER_SIZE) before killing "
+        "the job; the rank that is "
         "elsewhere is the cause: fewer micro batches, an exception, a dead host",
         next_check="number of micro batches per rank in that step, and the kernel log of each host",
     )

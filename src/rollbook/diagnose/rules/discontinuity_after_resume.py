@@ -158,9 +158,11 @@ def _at(view: View, restart: Restart) -> Finding | None:
         step=view.step_at(restart.idx),
         evidence=tuple(evidence),
         cost_reward=max(0.0, -reward.diff) if reward is not None else None,
-        action="take the run up again from the last whole checkpoint with weights, optimizer, schedule, data position and "
+        action="take the run up again from the last whole checkpoint with weights, optimizer, schedule, "
+        "data position and "
         "random state, and compare the first step with the one that was logged",
-        next_check="what the checkpoint holds against what the trainer loads: optimizer state, scheduler step, data cursor",
+        next_check="what the checkpoint holds against what the trainer loads: optimizer state, scheduler "
+        "step, data cursor",
     )
 
 

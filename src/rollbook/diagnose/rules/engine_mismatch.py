@@ -86,8 +86,10 @@ def _finding(view: View, idx: int, confidence: float, when: str) -> Finding:
         confidence=share(confidence),
         step=step,
         evidence=tuple(evidence),
-        action="bring both sides to the same numerics (dtype, attention kernel, temperature and top-p, routing replay for "
+        action="bring both sides to the same numerics (dtype, attention kernel, temperature and top-p, "
+        "routing replay for "
         "MoE; no quantised engine weights), or keep the difference and train with truncated importance weights",
-        next_check="score one short greedy prompt on both sides with the engine's own weights and find the first layer "
+        next_check="score one short greedy prompt on both sides with the engine's own weights and find "
+        "the first layer "
         "that differs",
     )

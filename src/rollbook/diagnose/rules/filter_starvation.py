@@ -79,7 +79,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         step=view.step_at(idx),
         evidence=tuple(evidence),
         cost_s=cost_s,
-        action="sample prompts by difficulty (leave out those solved always or never), mix in others, or cap the refills",
+        action="sample prompts by difficulty (leave out those solved always or never), mix in others, or "
+        "cap the refills",
         next_check="share of right answers per prompt over the last steps: how many prompts are neither 0 nor 1?",
     )
 

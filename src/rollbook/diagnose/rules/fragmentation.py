@@ -68,7 +68,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         step=view.step_at(idx),
         evidence=tuple(evidence),
         cost_s=cost,
-        action="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (with an engine in the same process: separate memory pools), "
+        action="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (with an engine in the same "
+        "process: separate memory pools), "
         "and empty the cache at the hand-over",
         next_check="a memory snapshot after the hand-over: which shapes leave the holes?",
     )

@@ -65,7 +65,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         confidence=share(confidence),
         step=step,
         evidence=tuple(evidence),
-        action="pack micro batches by a token budget, split long sequences over ranks (context parallelism), or cap the "
+        action="pack micro batches by a token budget, split long sequences over ranks (context "
+        "parallelism), or cap the "
         "response length; plan for the longest batch, not the mean",
         next_check="peak memory against the tokens of the largest micro batch, step by step",
     )

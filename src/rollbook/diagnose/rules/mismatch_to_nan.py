@@ -56,7 +56,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         confidence=share(0.93 if grew else 0.7),
         step=rise.step if rise is not None and grew else policy.nan_step,
         evidence=tuple(evidence),
-        action=f"go back to a checkpoint before step {rise.step if rise is not None and grew else policy.nan_step}, truncate "
+        action="go back to a checkpoint before step "
+        f"{rise.step if rise is not None and grew else policy.nan_step}, truncate "
         "the importance weights and mask what lies far outside, then bring both sides to the same numerics",
         next_check="does the gap at staleness 0 grow in a run with the learning rate at 0? Then it is the engine",
     )

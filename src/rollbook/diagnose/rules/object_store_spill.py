@@ -1,4 +1,4 @@
-"""The object store is full and batches go over the disk: every hand-over of data becomes slow, no stage of compute does."""
+"""The object store is full and batches go over the disk: moving data becomes slow, computing does not."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ def _finding(
         step=view.step_at(idx),
         evidence=tuple(evidence),
         cost_s=cost,
-        action="give the object store more memory, drop references to old batches, and pass large tensors by shared memory "
+        action="give the object store more memory, drop references to old batches, and pass large "
+        "tensors by shared memory "
         "instead of through the driver",
         next_check="`ray memory --stats-only`: who holds the objects, and how many steps old are they?",
     )

@@ -31,7 +31,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         return sudden or NotJudged(
             rule=RULE,
             missing=("reward/<source>/mean", "reward/<source>/zero_frac"),
-            collect="log the mean reward by data source (verl: data_source of the reward manager; validation by source)",
+            collect="log the mean reward by data source (verl: data_source of the reward manager; "
+            "validation by source)",
         )
     best: tuple[float, int, str, str] | None = None
     for group, least in ((train, 4), (held_out, 1)):

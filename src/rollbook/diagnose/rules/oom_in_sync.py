@@ -67,9 +67,11 @@ def judge(view: View) -> Finding | NotJudged | None:
         cost_s=signs.lost_seconds(view, seconds, slower)
         if seconds and slower is not None and is_slow
         else None,
-        action="gather and send one bucket at a time (smaller bucket_bytes), drop the KV pool and offload the optimizer before "
+        action="gather and send one bucket at a time (smaller bucket_bytes), drop the KV pool and "
+        "offload the optimizer before "
         "the engine's weights come back, and set expandable segments",
-        next_check="memory by owner at the three points of the hand-over: who had not given back what the plan expected?",
+        next_check="memory by owner at the three points of the hand-over: who had not given back what "
+        "the plan expected?",
     )
 
 

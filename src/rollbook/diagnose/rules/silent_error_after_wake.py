@@ -110,6 +110,8 @@ def _finding(view: View, idx: int, confidence: float) -> Finding:
         step=step,
         evidence=tuple(evidence),
         cost_reward=None if c is None else max(0.0, -c.diff),
-        action=f"stop; take the run up from the checkpoint before step {step} with freshly started engines and sleep level 1",
-        next_check="after one sleep and wake, compare every tensor's digest with the trainer's and decode one greedy prompt",
+        action=f"stop; take the run up from the checkpoint before step {step} with freshly started "
+        "engines and sleep level 1",
+        next_check="after one sleep and wake, compare every tensor's digest with the trainer's and "
+        "decode one greedy prompt",
     )

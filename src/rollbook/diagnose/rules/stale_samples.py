@@ -11,7 +11,8 @@ from rollbook.diagnose.view import View, spearman
 
 RULE = "stale_samples"
 ACTION = (
-    "bound the staleness (max_staleness_steps 1 or 2), admit fewer prompts ahead, or give generation more GPUs; until then "
+    "bound the staleness (max_staleness_steps 1 or 2), admit fewer prompts ahead, or give generation "
+    "more GPUs; until then "
     "use the decoupled loss with truncated importance weights"
 )
 CHECK = "at staleness 0 the gap must return to its floor: plot the gap against the staleness of the samples"

@@ -113,7 +113,8 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
         step=view.step_at(start),
         evidence=evidence,
         cost_s=lost,
-        action="cap the response length or penalise overlong answers, continue unfinished responses in the next step, or "
+        action="cap the response length or penalise overlong answers, continue unfinished responses in "
+        "the next step, or "
         "train on what has finished (asynchronous schedule)",
         next_check="read the longest responses of one such step: repetition, or honest reasoning cut short?",
     )
