@@ -53,6 +53,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -498,11 +499,11 @@ async def main() -> None:
         for model in models:
             label = f"{model}B, {max_buckets} x {bucket_mib} MiB" + (", bare" if is_bare else "")
 
+            publish = partial(fresh, model, device)
+
             def remote(transport: str, target: torch.device, what: str, link: float | None) -> Work:
                 what = f"{what} {label}"  # noqa: B023 (awaited before the loop goes on)
-                return fresh(
-                    model, device, transport, target, settings, link, what, table, args.reps, is_bare  # noqa: B023
-                )
+                return publish(transport, target, settings, link, what, table, args.reps, is_bare)  # noqa: B023
 
             if "digest" in args.parts and is_first:
                 bench_digest(model, device, table)

@@ -12,7 +12,7 @@ done; its digests are computed while it travels, and read once, after the last b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,12 +32,16 @@ ALIGN_BYTES = 256
 """Entries start on this boundary, so that a part can be viewed in its dtype where it lies."""
 SMALL_BYTES = 1 << 20
 """On a device, tensors up to here wait for the end of the bucket and are copied by one launch."""
-HOLD_BYTES = 64 << 20
+HOLD_BYTES = 128 << 20
 """Exported tensors wait for their digest until so much is held, and share a launch. What an export gathers for the
 publication alone is held no longer than that."""
 
 Buffers = Callable[[int, int, torch.device], "Tensor"]
 """(slot index, bytes, device of the exported tensors) -> [bytes] uint8 buffer; the same one for the same slot."""
+
+
+PackedViews = dict[tuple[str, int, int], tuple[BucketEntry, "Tensor"]]
+"""(name, byte of the tensor, address in a slot) -> the entry that begins there, and its place as a view of the slot."""
 
 
 class SlotBuffers:
@@ -124,6 +128,8 @@ class Packer:
     buffers: Buffers | None
     """None: tensors travel by reference and nothing is copied."""
     num_slots: int = 2
+    views: PackedViews = field(default_factory=dict)
+    """Kept from one publication to the next: a bucket's layout does not change in a run."""
     acknowledged: AcknowledgedWeights | None = None
     """What deltas are taken against; None: every tensor travels whole."""
     ledger: DigestLedger | None = None
@@ -219,12 +225,12 @@ class Packer:
                 if not entries:
                     buffer = buffers(bucket_idx % self.num_slots, self.bucket_bytes, tensor.device)
                 assert buffer is not None
-                target = buffer[used : used + entry.num_bytes]
+                entry, target = self._placed(entry, payload, buffer, used)
                 if payload.is_cuda and entry.num_bytes <= SMALL_BYTES:
                     small.add(target, payload)
                 else:
                     target.copy_(payload, non_blocking=True)
-                entries.append(replace(entry, offset_bytes=used))
+                entries.append(entry)
                 used += -(-entry.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
         if buffer is None:
             buffer = buffers(0, self.bucket_bytes, torch.device("cpu"))
@@ -232,9 +238,12 @@ class Packer:
         yield self._filled(bucket_idx, entries, buffer, used)
 
     def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[BucketEntry, Tensor]]:
-        """The tensor as encoded parts of at most a bucket each; offsets in the bucket are not set yet."""
+        """The tensor whole, or as encoded parts of at most a bucket each; offsets in the bucket are not set yet."""
         num_bytes, size = self.specs[name].num_bytes, tensor.element_size()
         part_bytes = max(16, self.bucket_bytes // 16 * 16)
+        if self.acknowledged is None and num_bytes <= part_bytes:
+            yield BucketEntry(name=name, offset_bytes=0, num_bytes=num_bytes), tensor
+            return
         flat = flat_bytes(tensor) if self.acknowledged is None else None
         for start in range(0, max(1, num_bytes), part_bytes):
             length = min(part_bytes, num_bytes - start)
@@ -254,6 +263,22 @@ class Packer:
                 tensor_num_bytes=length,
             )
             yield entry, payload
+
+    def _placed(
+        self, entry: BucketEntry, payload: Tensor, buffer: Tensor, used: int
+    ) -> tuple[BucketEntry, Tensor]:
+        """The entry at `used`, and its place in the buffer as a view in the payload's dtype and shape."""
+        key = (entry.name, entry.tensor_offset_bytes, buffer.data_ptr() + used)
+        held = self.views.get(key)
+        if held is not None:
+            is_same = held[0].offset_bytes == used and held[0].num_bytes == entry.num_bytes
+            if is_same and held[1].dtype == payload.dtype and held[1].shape == payload.shape:
+                return held
+        placed = replace(entry, offset_bytes=used)
+        target = buffer[used : used + entry.num_bytes].view(payload.dtype).view(payload.shape)
+        if self.acknowledged is None:  # the layout of a delta is another one each time
+            self.views[key] = placed, target
+        return placed, target
 
     def _filled(self, bucket_idx: int, entries: list[BucketEntry], buffer: Tensor, used: int) -> Bucket:
         self._finish()

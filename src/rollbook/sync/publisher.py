@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rollbook.errors import DeadlineError, RunError, SyncError
 from rollbook.observe.values import Peak, Total, Values
-from rollbook.sync.bucket import Buffers, Packer
+from rollbook.sync.bucket import Buffers, PackedViews, Packer
 from rollbook.sync.delta import AcknowledgedWeights
 from rollbook.sync.digest import fold
 from rollbook.sync.handshake import Handshake
@@ -182,6 +182,7 @@ class Publisher:
         """Replicas out of service, and why. The next publication re-syncs them in full."""
         self.handshakes = {port.replica_id: Handshake(port.replica_id, weight_version) for port in ports}
         self._buffers = buffers
+        self._views: PackedViews = {}
         self._digests: Digests | None = None
         self._acknowledged = AcknowledgedWeights() if config.delta else None
         self._under_way: int | None = None
@@ -268,6 +269,7 @@ class Publisher:
             bucket_bytes=self.config.bucket_bytes,
             buffers=self._buffers,
             num_slots=self.config.max_buckets,
+            views=self._views,
             acknowledged=acknowledged,
         )
         try:
