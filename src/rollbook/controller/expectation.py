@@ -99,7 +99,7 @@ async def make_plan(controller: Controller) -> Plan | None:
     config = controller.config
     if not config.plan.is_on or not all(isinstance(e, NativeEngine) for e in controller.router.engines):
         return None
-    sample, host_s = await _sample(controller)
+    sample, _ = await _sample(controller, seed=0)
     lengths = [t.num_response_tokens for group in sample for t in group.scored]
     kept = [controller.rollout.judge(group) is None for group in sample]
     if not lengths:
@@ -138,8 +138,8 @@ async def make_plan(controller: Controller) -> Plan | None:
         uses_critic=config.algorithm.needs_values,
         param_bytes=float(controller.trainer.model.dtype.itemsize),
     )
-    machine = replace(machine, reward_s=host_s)
     model = model_spec(controller)
+    machine = replace(machine, reward_s=await _host_s(controller, model, machine, work))
     return Plan(model=model, machine=machine, work=work, stages=_stages(model, machine, work))
 
 
@@ -163,33 +163,45 @@ def model_spec(controller: Controller) -> ModelSpec:
     return ModelSpec.from_hf_config(controller.trainer.model.hf_config())
 
 
-async def _sample(controller: Controller) -> tuple[list[Group], float]:
-    """Some training prompts, answered and scored as a step would; they do not count as taken.
-
-    Also gives the seconds a trajectory costs besides its engine: requests, environment, score.
-    """
+async def _sample(controller: Controller, *, seed: int) -> tuple[list[Group], float]:
+    """Some training prompts, answered and scored as a step would, and the seconds it took; they do not count as
+    taken."""
     num_groups = min(SAMPLE_GROUPS, controller.config.run.groups_per_step, len(controller.train_prompts))
     size = controller.config.rollout.group_size
-    draw = np.random.default_rng(controller.config.run.seed)
+    draw = np.random.default_rng([controller.config.run.seed, seed])
     chosen = draw.choice(len(controller.train_prompts), num_groups, replace=False)
-    groups = []
+    first_id = -2 - seed * SAMPLE_GROUPS
     members = [
-        Member(group_id=-2 - n, member_idx=i, prompt=controller.train_prompts[row])
+        Member(group_id=first_id - n, member_idx=i, prompt=controller.train_prompts[row])
         for n, row in enumerate(chosen)
         for i in range(size)
     ]
-    began_s, busy_s = time.perf_counter(), await _busy_s(controller)
+    began_s = time.perf_counter()
     trajectories = await asyncio.gather(
         *(controller.rollout.produce(m) for m in members), return_exceptions=True
     )
-    idle_s = time.perf_counter() - began_s - (await _busy_s(controller) - busy_s)
+    elapsed_s = time.perf_counter() - began_s
+    groups = []
     for n, row in enumerate(chosen):
         own = [t for t in trajectories[n * size : (n + 1) * size] if not isinstance(t, BaseException)]
         prompt = controller.train_prompts[row]
-        groups.append(Group(group_id=-2 - n, prompt=prompt, trajectories=tuple(own)))
-    return groups, max(idle_s, 0.0) / len(members)
+        groups.append(Group(group_id=first_id - n, prompt=prompt, trajectories=tuple(own)))
+    return groups, elapsed_s
 
 
-async def _busy_s(controller: Controller) -> float:
-    """Engine seconds so far; replicas work side by side, so the busiest counts."""
-    return max([(await engine.stats()).busy_s for engine in controller.router.engines])
+async def _host_s(controller: Controller, model: ModelSpec, machine: MachineSpec, work: StepWork) -> float:
+    """Seconds that a trajectory costs besides the engine's steps: requests, environment, score.
+
+    Engine and event loop share the interpreter, so this is not seen by either alone: it is what a sample took
+    longer than its decode steps should take.
+    """
+    groups, elapsed_s = await _sample(controller, seed=1)
+    lengths = [t.num_response_tokens for group in groups for t in group.scored]
+    if not lengths:
+        return 0.0
+    limit = work.lengths.max_tokens
+    sampled = replace(
+        work, num_groups=len(groups), lengths=LengthDistribution.from_samples(lengths, max_tokens=limit)
+    )
+    engine_s = predict_stages(model, machine, sampled)["rollout"].seconds
+    return max(elapsed_s - engine_s, 0.0) / (len(groups) * work.group_size)
