@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_demo_runs_the_example_as_it_stands() -> None:
-    packaged = resources.files("rollbook.cli").joinpath("addition.toml").read_text(encoding="utf-8")
-    assert packaged == (ROOT / "examples" / "addition.toml").read_text(encoding="utf-8")
+    packaged = resources.files("rollbook.cli").joinpath("reverse.toml").read_text(encoding="utf-8")
+    assert packaged == (ROOT / "examples" / "reverse.toml").read_text(encoding="utf-8")
 
 
 def test_it_ends_with_the_account_and_the_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,7 +24,7 @@ def test_it_ends_with_the_account_and_the_run_directory(tmp_path: Path, capsys: 
     for stage in ("rollout", "train", "sync"):
         assert stage in printed
     assert "planned" in printed
-    assert f"rollbook watch {tmp_path / 'addition'}" in printed
-    assert (tmp_path / "addition" / "plan.json").is_file()
+    assert f"rollbook watch {tmp_path / 'reverse'}" in printed
+    assert (tmp_path / "reverse" / "plan.json").is_file()
     command(dir=tmp_path, set_=[*small, "trainer.num_mini_batches=1", "observe.terminal='off'"])
-    assert (tmp_path / "addition-2").is_dir()  # a second demo overwrites nothing
+    assert (tmp_path / "reverse-2").is_dir()  # a second demo overwrites nothing

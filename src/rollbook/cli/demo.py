@@ -1,4 +1,4 @@
-"""`rollbook demo`: plan, train and reconcile a small arithmetic task on this machine."""
+"""`rollbook demo`: plan, train and reconcile a small string task on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def command(
         typer.Option("--set", metavar="A.B=C", help="Override one field of the config; may be repeated."),
     ] = None,
 ) -> None:
-    """Plan, train and reconcile a small arithmetic task on this machine, in about three minutes.
+    """Plan, train and reconcile a small string task on this machine, in about three minutes.
 
     Example: rollbook demo
     """
@@ -25,7 +25,7 @@ def command(
     from rollbook.cli.reconcile import command as reconcile
     from rollbook.controller.entry import free_name, start_run
 
-    name = free_name(dir, "addition")
+    name = free_name(dir, "reverse")
     overrides = [
         f"run.dir={dir}",
         f"run.name={name}",
@@ -33,7 +33,7 @@ def command(
         f"model.seed={seed}",
         *(set_ or []),
     ]
-    with resources.as_file(resources.files("rollbook.cli").joinpath("addition.toml")) as config:
+    with resources.as_file(resources.files("rollbook.cli").joinpath("reverse.toml")) as config:
         run_dir = start_run(config, overrides)
     reconcile(str(run_dir))
     print(

@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("simulate", "Simulate a topology event by event on a length distribution."),
     "calibrate": ("calibrate", "Measure this machine's ceilings into a hardware.toml."),
     "train": ("train", "Run a job from its config, or resume one."),
-    "demo": ("demo", "Plan, train and reconcile a small arithmetic task on this machine."),
+    "demo": ("demo", "Plan, train and reconcile a small string task on this machine."),
     "replay": ("replay", "Repeat a run from its own log and compare bit for bit."),
     "watch": ("watch", "Show a run on one web page, live or after the fact."),
     "reconcile": ("reconcile", "Compare plan and measurement, stage by stage."),
