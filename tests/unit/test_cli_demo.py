@@ -17,7 +17,9 @@ def test_the_demo_runs_the_example_as_it_stands() -> None:
     assert packaged == (ROOT / "examples" / "reverse.toml").read_text(encoding="utf-8")
 
 
-def test_it_ends_with_the_account_and_the_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_ends_with_the_account_and_the_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = ["run.num_steps=1", "run.groups_per_step=8", "warmup.num_updates=2", "eval.num_prompts=4"]
     command(dir=tmp_path, set_=[*small, "trainer.num_mini_batches=1", "observe.terminal='off'"])
     printed = capsys.readouterr().out

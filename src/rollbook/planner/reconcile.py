@@ -362,9 +362,9 @@ def reconcile(
     num_steps: int = 1,
 ) -> Reconciliation:
     """Compare an expectation with mean measured seconds."""
+    expectation = _for_the_work(_with_peak(expectation, means), means)
     stages = _stage_results(expectation, means)
     step_s = means["timing_s/step"]
-    expectation = _with_peak(expectation, means)
     planned_step = Expected(
         seconds=expectation.step_s,
         low=expectation.step_s * _share(expectation, "low"),
@@ -395,6 +395,39 @@ def _with_peak(expectation: Expectation, means: Means) -> Expectation:
         return expectation
     flops = sum(stage.flops for stage in expectation.stages.values())
     return replace(expectation, peak_flops_per_s=flops / (means["timing_s/step"] * mfu_frac), notes=())
+
+
+_DRIFT_FRAC = 0.05
+"""Work that differs from the plan's by more than this is worth a note."""
+
+
+def _for_the_work(expectation: Expectation, means: Means) -> Expectation:
+    """Each stage's expectation for the work that it really got, where the run reported one (`expected_s/...`).
+
+    A filter that drops flat groups leaves the trainer less than the plan foresaw: that is no gain in speed.
+    """
+    stages, drifted = dict(expectation.stages), []
+    for stage, planned in expectation.stages.items():
+        reported_s = means.get(f"expected_s/{STAGES[stage]}", 0.0) if stage in STAGES else 0.0
+        if reported_s <= 0 or planned.seconds <= 0:
+            continue
+        factor = reported_s / planned.seconds
+        stages[stage] = replace(
+            planned,
+            seconds=reported_s,
+            low=planned.low * factor,
+            high=planned.high * factor,
+            flops=planned.flops * factor,
+        )
+        if abs(factor - 1) > _DRIFT_FRAC:
+            drifted.append(f"{stage} {factor:.2f} x")
+    changed_s = sum(stages[name].seconds - old.seconds for name, old in expectation.stages.items())
+    notes = expectation.notes
+    if drifted:
+        notes += (
+            f"planned for the work each step got; against the plan before the run: {', '.join(drifted)}",
+        )
+    return replace(expectation, stages=stages, step_s=expectation.step_s + changed_s, notes=notes)
 
 
 def _share(expectation: Expectation, end: str) -> float:
