@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollbook.errors import ConfigError, DataError
+from rollbook.errors import CheckpointError, ConfigError, DataError
 from rollbook.observe.values import Ratio, Values
 from rollbook.trainer.config import CriticConfig
 from rollbook.trainer.objective import Denominators, MicroBatch, SupervisedObjective
@@ -118,6 +118,12 @@ def test_the_state_survives_a_checkpoint_on_disk(tmp_path: Path) -> None:
     _steps(again, range(2, 3))
     for (name, tensor), (_, other) in zip(trainer.export_weights(), again.export_weights()):
         assert torch.equal(tensor, other), name
+
+
+def test_a_checkpoint_without_the_reference_the_run_needs_is_refused() -> None:
+    state = tiny_trainer().state_dict()
+    with pytest.raises(CheckpointError, match="has no reference"):
+        tiny_trainer(with_reference=True).load_state_dict(state)
 
 
 def test_bfloat16_compute_stays_close_to_float32() -> None:

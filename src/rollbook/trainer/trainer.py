@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollbook.errors import ConfigError, DataError
+from rollbook.errors import CheckpointError, ConfigError, DataError
 from rollbook.modeling.config import ModelConfig
 from rollbook.modeling.load import DTYPES, LoadedModel, load_model
 from rollbook.modeling.logprobs import token_logprobs
@@ -307,8 +307,14 @@ class Trainer:
         """Continue exactly where `state_dict` was taken.
 
         Raises:
-            CheckpointError: of another model.
+            CheckpointError: of another model, or without the critic or reference this trainer has.
         """
+        for role, is_here in (("critic", self.critic is not None), ("reference", self.reference is not None)):
+            if is_here and role not in state:
+                raise CheckpointError(
+                    f"the checkpoint has no {role} and this run needs one",
+                    "resume with the algorithm the run was started with",
+                )
         self.optimizer.load_state_dict(state["policy"])
         if self.critic is not None:
             self.critic.optimizer.load_state_dict(state["critic"])
