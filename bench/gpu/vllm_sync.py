@@ -5,7 +5,7 @@
 
 A random model of Qwen3-1.7B's shape (bf16, 3.44 GB, set A on disk, set B on the device) runs in vLLM inside this
 process, driven by `VllmEngine`; `Publisher` and `InprocPort` publish B, then A again, staged and direct. Device work is
-waited for before a clock is read. The last lines are a table: measured, expected, and whether it holds.
+waited for before a clock is read. The table at the end: measured, expected, and whether it holds.
 
 Expectations, written before the first run (H200: copies 4.27 TB/s counting read and write):
 - tokens/s, 64 x 256 with logprobs: at least 15,000 (vLLM's own LLM class in process: 20,494; the first model of
@@ -22,7 +22,9 @@ Expectations, written before the first run (H200: copies 4.27 TB/s counting read
 - live digests: one read of 3.44 GB (0.9 ms) in a launch or two: 2 to 8 ms.
 - a whole publication (export, arrival digests, prove, commit, live digests): 30 to 80 ms, the first one more (Triton
   compiles).
-- pause and publish while 64 sequences decode: below 150 ms, every response labeled with exactly two versions.
+- publish while 64 sequences decode: below 150 ms, every response labeled with exactly two versions. (Seen since: staged
+  526 ms, because the threads that receive and digest wait for Python's lock while the engine's thread decodes; direct,
+  the engine stands still meanwhile.)
 - sleep 1: below 4 s the first time (it pins host memory), wake 0.4 s; sleep 2: 0.3 s, wake 0.1 s; after both the
   device holds less than 8 GiB of what vLLM held; after level 2 nothing is served until a publication committed.
 - a publication with one bit flipped on its way: refused, the old version still live and serving.
@@ -146,7 +148,7 @@ def make_model(shape: dict[str, int], seed: int, device: str) -> Qwen3ForCausalL
             model = Qwen3ForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
-    return model.to(torch.bfloat16).eval()
+    return model.eval()  # no .to(bfloat16): it would round the rotary frequencies, too
 
 
 def named_tensors(model: Qwen3ForCausalLM) -> dict[str, Tensor]:
@@ -232,9 +234,9 @@ async def bench(tiny: bool) -> None:
     try:
         await measure(rows, engine, set_a, set_b, count, prompt, new, vocab_size, num_bytes, awake_gib)
     finally:
+        rows.show()
         await engine.close()
         shutil.rmtree(folder, ignore_errors=True)
-    rows.show()
 
 
 async def measure(
@@ -369,20 +371,23 @@ async def measure(
         )
         publisher.close()
 
-    running = [asyncio.create_task(engine.generate(request)) for request in wanted("busy")]
-    goal = (await engine.stats()).decode_tokens + count * new // 3
-    while (await engine.stats()).decode_tokens < goal:
-        await asyncio.sleep(0.001)
-    _, elapsed_s = await publish(tensors_b, "staged")
-    got = await asyncio.gather(*running)
-    labels = {tuple(run.weight_version for run in response.version_runs) for response in got}
-    is_right = labels == {(version - 1, version)}
-    rows.add(
-        f"publication while {count} decode",
-        f"{elapsed_s * 1e3:.0f} ms, labels {labels}",
-        "< 150 ms, one pair",
-        is_right,
-    )
+    busy: list[tuple[Literal["staged", "direct"], dict[str, Tensor]]]
+    busy = [("staged", tensors_b), ("direct", tensors_a), ("direct", tensors_b)]
+    for staging, tensors in busy:
+        running = [asyncio.create_task(engine.generate(request)) for request in wanted(f"busy-{version}")]
+        goal = (await engine.stats()).decode_tokens + count * new // 3
+        while (await engine.stats()).decode_tokens < goal:
+            await asyncio.sleep(0.001)
+        _, elapsed_s = await publish(tensors, staging)
+        got = await asyncio.gather(*running)
+        labels = {tuple(run.weight_version for run in response.version_runs) for response in got}
+        is_right = labels == {(version - 1, version)}
+        rows.add(
+            f"publication while {count} decode, {staging}",
+            f"{elapsed_s * 1e3:.0f} ms, labels {labels}",
+            "< 150 ms, one pair",
+            is_right and elapsed_s < 0.15,
+        )
 
     damaged = Publisher(ModelSource(tensors_a), [FlippingPort(engine)], config, weight_version=version)
     try:

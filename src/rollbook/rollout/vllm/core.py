@@ -490,15 +490,13 @@ def _core_output(output: Any) -> CoreOutput:
         output.request_id,
         token_ids,
         logprobs,
-        _finish(output.finish_reason),
+        None if output.finish_reason is None else _finish(output.finish_reason),
         None if prefill is None else int(prefill.num_cached_tokens),
         _num_preemptions(events) if events else 0,
     )
 
 
-def _finish(reason: Any) -> Finish | None:
-    if reason is None:
-        return None
+def _finish(reason: Any) -> Finish:
     known: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
     return known.get(str(reason), "error")
 

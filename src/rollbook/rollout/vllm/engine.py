@@ -42,7 +42,7 @@ from rollbook.rollout.engine import EngineStats, GenerateRequest, KVPolicy, Paus
 from rollbook.rollout.logprobs_mode import LogprobsMode, reports_ours
 from rollbook.rollout.native.draws import sequence_key
 from rollbook.rollout.vllm.config import VllmConfig
-from rollbook.rollout.vllm.core import CoreOptions, CoreOutput, CoreRequest, CoreStep, VllmCore
+from rollbook.rollout.vllm.core import CoreOptions, CoreOutput, CoreRequest, CoreStep, Finish, VllmCore
 from rollbook.rollout.vllm.thread import Answer, Command, EngineThread, give_all
 from rollbook.types import FinishReason, SamplingParams, VersionRun
 from rollbook.weights import LiveWeights
@@ -537,9 +537,11 @@ class VllmEngine:
                 if output.token_ids:
                     if not is_labeled_right:
                         raise self._mislabeled(step)
-                    is_first = output.num_cached_tokens is not None
-                    num_first += is_first
-                    num_later_here += not is_first
+                    self._counters.decode_tokens += len(output.token_ids)
+                    if output.num_cached_tokens is None:
+                        num_later_here += 1
+                    else:
+                        num_first += 1
                 self._take(sequence, output, done)
             num_later += num_later_here
             if num_later_here:
@@ -561,52 +563,55 @@ class VllmEngine:
         output: CoreOutput,
         done: list[tuple[Answer[Response], Response | RunError]],
     ) -> None:
-        counters, request = self._counters, sequence.request
-        counters.num_preemptions += output.num_preemptions
-        sequence.num_preemptions += output.num_preemptions
+        """Runs once per sequence and step: what most steps don't bring is looked at first and quickly."""
         if output.num_cached_tokens is not None:
-            num_prompt = len(request.prompt_ids) + len(sequence.token_ids)
-            counters.cached_prompt_tokens += output.num_cached_tokens
-            counters.prefill_tokens += num_prompt - output.num_cached_tokens
-            if not sequence.token_ids:
-                sequence.num_cached = output.num_cached_tokens
+            self._note_prefill(sequence, output.num_cached_tokens)
+        if output.num_preemptions:
+            self._counters.num_preemptions += output.num_preemptions
+            sequence.num_preemptions += output.num_preemptions
         if output.token_ids:
             if not sequence.version_starts or sequence.version_starts[-1][1] != self._weight_version:
                 sequence.version_starts.append((len(sequence.token_ids), self._weight_version))
             sequence.token_ids += output.token_ids
             sequence.logprobs += output.logprobs
-            counters.decode_tokens += len(output.token_ids)
+        is_finite = math.isfinite(sum(output.logprobs))
         finish = output.finish
-        if finish is None and self._has_stop_string(sequence):
+        if finish is None and sequence.request.sampling.stop_strings and self._has_stop_string(sequence):
             self._built().abort([sequence.core_id])
             finish = "stop"
-        outcome: Response | RunError
-        if not all(map(math.isfinite, output.logprobs)):
-            outcome = EngineError(
-                f"request {request.request_id}: the logprob of token {len(sequence.token_ids) - 1} is not finite",
-                "the weights or the activations overflow: look at the last update, or use another dtype",
-            )
-        elif finish in ("abort", "error"):
-            outcome = EngineError(
-                f"vLLM ended request {request.request_id} by itself ({finish}) after {len(sequence.token_ids)} "
-                "tokens",
-                "look at vLLM's log",
-            )
-        elif finish is not None:
-            reason = FinishReason.STOP if finish == "stop" else FinishReason.LENGTH
-            outcome = self._response(sequence, reason)
-        else:
+        if finish is None and is_finite:
             return
         if finish is None:
             self._built().abort([sequence.core_id])
         del self._running[sequence.core_id]
-        del self._by_request[request.request_id]
-        done.append((sequence.answer, outcome))
+        del self._by_request[sequence.request.request_id]
+        done.append((sequence.answer, self._outcome(sequence, finish, is_finite)))
+
+    def _note_prefill(self, sequence: _Sequence, num_cached: int) -> None:
+        num_prompt = len(sequence.request.prompt_ids) + len(sequence.token_ids)
+        self._counters.cached_prompt_tokens += num_cached
+        self._counters.prefill_tokens += num_prompt - num_cached
+        if not sequence.token_ids:
+            sequence.num_cached = num_cached
+
+    def _outcome(self, sequence: _Sequence, finish: Finish | None, is_finite: bool) -> Response | RunError:
+        name, num_tokens = sequence.request.request_id, len(sequence.token_ids)
+        if not is_finite:
+            return EngineError(
+                f"request {name}: the logprob of token {num_tokens - 1} is not finite",
+                "the weights or the activations overflow: look at the last update, or use another dtype",
+            )
+        if finish == "stop":
+            return self._response(sequence, FinishReason.STOP)
+        if finish == "length":
+            return self._response(sequence, FinishReason.LENGTH)
+        return EngineError(
+            f"vLLM ended request {name} by itself ({finish}) after {num_tokens} tokens", "look at vLLM's log"
+        )
 
     def _has_stop_string(self, sequence: _Sequence) -> bool:
         stops = sequence.request.sampling.stop_strings
-        if not stops or self._tokenizer is None or not sequence.token_ids:
-            return False
+        assert self._tokenizer is not None, "checked when the request came"
         # Each token adds at least one byte, so a string that just completed lies within so many tokens of the end.
         longest = max(len(text.encode()) for text in stops)
         text = self._tokenizer.decode(sequence.token_ids[-longest - 4 :])
