@@ -78,6 +78,8 @@ class Plan:
                 "name": self.machine.name,
                 "device": self.machine.device,
                 "model": self.machine.model,
+                "dtype": self.machine.dtype,
+                "peak_flops_per_s": self.machine.gemm_flops_per_s.get(self.machine.dtype, 0.0),
             },
             "stages": {
                 name: {
