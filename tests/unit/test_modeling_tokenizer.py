@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rollbook.errors import DataError
 from rollbook.modeling.char_tokenizer import SPECIAL_TOKENS, CharTokenizer
 from rollbook.modeling.config import ModelConfig
 from rollbook.modeling.load import load_tokenizer
-from rollbook.modeling.tokenizer import HubTokenizer, render_prompt
+from rollbook.modeling.tokenizer import DIRECT_CLASSES, HubTokenizer, load_inner, render_prompt
 
 ALPHABET = "0123456789+= \nab<>"
 CHAT = [
@@ -90,3 +92,41 @@ def test_a_prompt_longer_than_the_model_is_refused_with_both_lengths() -> None:
 
 def test_text_prompts_begin_with_the_first_token_of_a_document() -> None:
     assert render_prompt(CharTokenizer(ALPHABET), "1").tolist() == [1, len(SPECIAL_TOKENS) + 1]
+
+
+def _write_byte_level(folder: Path, model_type: str, tokenizer_class: str) -> None:
+    """A byte-level tokenizer with a few merges, a first token and a chat template, as such models come."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<|begin|>", "<|end|>", *alphabet, "he", "ll", "hell", "Ġa"]
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "a")]
+    inner = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<|begin|>", "<|end|>"])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+    )
+    inner.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": tokenizer_class, "bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    settings["chat_template"] = "{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+
+
+@pytest.mark.parametrize(("model_type", "tokenizer_class"), DIRECT_CLASSES)
+def test_a_class_loaded_directly_is_the_one_autotokenizer_chooses(
+    tmp_path: Path, model_type: str, tokenizer_class: str
+) -> None:
+    _write_byte_level(tmp_path, model_type, tokenizer_class)
+    ours = load_inner(str(tmp_path))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    one, other = HubTokenizer(ours), HubTokenizer(theirs)
+    text = "hello a\n <|end|>é"
+    for add_special_tokens in (False, True):
+        ids = one.encode(text, add_special_tokens=add_special_tokens)
+        assert ids.tolist() == other.encode(text, add_special_tokens=add_special_tokens).tolist()
+        assert one.decode(ids) == other.decode(ids)
+    assert one.encode_chat(CHAT).tolist() == other.encode_chat(CHAT).tolist()

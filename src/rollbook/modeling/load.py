@@ -21,7 +21,7 @@ from rollbook.modeling.char_tokenizer import CharTokenizer, saved_alphabet
 from rollbook.modeling.config import ModelConfig, NewModelConfig
 from rollbook.modeling.decoder import Decoder, DecoderConfig, read_config, unsupported_because, write_config
 from rollbook.modeling.logprobs import LmHead
-from rollbook.modeling.tokenizer import HubTokenizer, Tokenizer
+from rollbook.modeling.tokenizer import HubTokenizer, Tokenizer, load_inner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -209,10 +209,8 @@ def load_tokenizer(
     if alphabet is not None:
         tokenizer = CharTokenizer(alphabet)
     else:
-        from transformers import AutoTokenizer
-
         try:
-            inner = AutoTokenizer.from_pretrained(
+            inner = load_inner(
                 str(folder or name), revision=config.revision, trust_remote_code=config.trust_remote_code
             )
         except Exception as error:  # the libraries below raise many kinds
