@@ -284,3 +284,40 @@ def test_each_format_with_a_beginning_is_recognized_by_its_own_reader(tmp_path: 
     for name, text in beginnings.items():
         assert detect(_write(tmp_path / f"{name}.log", text + "\n")) == name
     assert set(beginnings) | {"rollbook", "tensorboard"} == set(READERS)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_damaged_logs_are_read_as_far_as_they_go(tmp_path: Path, seed: int) -> None:
+    """Bytes flipped, lines cut and repeated, binary in between: what is whole is read, nothing raises but DataError."""
+    rng = np.random.default_rng(seed)
+    rows = [{"step": i, "data": {"critic/rewards/mean": i / 50, "timing_s/gen": 10.0}} for i in range(1, 51)]
+    as_json = "".join(json.dumps(row) + "\n" for row in rows)
+    as_console = "".join(
+        f"step:{i} - critic/rewards/mean:{i / 50} - timing_s/gen:10.0\n" for i in range(1, 51)
+    )
+    for text, format in ((as_json, "verl-file"), (as_console, "verl-console")):
+        data = bytearray(text.encode())
+        for at in rng.integers(0, len(data), 30):
+            data[at] = rng.integers(0, 256)
+        cut = int(rng.integers(0, len(data)))
+        path = tmp_path / f"{format}.log"
+        path.write_bytes(
+            bytes(data[:cut]) + b"\x00\xff\xfe" * 50 + bytes(data[cut:]) + bytes(data[: len(data) // 3])
+        )
+        run = load(str(path), format=format)
+        assert run.num_steps >= 15
+        finite = run.values["critic/rewards/mean"][np.isfinite(run.values["critic/rewards/mean"])]
+        assert np.median(finite) <= 1.0
+
+
+def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A binary file behind the log: lines are cut to the limit (here 4 KiB) and read on."""
+    from rollbook.diagnose.readers import text
+
+    monkeypatch.setattr(text, "MAX_LINE_BYTES", 4096)
+    path = tmp_path / "run.log"
+    path.write_bytes(
+        b"step:1 - critic/rewards/mean:0.5\n" + b"x" * 1_000_000 + b"\nstep:2 - critic/rewards/mean:0.6\n"
+    )
+    assert load(str(path)).values["critic/rewards/mean"].tolist() == [0.5, 0.6]
+    assert max(len(line) for line in text.lines(path)) <= 4096

@@ -402,7 +402,9 @@ def _not_finite(view: View) -> tuple[int | None, tuple[str, ...]]:
             continue
         values = view.run.values[metric]
         known = view.run.steps[np.isfinite(values)]
-        last_known = int(known[-1]) if len(known) else -1
+        if not len(known):
+            continue  # never a number: not computed here
+        last_known = int(known[-1])
         tail = [s for s in steps if s > last_known]
         if tail and tail[-1] >= last_step - 2 and (len(tail) >= 2 or tail[-1] == last_step):
             broken[metric] = tail[0]
@@ -423,14 +425,31 @@ class Reward:
     """Share of the reward that was lost at that step."""
 
 
+@once("bottom")
+def lowest_reward(view: View) -> float:
+    """The reward of a wrong answer: 0, or less where rewards are negative."""
+    low = view.level("critic/score/min")
+    low = view.level("critic/rewards/min") if not np.isfinite(low) else low
+    if np.isfinite(low):
+        return min(0.0, low)
+    metric = view.first(*REWARD)
+    return min(0.0, float(np.nanmin(view.values[metric]))) if metric else 0.0
+
+
+def lost_reward(view: View, idx: int, *, width: int = 8) -> float:
+    """Share of the mean reward above the lowest that is gone after a position; negative when it rose, 0 if unknown."""
+    c = view.contrast(view.first(*REWARD), idx, width=width)
+    bottom = lowest_reward(view)
+    return 0.0 if c is None or c.before <= bottom else -c.diff / (c.before - bottom)
+
+
 @once("reward")
 def reward(view: View) -> Reward:
     """The mean reward, and whether it fell off a cliff."""
     metric = view.first(*REWARD)
     if metric is None:
         return Reward(None, None, 0.0)
-    low = view.level("critic/rewards/min")
-    bottom = min(0.0, low) if np.isfinite(low) else min(0.0, float(np.nanmin(view.values[metric])))
+    bottom = lowest_reward(view)
     fall = view.fall(metric)
     best: tuple[float, Break] | None = None
     if fall is not None:

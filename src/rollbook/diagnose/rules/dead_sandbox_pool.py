@@ -103,7 +103,7 @@ def _at(view: View, idx: int) -> Finding | None:
         add(c, 1.5, True, "episodes end early")
     reward = signs.reward(view)
     lost = view.contrast(reward.metric, idx, width=8)
-    fell = lost is not None and lost.score <= -5 and lost.before > 0 and -lost.diff >= 0.12 * lost.before
+    fell = lost is not None and lost.score <= -5 and signs.lost_reward(view, idx) >= 0.12
     if lost is not None and fell:
         add(lost, 1.5, False)
     if not is_env:

@@ -107,11 +107,30 @@ def _unmarked(view: View) -> list[Restart]:
     if reward.fall is not None and reward.metric is not None:
         idx = reward.fall.idx
         entropy = view.contrast("actor/entropy", idx, width=8)
-        if entropy is not None and abs(entropy.score) >= 6 and abs(entropy.jump) >= 0.6 * abs(entropy.diff):
+        jumps = (
+            entropy is not None and abs(entropy.score) >= 6 and abs(entropy.jump) >= 0.6 * abs(entropy.diff)
+        )
+        if jumps and _was_there_before(view, idx):
             restarts.append(
                 Restart(idx, reward.metric, "falls at the step at which the entropy jumps", False)
             )
     return restarts
+
+
+def _was_there_before(view: View, idx: int) -> bool:
+    """Whether reward and entropy after a step are ones the run had earlier: older weights, not a collapse."""
+    for metric in (signs.reward(view).metric, "actor/entropy"):
+        c = view.contrast(metric, idx, width=8)
+        if c is None or metric is None:
+            continue
+        past = view.values[metric][:idx]
+        past = past[np.isfinite(past)]
+        low, high = float(np.quantile(past, 0.02)), float(np.quantile(past, 0.98))
+        reach = 0.15 * (abs(low) + abs(high))
+        if not low - reach <= c.after <= high + reach:
+            return False
+    away = view.contrast("actor/kl_loss", idx, width=8)
+    return away is None or away.ratio <= 1.3
 
 
 def _pauses(view: View) -> list[tuple[int, float]]:

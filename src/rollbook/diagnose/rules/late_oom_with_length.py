@@ -36,7 +36,9 @@ def judge(view: View) -> Finding | NotJudged | None:
         coupled = spearman(view.values[used], np.fmax.accumulate(view.values[length]))
     capacity = memory.device_gib(view)
     is_full = capacity is not None and used is not None and view.last(used, 3) >= FULL * capacity
-    grows = grown >= 1.3 and fuller >= 1.12 and steadiness >= 0.7 and coupled >= 0.7
+    grows = (
+        grown >= 1.3 and fuller >= 1.12 and steadiness >= 0.7 and coupled >= 0.7 and not _at_once(view, used)
+    )
     if used is not None and grows and length is not None:
         first, last = view.level(used, 0, max(3, view.n // 10)), view.last(used, 3)
         short, long = view.level(length, 0, max(3, view.n // 10)), view.last(length, 3)
@@ -80,3 +82,13 @@ def _longest_grown(view: View) -> str | None:
         if view.has(m)
     ]
     return max(known, key=lambda m: view.trend(m)[0] if view.trend(m)[1] >= 0.6 else 0.0, default=None)
+
+
+def _at_once(view: View, used: str | None) -> bool:
+    """Whether most of the growth of memory came within three steps: that is a hand-over's, not the lengths'."""
+    if used is None:
+        return False
+    values = view.values[used]
+    values = values[np.isfinite(values)]
+    grown = float(np.median(values[-3:]) - np.median(values[: max(3, len(values) // 10)]))
+    return len(values) > 8 and float(np.max(values[3:] - values[:-3])) >= 0.6 * grown

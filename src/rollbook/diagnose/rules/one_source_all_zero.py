@@ -36,7 +36,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         )
     best: tuple[float, int, str, str] | None = None
     for group, least in ((train, 4), (held_out, 1)):
-        living = [s for s, m in group.items() if view.last(m, 3) > 1e-6]
+        living = [s for s, m in group.items() if view.last(m, 3) > signs.lowest_reward(view) + 1e-6]
         for source, metric in group.items():
             since = _zero_since(view, metric, least)
             if since is None or not (living or group is held_out):
@@ -96,8 +96,14 @@ def _by_source(view: View, pattern: re.Pattern[str]) -> dict[str, str]:
 
 
 def _zero_since(view: View, metric: str, least: int) -> int | None:
-    """Position from which a reward that used to be positive is exactly zero to the end."""
-    values = view.values[metric]
+    """Position from which a reward that used to be higher is exactly that of wrong answers, to the end."""
+    floors = {0.0, signs.lowest_reward(view)}
+    found = [since for floor in floors if (since := _at_floor_since(view, metric, floor, least)) is not None]
+    return min(found, default=None)
+
+
+def _at_floor_since(view: View, metric: str, floor: float, least: int) -> int | None:
+    values = view.values[metric] - floor
     known = np.flatnonzero(np.isfinite(values))
     top = float(np.nanmax(np.abs(values)))
     positive = known[np.abs(values[known]) > max(1e-9, 0.01 * top)]

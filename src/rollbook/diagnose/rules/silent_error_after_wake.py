@@ -34,8 +34,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     rise = gap.rise
     if rise is None or rise.peak_ratio < BROKEN or rise.rise_steps > 3:
         return None
-    c = view.contrast(reward.metric, rise.idx, width=8)
-    lost = 0.0 if c is None or c.before <= 0 else -c.diff / abs(c.before)
+    lost = signs.lost_reward(view, rise.idx)
     pearson = view.contrast("training/rollout_actor_probs_pearson_corr", rise.idx, width=8)
     unrelated = pearson is not None and pearson.after < 0.6
     if not (lost >= 0.4 or (unrelated and lost >= 0.15)):
@@ -52,12 +51,9 @@ def _in_first_steps(view: View) -> Finding | None:
     for good in (1, 2, 3, 4):
         before, after = view.level(signs.GAP, 0, good), view.level(signs.GAP, good, good + 12)
         reward_before, reward_after = view.level(metric, 0, good), view.level(metric, good, good + 12)
-        if (
-            after >= BROKEN * before
-            and reward_before > 0
-            and reward_after <= 0.5 * reward_before
-            and gap.num_bad
-        ):
+        bottom = signs.lowest_reward(view)
+        gone = reward_before > bottom and reward_after - bottom <= 0.5 * (reward_before - bottom)
+        if after >= BROKEN * before and gone and gap.num_bad:
             return _finding(view, good, 0.85)
     return None
 
