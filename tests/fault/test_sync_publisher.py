@@ -427,10 +427,17 @@ async def test_a_trainer_killed_after_one_commit_finds_the_replicas_and_brings_t
     c = cluster()
     await c.publisher.publish(1)
     c.source.step()
+    committed, commit = asyncio.Event(), c.ports[0].inner.commit
+
+    async def noted() -> CommitReport:  # the label changes on the engine's thread before the commit is over
+        report = await commit()
+        committed.set()
+        return report
+
+    c.ports[0].inner.commit = noted  # type: ignore[method-assign]
     c.ports[1].faults["commit"] = hanging
     dying = asyncio.create_task(c.publisher.publish(2))
-    while c.engines[0].version != 2:
-        await asyncio.sleep(0.001)
+    await committed.wait()
     dying.cancel()
     with pytest.raises(asyncio.CancelledError):
         await dying

@@ -70,14 +70,14 @@ class Remote:
         self.ports: list[RemotePort] = []
         self.addresses: list[int] = []
 
-    async def connect(self, pair: Pair, token: str = "") -> Publisher:
+    async def connect(self, pair: Pair, token: str = "", config: SyncConfig = CONFIG) -> Publisher:
         sender, receivers = pair
         for engine, receiver in zip(self.engines, receivers, strict=True):
             server = ReplicaServer(InprocPort(engine), receiver, token=token, max_payload_bytes=1024)
             self.servers.append(server)
             self.addresses.append(await server.start())
             self.ports.append(RemotePort(engine.replica_id, sender, port=self.addresses[-1], token=token))
-        self.publisher = Publisher(self.source, self.ports, CONFIG, buffers=sender.buffer)
+        self.publisher = Publisher(self.source, self.ports, config, buffers=sender.buffer)
         return self.publisher
 
     async def close(self) -> None:
@@ -117,6 +117,45 @@ async def test_every_transport_ends_in_the_trainers_bits_full_and_delta(
             remote.source.step()
         else:
             remote.source.tensors["model.norm.weight"][3] = float("nan")
+
+
+@pytest.mark.parametrize("transport", [shm, broadcast])
+async def test_the_next_bucket_is_fetched_while_the_last_one_is_taken_in(
+    transport: Callable[[FakeSource, Path], Awaitable[Pair]], remote: Remote, tmp_path: Path
+) -> None:
+    config = CONFIG.model_copy(update={"delta": False, "max_buckets": 3})
+    publisher = await remote.connect(await transport(remote.source, tmp_path), config=config)
+    server = remote.servers[0]
+    take, receive = server.receiver.take, server.port.receive
+    fetched: list[int] = []
+    overlaps: list[bool] = []
+
+    def noted(bucket: Bucket, place: dict[str, Any]) -> Bucket:
+        fetched.append(bucket.bucket_idx)
+        return take(bucket, place)
+
+    async def after_the_next_one_is_fetched(bucket: Bucket) -> None:
+        while fetched[-1] == bucket.bucket_idx and bucket.entries[-1].name != "lm_head.weight":
+            await asyncio.sleep(0)  # if the two excluded each other this would wait for ever
+        overlaps.append(fetched[-1] > bucket.bucket_idx)
+        await receive(bucket)
+
+    server.receiver.take = noted  # type: ignore[method-assign]
+    server.port.receive = after_the_next_one_is_fetched  # type: ignore[method-assign]
+    for version in (1, 2):
+        report = await publisher.publish(version)
+        assert report.committed == (0, 1), report.quarantined
+        assert sum(overlaps) >= report.num_buckets - 1 >= 3
+        trainer = {name: digest(tensor) for name, tensor in remote.source.tensors.items()}
+        assert [live_digests(engine.live) for engine in remote.engines] == [trainer, trainer]
+        remote.source.step()
+
+
+def test_a_message_cannot_make_a_receiver_hold_more_buffers_than_there_are_slots() -> None:
+    receiver = BroadcastReceiver(BroadcastGroup(None, torch.device("cpu"), 1), max_bucket_bytes=512)
+    bucket = Bucket(weight_version=1, bucket_idx=0, entries=(), data=None)
+    with pytest.raises(SyncError, match="slot 8 of at most 8"):
+        receiver.take(bucket, {"num_bytes": 16, "slot_idx": 8})
 
 
 async def test_a_trainer_that_dies_leaves_the_replica_serving(remote: Remote, tmp_path: Path) -> None:
