@@ -170,7 +170,9 @@ def healthy(seed: int, *, n: int | None = None, **flags: bool) -> World:
     lag = {"sync": 0.0, "colocate_async": rng.uniform(0.1, 0.8), "separate_async": rng.uniform(0.5, 2.5)}[
         mode
     ]
-    w.lag = np.maximum(0.0, lag * np.exp(ar_noise(rng, n, 0.15, 0.6)))
+    w.lag = np.minimum(
+        t, np.maximum(0.0, lag * np.exp(ar_noise(rng, n, 0.15, 0.6)))
+    )  # the pipeline fills first
     w.stuck_frac = np.zeros(n)
     w.stuck_since = np.zeros(n)
     floor = float(np.exp(rng.uniform(np.log(0.002), np.log(0.007)))) * (2.2 if is_moe else 1.0)
@@ -733,7 +735,9 @@ def plateau(w: World) -> None:
 def _make_async(w: World) -> None:
     if w.mode == "sync":
         w.mode = "separate_async"
-        w.lag = np.maximum(0.0, w.rng.uniform(0.5, 2.0) * np.exp(ar_noise(w.rng, w.n, 0.15, 0.6)))
+        w.lag = np.minimum(
+            w.t, np.maximum(0.0, w.rng.uniform(0.5, 2.0) * np.exp(ar_noise(w.rng, w.n, 0.15, 0.6)))
+        )
 
 
 def _make_agentic(w: World) -> None:

@@ -46,7 +46,9 @@ def _version(view: View) -> Signal:
         return Signal(name=name, verdict="not collected", says="neither versions nor publications in the log")
     if versions.standing_replicas or versions.all_standing_since is not None:
         return Signal(name=name, verdict="moved", says="versions stand still")
-    if publications.absent_since is not None:
+    gap = signs.gap(view)
+    confirmed = gap is None or (gap.rise is not None and gap.rise.peak_ratio >= 1.25)
+    if publications.absent_since is not None and confirmed:
         at = view.step_at(publications.absent_since)
         return Signal(name=name, verdict="moved", says=f"publications {publications.how} since step {at}")
     parts = []

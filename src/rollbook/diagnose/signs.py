@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.view import Break, View
@@ -136,13 +137,25 @@ def gap(view: View) -> Gap | None:
     )
 
 
+def own_gap_is_fine(view: View) -> bool:
+    """Whether the gap on tokens of the trainer's own version is that of a healthy pair: rollbook logs it apart from
+    what staleness adds, so that it alone decides."""
+    metric = "training/logprob_gap/mean"
+    if view.run.format not in ("rollbook", "prometheus") or not view.has(metric):
+        return False
+    return view.level(metric) <= _LEVELS[metric][0] and view.last(metric) <= _LEVELS[metric][0]
+
+
 def _judge_levels(view: View, start: int, end: int) -> tuple[int, int]:
     """How many gap metrics are too large for any healthy pair of engines, and how many are usual."""
     behind = view.level(f"{STALENESS}/mean", start, end)
+    freshest = _freshest(view, start, end)
+    if freshest is not None:  # some steps trained on fresh samples: they tell what age has no part in
+        behind = 0.0
     slack = 1.0 + 0.25 * behind if np.isfinite(behind) else 1.0
     bad = fine = 0
     for metric, (usual, too_much) in _LEVELS.items():
-        level = view.level(metric, start, end)
+        level = view.level(metric, start, end) if freshest is None else _level_at(view, metric, freshest)
         if not np.isfinite(level):
             continue
         if usual > too_much:  # correlations: 1 is perfect
@@ -153,6 +166,24 @@ def _judge_levels(view: View, start: int, end: int) -> tuple[int, int]:
         bad += abs(level) >= too_much * allowed
         fine += abs(level) <= usual * allowed
     return bad, fine
+
+
+def _freshest(view: View, start: int, end: int) -> NDArray[np.intp] | None:
+    """Positions whose samples are nearly fresh, where others are not; None when all are alike."""
+    staleness = view.values.get(f"{STALENESS}/mean")
+    if staleness is None:
+        return None
+    piece = np.nan_to_num(staleness[start:end], nan=np.inf)
+    fresh = np.flatnonzero(piece <= 0.3) + start
+    typical = view.level(f"{STALENESS}/mean")
+    return fresh if len(fresh) and typical >= 0.8 else None
+
+
+def _level_at(view: View, metric: str, at: NDArray[np.intp]) -> float:
+    values = view.values.get(metric)
+    if values is None or not np.isfinite(values[at]).any():
+        return np.nan
+    return float(np.nanmedian(values[at]))
 
 
 def _steadiness(values: Series) -> float:
@@ -190,20 +221,36 @@ class Versions:
 @once("versions")
 def versions(view: View) -> Versions:
     mean = view.first(f"{STALENESS}/mean", f"{STALENESS}_worst/mean")
+    once_full = _once_full(view, mean)
     oldest = view.first(f"{STALENESS}_worst/max", f"{STALENESS}/max")
     newest = view.first(f"{STALENESS}/min", f"{STALENESS}_worst/min")
     replicas, since = _standing_replicas(view)
+    rise = view.rise(once_full, log=False)
     return Versions(
         mean=mean,
         oldest=oldest,
         newest=newest,
-        rise=view.rise(mean, log=False),
+        rise=None if rise is None else replace(rise, metric=mean or ""),
         oldest_rise=view.rise(oldest, log=False),
         all_standing_since=_unit_ramp(view, newest or mean),
         some_standing_since=_unit_ramp(view, f"{STALENESS}/max" if view.has(f"{STALENESS}/max") else oldest),
         standing_replicas=replicas,
         standing_since=since,
     )
+
+
+def _once_full(view: View, mean: str | None) -> str | None:
+    """Name of the mean staleness once the pipeline is full: from step 0 it grows by one a step up to its bound."""
+    if mean is None:
+        return None
+    values = view.values[mean].copy()
+    known = np.flatnonzero(np.isfinite(values))
+    end = 0
+    while end + 1 < len(known) and values[known[end + 1]] >= values[known[end]] + 0.3:
+        end += 1
+    if end and values[known[0]] <= 1.0:
+        values[: known[end]] = np.nan
+    return view.derive(f"{mean} once full", values)
 
 
 STANDSTILL_STEPS = 6
@@ -225,6 +272,8 @@ def _unit_ramp(view: View, metric: str | None) -> int | None:
     enough = np.convolve(is_unit, np.ones(reach, np.int64), "valid") >= STANDSTILL_STEPS
     for i in np.flatnonzero(enough):
         start, end = int(i), min(int(i) + reach, len(known) - 1)
+        if start <= 3 and values[known[-1]] < 0.7 * (view.steps[known[-1]] - view.steps[known[0]]):
+            continue  # the pipeline fills up to its bound
         before = float(np.max(values[known[max(0, start - 20) : start + 1]]))
         rise = values[known[end]] - values[known[start]]
         if (

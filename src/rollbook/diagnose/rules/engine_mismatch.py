@@ -16,6 +16,8 @@ from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.view import View
 
 RULE = "engine_mismatch"
+LEAST_STEPS = 8
+"""Steps below which a level is not judged: a first update at a large learning rate moves more than any numerics."""
 LEAST_PAST = 6
 """Steps that a level must have had before it can be said to have changed: samples age in the first steps of any
 asynchronous run."""
@@ -41,6 +43,8 @@ def judge(view: View) -> Finding | NotJudged | None:
             return _finding(view, rise.idx, 0.9 if rise.peak_ratio >= 2 else 0.75, "at once, and stays")
         if rise.is_ramp and not explained and not no_sync and gap.num_fine == 0 and gap.num_bad:
             return _finding(view, 0, 0.7, "from the first step, and grows")
+    if view.n < LEAST_STEPS or signs.own_gap_is_fine(view):
+        return None
     if gap.num_bad >= 2 and gap.num_bad > 2 * gap.num_fine:
         return _finding(view, 0, 0.85 if gap.num_bad >= 3 else 0.75, "from the first step")
     if gap.num_bad == 1 and gap.num_fine == 0 and len(gap.metrics) == 1:

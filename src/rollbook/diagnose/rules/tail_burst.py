@@ -6,6 +6,7 @@ The longest response and the seconds of generation jump together; the mean lengt
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
@@ -14,6 +15,7 @@ from rollbook.diagnose.series import Series
 from rollbook.diagnose.view import View
 
 RULE = "tail_burst"
+TAIL = "rollout/tail_s"
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -41,7 +43,7 @@ def _tails(view: View, longest: str) -> list[tuple[str, Series, float]]:
     ):
         values = view.values.get(metric)
         if values is not None and np.isfinite(values).sum() >= 12:
-            relative = values / mean if mean is not None and metric != "rollout/tail_s" else values
+            relative = values / mean if mean is not None and metric != TAIL else values
             out.append((metric, relative, 1.5))
     clip = view.values.get("response_length/clip_ratio")
     if clip is not None and np.isfinite(clip).sum() >= 12:
@@ -84,8 +86,12 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
         return None
     hit = idx[begin:end][both[begin:end]]
     raw = view.values[metric]
+    if _host_is_slow(view, hit) or (
+        metric == TAIL and float(np.median(raw[hit] / seconds_of(view)[hit])) < 0.2
+    ):
+        return None  # everything is slow in those steps, or the tail is a small part of them
     before, after = view.level(metric, 0, start), float(np.median(raw[hit]))
-    seconds = view.values["timing_s/gen"]
+    seconds = seconds_of(view)
     usual = view.level("timing_s/gen", 0, start)
     lost = float(np.clip(seconds[hit] - usual, 0, None).sum()) * view.stride
     slow_gen = float(np.median(seconds[hit]))
@@ -118,6 +124,25 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
         "train on what has finished (asynchronous schedule)",
         next_check="read the longest responses of one such step: repetition, or honest reasoning cut short?",
     )
+
+
+def seconds_of(view: View) -> Series:
+    return view.values["timing_s/gen"]
+
+
+def _host_is_slow(view: View, hit: NDArray[np.intp]) -> bool:
+    """Whether the trainer's own stages take longer in those steps too."""
+    train = view.values.get("timing_s/update_actor")
+    if train is None:
+        return False
+    others = np.setdiff1d(np.flatnonzero(np.isfinite(train)), hit)
+    inside = train[hit][np.isfinite(train[hit])]
+    if len(inside) < 3 or len(others) < 3:
+        return False
+    gen = seconds_of(view)
+    slower = float(np.median(inside)) / float(np.median(train[others]))
+    longer = float(np.median(gen[hit])) / float(np.nanmedian(gen[others]))
+    return slower >= 1.2 and longer < 1.3 * slower
 
 
 def _quiet(values: Series) -> float:
