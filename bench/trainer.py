@@ -122,7 +122,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     clock = time.perf_counter if arguments.clock == "wall" else time.thread_time
-    print("mix    dtype     prompts  tokens  computed  update s  spread   floor s   floor / update", flush=True)
+    print(
+        "mix    dtype     prompts  tokens  computed  update s  spread   floor s   floor / update", flush=True
+    )
     for kind in ("short", "long"):
         for dtype in ("bfloat16", "float32"):
             for share_prompts in (True, False):

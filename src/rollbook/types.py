@@ -180,7 +180,10 @@ class Trajectory:
         """[n] bool: True on tokens the policy sampled."""
         parts = [np.zeros(len(self.prompt.prompt_ids), np.bool_)]
         for turn in self.turns:
-            parts += [np.ones(len(turn.response_ids), np.bool_), np.zeros(len(turn.observation_ids), np.bool_)]
+            parts += [
+                np.ones(len(turn.response_ids), np.bool_),
+                np.zeros(len(turn.observation_ids), np.bool_),
+            ]
         return np.concatenate(parts)
 
     def behavior_logprobs(self) -> Floats:

@@ -157,7 +157,7 @@ def test_a_group_that_ends_while_its_version_is_being_published_is_known(tiny_ru
 
         async def publish(weight_version: int, *, moved: bool = True) -> PublicationReport:
             report = await plain(weight_version, moved=moved)
-            while controller.rollout.buffer.num_running:
+            while controller.rollout.buffer.num_running and controller.rollout._error is None:
                 await asyncio.sleep(0)
             return report
 

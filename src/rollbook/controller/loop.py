@@ -191,7 +191,9 @@ class Controller:
         with self.recorder.span("warmup"):
             for update, sequences in enumerate(batches, start=1):
                 batch = self.trainer.make_batch(sequences, step=update, weight_version=self.weight_version)
-                batch.mini_batches = [list(range(len(sequences)))]  # one update, whatever a step makes of its batch
+                batch.mini_batches = [
+                    list(range(len(sequences)))
+                ]  # one update, whatever a step makes of its batch
                 lr = warmup_lr(config.learning_rate, update, config.num_updates)
                 values = await self.compute(partial(self.trainer.update, batch, objective, lr=lr))
                 self._note_movement(values)

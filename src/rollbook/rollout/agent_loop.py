@@ -49,7 +49,9 @@ async def run_trajectory(
     """
     started_at_s = clock()
     turns: list[Turn] = []
-    trajectory = Trajectory(group_id=group_id, member_idx=member_idx, prompt=prompt, started_at_s=started_at_s)
+    trajectory = Trajectory(
+        group_id=group_id, member_idx=member_idx, prompt=prompt, started_at_s=started_at_s
+    )
     try:
         context = await env.start()
         if not np.array_equal(context, prompt.prompt_ids):
@@ -76,7 +78,9 @@ async def run_trajectory(
             observation = await env.observe(response.response_ids, response.finish_reason)
             is_last = observation.is_done or len(turns) + 1 >= max_turns
             room = max_context_tokens - len(context) - len(observation.observation_ids)
-            observation_ids = observation.observation_ids if not is_last and room > 0 else np.zeros(0, np.int32)
+            observation_ids = (
+                observation.observation_ids if not is_last and room > 0 else np.zeros(0, np.int32)
+            )
             turns.append(_turn(response, observation_ids))
             if observation.result is not None:
                 trajectory.reward = observation.result.reward
