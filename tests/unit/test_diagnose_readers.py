@@ -321,3 +321,32 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch
     )
     assert load(str(path)).values["critic/rewards/mean"].tolist() == [0.5, 0.6]
     assert max(len(line) for line in text.lines(path)) <= 4096
+
+
+def test_no_sentence_of_trouble_is_skipped_before_it_is_read(tmp_path: Path) -> None:
+    """The quick look at bytes lets every sentence through that the patterns know."""
+    sentences = {
+        "out_of_memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB",
+        "host_out_of_memory": "Workers killed due to the node running low on memory (OOM)",
+        "collective_timeout": "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)",
+        "object_store_spill": "(raylet) Spilled 4096 MiB, 12 objects, write throughput 612 MiB/s",
+        "resumed": "Setting global step to 120",
+        "sandbox_failure": "sandbox exec-17 timed out after 30 s",
+        "actor_died": "ray.exceptions.ActorDiedError: The actor died unexpectedly",
+    }
+    text = "".join(
+        f"{sentence}\nstep:{i} - a/b:{i}\n" for i, sentence in enumerate(sentences.values(), start=1)
+    )
+    run = load(str(_write(tmp_path / "run.log", text)))
+    assert [event.kind for event in run.events] == list(sentences)
+
+
+def test_the_stage_of_an_out_of_memory_is_that_of_its_traceback(tmp_path: Path) -> None:
+    text = (
+        "step:1 - a/b:1\n"
+        'File "fsdp_vllm.py", line 204, in update_weights\n'
+        "torch.OutOfMemoryError: CUDA out of memory.\n"
+        "step:2 - a/b:1\n"
+    )
+    (event,) = load(str(_write(tmp_path / "run.log", text))).events
+    assert (event.step, event.fields) == (1, {"stage": "sync"})

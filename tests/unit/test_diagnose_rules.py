@@ -257,3 +257,34 @@ def test_a_log_of_a_few_steps_raises_no_alarm() -> None:
     diagnosis = diagnose(assemble(rows, source="log", format="test"))
     assert diagnosis.findings == ()
     assert diagnosis.num_steps == 4
+
+
+def test_a_pipeline_that_fills_up_to_its_bound_is_well() -> None:
+    """Seen in every asynchronous run: staleness 0, 1, 2, ... up to the bound of 4, and the gap with it."""
+    age = np.minimum(T, 4.0)
+    fills = {f"{STALENESS}/{stat}": age for stat in ("mean", "max", "min")}
+    gap = {GAP: _noisy(0.002 + 0.003 * age, 2), "rollout_corr/kl": _noisy(1e-4 + 5e-4 * age, 3, 0.1)}
+    assert diagnose(_run(**fills, **gap)).findings == ()
+
+
+def test_a_gap_that_staleness_brings_is_no_mismatch_of_the_engine() -> None:
+    """Large from the second step on, but at staleness 0 in the first: another engine would have it there too."""
+    age = np.minimum(T, 2.0)
+    fills = {f"{STALENESS}/{stat}": age for stat in ("mean", "max", "min")}
+    large = {GAP: _noisy(0.0005 + 0.03 * age, 2), "rollout_corr/kl": _noisy(1e-5 + 0.05 * age, 3, 0.1)}
+    assert diagnose(_run(**fills, **large)).verdict == "well"
+    always = {GAP: _noisy(0.06, 2), "rollout_corr/kl": _noisy(0.1, 3, 0.1)}
+    assert diagnose(_run(**fills, **always)).verdict == "engine_mismatch"
+
+
+def test_a_slow_host_is_no_tail() -> None:
+    """Every third step from the middle on takes twice as long in generation and in training."""
+    hit = (T >= AT) & (T % 3 == 0)
+    slow = {
+        "timing_s/gen": _noisy(50.0, 10) * np.where(hit, 2, 1),
+        "timing_s/update_actor": _noisy(40.0, 11) * np.where(hit, 2, 1),
+        "response_length/max": _noisy(3000.0, 9) * np.where(hit, 1.7, 1),
+    }
+    assert diagnose(_run(**slow)).findings == ()
+    tail = {**slow, "timing_s/update_actor": _noisy(40.0, 11)}
+    assert diagnose(_run(**tail)).verdict == "tail_burst"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.text import TroubleWatcher, lines, number, plain
+from rollbook.diagnose.readers.text import TROUBLE_BYTES, TroubleWatcher, lines, number, plain
 from rollbook.diagnose.series import Event, Row
 
 _STEP = re.compile(r"Train step (\d+)/\d+ done")
@@ -27,7 +27,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     watcher = TroubleWatcher()
     step: int | None = None
     data: dict[str, float] = {}
-    for raw in lines(path):
+    for raw in lines(path, (b"Train step", "│".encode(), "┃".encode(), b"|", *TROUBLE_BYTES)):
         line = plain(raw)
         if (match := _STEP.search(line)) is not None:
             if step is not None and data:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.text import TroubleWatcher, dict_pairs, lines, plain
+from rollbook.diagnose.readers.text import TROUBLE_BYTES, TroubleWatcher, dict_pairs, lines, plain
 from rollbook.diagnose.series import Event, Row
 
 _RECORD = re.compile(r"\b(rollout|perf|eval|step|passrate|multi_turn)\s+(\d+): (\{.*)")
@@ -26,7 +26,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     watcher = TroubleWatcher()
     rollout: int | None = None
     optimizer: dict[str, float] = {}
-    for raw in lines(path):
+    for raw in lines(path, (b": {", *TROUBLE_BYTES)):
         line = plain(raw)
         match = _RECORD.search(line) if ": {" in line else None
         if match is None:

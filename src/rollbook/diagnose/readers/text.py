@@ -14,8 +14,9 @@ from typing import BinaryIO, cast
 from rollbook.diagnose.series import Event
 from rollbook.errors import DataError
 
+BLOCK_BYTES = 1024 * 1024
 MAX_LINE_BYTES = 32 * 1024 * 1024
-"""A longer line is cut into pieces, so that a binary file does not fill the memory."""
+"""A longer line is cut, so that a binary file does not fill the memory."""
 
 NUMBER = (
     r"(?:np\.|numpy\.)?(?:(?:float|int|uint)\d*|bfloat16|bool_?|tensor|array)\(\s*[-+]?[\w.+-]+[^()]{0,60}\)"
@@ -43,15 +44,29 @@ def open_binary(path: Path) -> BinaryIO:
     return file
 
 
-def lines(path: Path) -> Iterator[str]:
-    """The lines of a log, one at a time, without line ends; a progress bar's carriage returns end lines too."""
+TROUBLE_BYTES = (
+    b"emory", b"imeout", b"imed out", b"TIMEOUT", b"atchdog", b"pill", b"esum", b"ecover", b"heckpoint", b"global step",
+    b"andbox", b"nv_server", b"ctor", b"Crash", b"OOM", b"oom", b"ALLOC", b"ull", b", line ",
+)  # fmt: skip
+"""Every line in which a log reports trouble, or in which stage it was, holds one of these."""
+
+
+def lines(path: Path, wanted: tuple[bytes, ...] = ()) -> Iterator[str]:
+    """The lines of a log, one at a time, without line ends; a progress bar's carriage returns end lines too.
+
+    Args:
+        wanted: only lines that hold one of these (and they may be few in gigabytes); empty: all.
+    """
     with open_binary(path) as file:
-        while raw := file.readline(MAX_LINE_BYTES):
-            text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
-            if "\r" in text:
-                yield from text.split("\r")
-            else:
-                yield text
+        while block := file.read(BLOCK_BYTES):
+            if not block.endswith(b"\n"):
+                block += file.readline(MAX_LINE_BYTES)
+            present = [word for word in wanted if word in block]
+            if wanted and not present:
+                continue
+            for raw in block.splitlines():  # at carriage returns too
+                if not wanted or any(map(raw.__contains__, present)):
+                    yield raw[:MAX_LINE_BYTES].decode("utf-8", errors="replace")
 
 
 def plain(line: str) -> str:

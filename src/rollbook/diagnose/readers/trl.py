@@ -12,7 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollbook.diagnose.readers.text import TroubleWatcher, dict_pairs, lines, number, open_binary, plain
+from rollbook.diagnose.readers.text import (
+    TROUBLE_BYTES,
+    TroubleWatcher,
+    dict_pairs,
+    lines,
+    number,
+    open_binary,
+    plain,
+)
 from rollbook.diagnose.series import Event, Row
 from rollbook.errors import DataError
 
@@ -46,7 +54,7 @@ def read(path: Path) -> Iterator[Row | Event]:
         return
     watcher = TroubleWatcher()
     step = 0
-    for raw in lines(path):
+    for raw in lines(path, (b"{'", b'{"', *TROUBLE_BYTES)):
         line = plain(raw)
         if line.lstrip().startswith('{"') and '"step"' in line:
             try:

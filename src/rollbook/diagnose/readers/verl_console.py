@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.text import NUMBER, TroubleWatcher, lines, number, plain
+from rollbook.diagnose.readers.text import NUMBER, TROUBLE_BYTES, TroubleWatcher, lines, number, plain
 from rollbook.diagnose.series import Event, Row
 
 _STEP = re.compile(r"(?:^|[^\w/])step:\s?(\d+)(?=\s+-\s|\s*$)")
@@ -31,7 +31,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     watcher = TroubleWatcher()
     step: int | None = None
     data: dict[str, float] = {}
-    for raw in lines(path):
+    for raw in lines(path, (b"step:", b" - ", *TROUBLE_BYTES)):
         line = plain(raw)
         begins = list(_STEP.finditer(line)) if "step:" in line else []
         if not begins:
