@@ -114,32 +114,37 @@ class Split:
     idx: int
     kind: Literal["level", "slope"]
     has_trend: bool
+    """Whether a line runs through both sides; else what was before is a constant."""
     error_with: float
     error_without: float
+    """Of the constant, or of the line."""
+    error_line: float
+    """Of one line through everything: a split that explains less than that is only a trend."""
+    cost: float
 
 
-def best_split(
+def best_splits(
     values: Series, min_points: int = MIN_POINTS, direction: Literal[-1, 0, 1] = 0
-) -> Split | None:
-    """The split of a gapless series that explains most, or None when no side would keep `min_points`.
+) -> list[Split]:
+    """The best split of a gapless series over a constant and over a line, the better one first.
 
     Args:
+        min_points: values that either side keeps; none is returned when they cannot.
         direction: 1 looks only for what goes up at the split, -1 only for what goes down.
     """
     n = len(values)
     if n < 2 * min_points:
-        return None
+        return []
     t = np.arange(n, dtype=np.float64)
-    splits = np.arange(n) * 1.0
-    inside = (splits >= min_points) & (splits <= n - min_points)
-    best: Split | None = None
-    best_cost = np.inf
-    for degree in (0, 1):
-        basis = np.ones((n, 1)) if degree == 0 else np.stack([np.ones(n), t - t.mean()], axis=1)
-        basis = basis / np.sqrt((basis**2).sum(axis=0))
-        left = values - basis @ (basis.T @ values)
-        error_without = float((left**2).sum())
-        for kind in ("level", "slope"):
+    inside = (t >= min_points) & (t <= n - min_points)
+    bases = (np.ones((n, 1)), np.stack([np.ones(n), t - t.mean()], axis=1))
+    bases = tuple(basis / np.sqrt((basis**2).sum(axis=0)) for basis in bases)
+    lefts = tuple(values - basis @ (basis.T @ values) for basis in bases)
+    errors = tuple(float((left**2).sum()) for left in lefts)
+    found: list[Split] = []
+    for degree, (basis, left, error_without) in enumerate(zip(bases, lefts, errors, strict=True)):
+        best: Split | None = None
+        for kind in _KINDS:
             along, norm = _regressor(left, basis, kind)
             with np.errstate(divide="ignore", invalid="ignore"):
                 gain = np.where(inside & (norm > 1e-9 * n) & (along * direction >= 0), along**2 / norm, 0.0)
@@ -147,11 +152,29 @@ def best_split(
             if gain[idx] <= 0.0:
                 continue
             error = max(error_without - float(gain[idx]), 0.0)
-            cost = n * np.log(error / n + 1e-300) + (degree + 2) * np.log(n)
-            if cost < best_cost:
-                best_cost = cost
-                best = Split(idx, "level" if kind == "level" else "slope", degree == 1, error, error_without)
-    return best
+            cost = n * float(np.log(error / n + 1e-300)) + (degree + 2) * float(np.log(n))
+            if best is None or cost < best.cost:
+                best = Split(idx, kind, degree == 1, error, error_without, errors[1], cost)
+        if best is not None:
+            found.append(best)
+    return sorted(found, key=lambda split: split.cost)
+
+
+_KINDS: tuple[Literal["level", "slope"], ...] = ("level", "slope")
+
+
+def worthy_split(
+    piece: Series,
+    noise: float,
+    *,
+    min_points: int = MIN_POINTS,
+    direction: Literal[-1, 0, 1] = 0,
+) -> Split | None:
+    """The best split of a gapless series, if one explains more than chance would in so many values."""
+    for split in best_splits(piece, min_points, direction):
+        if is_worth_it(piece, split, noise):
+            return split
+    return None
 
 
 def _regressor(left: Series, basis: NDArray[np.float64], kind: str) -> tuple[Series, Series]:
@@ -191,8 +214,8 @@ def find_changes(values: Series, *, max_changes: int = 8, min_points: int = MIN_
     while pending and len(found) < 4 * max_changes:
         start, end = pending.pop()
         piece = clean[start:end]
-        split = best_split(piece, max(min_points, min(8, len(piece) // 10)))
-        if split is None or not is_worth_it(piece, split, noise):
+        split = worthy_split(piece, noise, min_points=max(min_points, min(8, len(piece) // 10)))
+        if split is None:
             continue
         at = start + split.idx
         found.append(_describe(clean, start, at, end, split.kind, noise, known))
@@ -201,15 +224,17 @@ def find_changes(values: Series, *, max_changes: int = 8, min_points: int = MIN_
     return sorted(found[:max_changes], key=lambda change: change.idx)
 
 
-def is_worth_it(piece: Series, split: Split, noise: float, share: float | None = None) -> bool:
-    """Whether a split explains more than chance would in this many values with this autocorrelation.
+BEYOND_A_TREND = 0.7
+"""A step or bend after a constant must leave at most this share of what one line through everything leaves."""
 
-    Args:
-        share: independent share of the values, when it is known already.
-    """
+
+def is_worth_it(piece: Series, split: Split, noise: float) -> bool:
+    """Whether a split explains more than chance would in this many values with this autocorrelation."""
     n = len(piece)
     floor = n * noise**2 * 0.25
-    share = independent_share(detail(piece)) if share is None else share
+    if not split.has_trend and split.error_with + floor > BEYOND_A_TREND * (split.error_line + floor):
+        return False
+    share = independent_share(detail(piece))
     gain = max(n * share - 4, 1) * np.log((split.error_without + floor) / (split.error_with + floor))
     return bool(gain > EXTRA_PENALTY * 2 * np.log(max(n, 10)))
 

@@ -298,8 +298,8 @@ def _find_break(view: View, metric: str, direction: Direction, log: bool) -> Bre
         scaled = np.log(np.maximum(scaled, floor))
     clean = changes.without_spikes(scaled)
     noise = max(changes.noise_scale(clean), 1e-9 + 1e-6 * float(np.median(np.abs(clean))))
-    split = changes.best_split(clean, changes.MIN_POINTS, direction)
-    if split is not None and changes.is_worth_it(clean, split, noise):
+    split = changes.worthy_split(clean, noise, direction=direction)
+    if split is not None:
         return _describe(view, metric, known, clean, split.idx, direction, log, noise)
     start = _excursion(clean, direction, noise)
     return None if start is None else _describe(view, metric, known, clean, start, direction, log, noise)

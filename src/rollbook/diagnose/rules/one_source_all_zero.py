@@ -49,7 +49,7 @@ def judge(view: View) -> Finding | NotJudged | None:
             if best is None or confidence > best[0]:
                 best = (confidence, since, source, metric)
     if best is None:
-        return None
+        return None if train else _without_sources(view)
     confidence, idx, source, metric = best
     before = view.level(metric, 0, idx)
     evidence = [
@@ -121,7 +121,7 @@ def _at_floor_since(view: View, metric: str, floor: float, least: int) -> int | 
     fell_too = fall is not None and last_positive <= fall.idx <= begin + 1
     # How likely are so many zeros in a row by chance, given how common they were?
     chance = ((np.sum(usual <= 0.01 * top) + 1) / (len(usual) + 2)) ** len(zeros)
-    if chance > (0.03 if fell_too else 1e-3):
+    if chance > (0.3 if fell_too else 1e-3):
         return None
     if fall is not None and fell_too and begin - last_positive > 3:
         return fall.idx  # logged now and then: the reward of every step tells when
