@@ -91,6 +91,20 @@ def test_two_epochs_ask_each_prompt_twice_and_end_the_run(unbroken: RunResult) -
     assert (unbroken.folder / "model" / "config.json").is_file()
 
 
+def test_the_last_step_that_the_data_allows_is_evaluated_like_a_last_step(tiny_run: TinyRun) -> None:
+    sources = [{"task": "addition", "num_prompts": 10}]
+    run = tiny_run(
+        num_steps=20,
+        **{"data.sources": sources, "data.num_epochs": 1, "data.held_out_frac": 0.2, "eval.num_prompts": 1},
+    )
+    assert [("val/addition/reward" in m) for m in run.metrics] == [
+        True,
+        *[False] * (len(run.metrics) - 2),
+        True,
+    ]
+    assert len(run.metrics) in (2, 3)
+
+
 @pytest.mark.parametrize("num_steps_done", range(9))
 def test_br052_a_fresh_process_goes_on_at_every_step_of_two_epochs(
     unbroken: RunResult, num_steps_done: int, tmp_path: Path

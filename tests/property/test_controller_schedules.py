@@ -39,6 +39,8 @@ def test_at_staleness_0_separate_async_trains_the_same_parameters_as_sync(
     sync = tiny_run(name="sync", num_steps=3, **exact)
     apart = tiny_run(name="apart", num_steps=3, **{"run.schedule": "separate_async"}, **exact)
     assert sync.trained == apart.trained
+    for left, right in zip(sync.metrics, apart.metrics, strict=True):
+        assert ("timing_s/old_log_prob" in left) == ("timing_s/old_log_prob" in right)
     for name, tensor in sync.parameters.items():
         assert tensor.equal(apart.parameters[name]), name
     moved = [m["actor/grad_norm"] for m in sync.metrics]
