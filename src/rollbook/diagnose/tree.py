@@ -134,6 +134,8 @@ def _explains(view: View, cause: Finding, finding: Finding) -> bool:
     slack = max(6, int(0.08 * (view.steps[-1] - view.steps[0] + 1)))
     if cause.step > finding.step + slack:
         return False
+    if cause.confidence < finding.confidence - 0.3:
+        return False  # a guess explains no certainty away
     mutual = cause.rule in EXPLAINS.get(finding.rule, ())
     return not mutual or cause.confidence >= finding.confidence
 

@@ -308,7 +308,7 @@ def _find_break(view: View, metric: str, direction: Direction, log: bool) -> Bre
 def _excursion(clean: Series, direction: Direction, noise: float) -> int | None:
     """Start of the strongest stretch far off the level of the run, which came and went again."""
     smooth = changes.running_median(clean, 5)
-    middle = float(np.median(smooth))
+    middle = changes.running_median(smooth, max(31, len(clean) // 2) | 1)  # a slow drift is no excursion
     usual = max(1.5 * noise, 1.4826 * float(np.median(np.abs(smooth - middle))))
     away = direction * (smooth - middle) / usual
     edges = np.flatnonzero(
@@ -384,7 +384,7 @@ def _walk_back(clean: Series, idx: int, direction: Direction, noise: float) -> i
 def _end_of(clean: Series, at: int, base: float, direction: Direction) -> int:
     """Where the departure ends: having been there, the series stays within 30 % of its size for five values."""
     smooth = direction * (changes.running_median(clean[at:], 5) - base)
-    size = float(np.quantile(smooth, 0.85))
+    size = float(np.max(changes.running_median(smooth, 9)))
     there = np.flatnonzero(smooth >= 0.5 * size)
     if size <= 0 or not len(there):
         return len(clean)
@@ -406,7 +406,7 @@ def _falls_within(clean: Series, at: int, end: int, base: float, direction: Dire
     """Whether most of the departure was still there `values` values before its end."""
     smooth = direction * (changes.running_median(clean, 3) - base)
     inside = smooth[max(at, end - 12) : end]
-    size = float(np.quantile(smooth[at:end], 0.85))
+    size = float(np.max(changes.running_median(smooth[at:end], 9)))
     return len(inside) > values and float(np.min(inside[:-values][-3:])) > 0.65 * size
 
 

@@ -41,15 +41,19 @@ def judge(view: View) -> Finding | NotJudged | None:
             since = _zero_since(view, metric, least)
             if since is None or not (living or group is held_out):
                 continue
-            if _all_fade(view, [m for s, m in group.items() if s != source]):
-                continue  # the policy collapses: this one is only the first to reach zero
+            if _others_fall(view, since, [m for s, m in group.items() if s != source]):
+                continue  # the policy changed: this one is only the first to reach zero
             confidence = 0.95 if group is train else 0.85
             if len(living) < (len(group) - 1) / 2:
                 confidence -= 0.2  # several at once: more likely what they share
             if best is None or confidence > best[0]:
                 best = (confidence, since, source, metric)
     if best is None:
-        return None if train else _without_sources(view)
+        fall = signs.reward(view).fall
+        unseen = fall is not None and all(
+            np.isfinite(view.values[m][fall.idx :]).sum() < 2 for m in held_out.values()
+        )
+        return _without_sources(view) if unseen and not train else None
     confidence, idx, source, metric = best
     before = view.level(metric, 0, idx)
     evidence = [
@@ -128,13 +132,19 @@ def _at_floor_since(view: View, metric: str, floor: float, least: int) -> int | 
     return begin
 
 
-def _all_fade(view: View, others: list[str]) -> bool:
-    """Whether every other source has lost half of its best as well."""
+def _others_fall(view: View, since: int, others: list[str]) -> bool:
+    """Whether every other source lost a fifth as well, at that step or over time."""
+    bottom = signs.lowest_reward(view)
     lost = []
     for metric in others:
-        values = view.values[metric]
-        known = values[np.isfinite(values)]
-        lost.append(float(np.median(known[-3:])) < 0.5 * float(np.quantile(known, 0.9)))
+        values = view.values[metric] - bottom
+        before, after = values[:since], values[since:]
+        before, after = before[np.isfinite(before)][-6:], after[np.isfinite(after)]
+        if not len(before) or not len(after):
+            continue
+        best = float(np.quantile(values[np.isfinite(values)], 0.9))
+        fell = float(np.median(after)) < 0.8 * float(np.median(before))
+        lost.append(fell or float(np.median(after[-3:])) < 0.5 * best)
     return bool(lost) and all(lost)
 
 
