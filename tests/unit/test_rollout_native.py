@@ -85,6 +85,25 @@ async def test_a_response_cut_in_two_continues_with_the_same_tokens() -> None:
     assert joined == whole.response_ids.tolist()
 
 
+async def test_bfloat16_steps_come_in_few_sizes_and_give_the_trainers_logprobs() -> None:
+    """A CPU compiles a kernel for each size: 19 rows that end one by one run as 24, 16 and 8."""
+    model, prompt = tiny_model(), random_ids(9)
+    model.module.to(torch.bfloat16)
+    sizes: list[int] = []
+    async with running(model, num_slots=32, dtype="bfloat16") as engine:
+        runner = engine._runner
+        assert runner is not None
+        embedding = runner.model.module.get_submodule("model.embed_tokens")
+        embedding.register_forward_hook(lambda module, given, out: sizes.append(given[0].numel()))
+        found = await generate(
+            engine, [request(prompt, f"0/{m}", max_response_tokens=m + 1) for m in range(19)]
+        )
+    assert set(sizes) == {24, 16, 8}
+    for response in found:
+        expected = trainer_logprobs(model, prompt, response.response_ids)
+        np.testing.assert_allclose(response.logprobs, expected, atol=0.15)
+
+
 # ---- how responses end
 
 
