@@ -18,7 +18,7 @@ _context.set_forkserver_preload(
 )
 
 
-def in_fresh_process(work: Callable[..., object], *args: Any, log: Path, timeout_s: float = 60.0) -> int:
+def in_fresh_process(work: Callable[..., object], *args: Any, log: Path, timeout_s: float = 240.0) -> int:
     """Run `work(*args)` in a new process that writes stdout and stderr to `log`; returns its exit code as a shell
     sees it: 0, 2 for a RunError, 130 for Ctrl-C, -9 when it was killed."""
     process = start_process(work, *args, log=log)
