@@ -54,6 +54,6 @@ def command(
         except OSError as error:
             raise storage_error(html, error) from error
     if as_json:
-        typer.echo(json.dumps(diagnosis.to_json(), allow_nan=False, default=str))
+        typer.echo(json.dumps(diagnosis.to_json(), allow_nan=False))
     else:
         typer.echo(to_text(diagnosis), nl=False)

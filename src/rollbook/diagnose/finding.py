@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -116,7 +117,8 @@ class Diagnosis:
         return "well" if any(s.verdict != "not collected" for s in self.signals) else "not_judged"
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        """JSON values only: what is not finite is null."""
+        answer = {
             "verdict": self.verdict,
             "source": self.source,
             "format": self.format,
@@ -129,3 +131,15 @@ class Diagnosis:
             "notes": list(self.notes),
             "renamed": self.renamed,
         }
+        plain: dict[str, Any] = _finite(answer)
+        return plain
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value

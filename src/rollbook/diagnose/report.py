@@ -53,10 +53,10 @@ def _header(diagnosis: Diagnosis, width: int) -> list[str]:
 def _finding(finding: Finding, width: int, *, is_first: bool) -> list[str]:
     lines = _block("FOUND:" if is_first else "ALSO FOUND, independently:", finding.title, width)
     until = f" until step {finding.until_step}" if finding.until_step is not None else ""
-    lines.append(
-        f"  {finding.rule} · since step {finding.step}{until} · confidence {finding.confidence:.2f}"
-        f" · {AREA_NAMES[finding.area]}"
+    about = (
+        f"since step {finding.step}{until} · confidence {finding.confidence:.2f} · {AREA_NAMES[finding.area]}"
     )
+    lines += _block(f"  {finding.rule} ·", about, width)
     costs = []
     if finding.cost_s:
         costs.append(f"{num(finding.cost_s)} s so far")

@@ -58,8 +58,8 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
         return None
     idx = np.flatnonzero(known)
     quiet_tail, quiet_gen = _quiet(tail[idx]), _quiet(gen[idx])
-    long = tail[idx] >= least * quiet_tail
-    slow = gen[idx] >= 1.25 * quiet_gen
+    long = tail[idx] >= quiet_tail * max(least, _beyond_noise(tail[idx], quiet_tail))
+    slow = gen[idx] >= quiet_gen * max(1.25, _beyond_noise(gen[idx], quiet_gen))
     both = long & slow
     if both.sum() < 4:
         return None
@@ -72,6 +72,9 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     inside_long, inside_gen = long[begin:end], gen[idx][begin:end]
     if float(slow[begin:end][inside_long].mean()) < 0.6:
         return None  # long tails do not cost seconds here
+    by_chance = float(slow[begin:end][~inside_long].mean()) if (~inside_long).sum() >= 4 else 0.0
+    if float(slow[begin:end][inside_long].mean()) < 2.0 * by_chance:
+        return None  # steps without long responses are slow as often
     others = inside_gen[~inside_long]
     if len(others) >= 4 and float(np.median(inside_gen[inside_long])) < 1.2 * float(np.median(others)):
         return None  # steps without them are as slow
@@ -143,6 +146,12 @@ def _host_is_slow(view: View, hit: NDArray[np.intp]) -> bool:
     slower = float(np.median(inside)) / float(np.median(train[others]))
     longer = float(np.median(gen[hit])) / float(np.nanmedian(gen[others]))
     return slower >= 1.2 and longer < 1.3 * slower
+
+
+def _beyond_noise(values: Series, quiet: float) -> float:
+    """Factor over the quiet level that noise alone seldom reaches; told from below it, where bursts have no part."""
+    low = quiet - values[values <= quiet]
+    return 1.0 + 3.5 * 1.4826 * float(np.median(low)) / max(quiet, 1e-12) if len(low) else 1.0
 
 
 def _quiet(values: Series) -> float:
