@@ -86,7 +86,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     """Remedy text for an unknown name: the nearest known ones, or all of them when none is near.
 
     >>> nearest_name("grpoo", ["grpo", "ppo", "rloo"])
-    "did you mean 'grpo'?"
+    "did you mean 'grpo' or 'rloo'?"
     """
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
