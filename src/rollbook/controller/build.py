@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
-import torch
-
 from rollbook.algos.filters import drop_reason
 from rollbook.algos.shaping import shape_rewards
 from rollbook.buffer.buffer import GroupBuffer
@@ -21,9 +19,11 @@ from rollbook.config.run_config import RunConfig
 from rollbook.controller.evaluate import Evaluator
 from rollbook.controller.loop import Controller
 from rollbook.controller.probing import Prober
+from rollbook.controller.replicas import Parts, start_replicas
 from rollbook.controller.rollout import Member, Rollout
 from rollbook.controller.saving import Saver
 from rollbook.controller.schedule import SCHEDULES
+from rollbook.controller.startable import require_startable
 from rollbook.envs.dataset import Prompts, load_prompts, require_enough
 from rollbook.envs.env import EnvFactory
 from rollbook.envs.rewards.scorer import Scorer
@@ -34,9 +34,7 @@ from rollbook.modeling.load import LoadedModel
 from rollbook.modeling.tokenizer import Tokenizer
 from rollbook.observe.recorder import Recorder
 from rollbook.rollout.agent_loop import run_trajectory
-from rollbook.rollout.native.engine import NativeEngine
 from rollbook.rollout.router import Router
-from rollbook.sync.inproc import InprocPort
 from rollbook.sync.publisher import Publisher
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import Group, Prompt, SamplingParams, Trajectory
@@ -45,7 +43,7 @@ from rollbook.types import Group, Prompt, SamplingParams, Trajectory
 @asynccontextmanager
 async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controller]:
     """Every part of the run, started; stopped when the block ends, whatever happened inside."""
-    _require_parts(config)
+    require_startable(config)
     config = with_threads(config, num_cores=len(os.sched_getaffinity(0)))
     async with AsyncExitStack() as stack:
         schedule = SCHEDULES[config.run.schedule]
@@ -68,17 +66,11 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
         await scorer.start()
         stack.push_async_callback(scorer.close)
 
-        engines = [
-            _engine(config, trainer, tokenizer, replica_id)
-            for replica_id in range(config.rollout.num_replicas)
-        ]
-        for engine in engines:
-            await engine.start()
-            stack.push_async_callback(engine.close)
-        router = Router(engines)
-        publisher = Publisher(
-            trainer, [InprocPort(engine, staging=config.sync.staging) for engine in engines], config.sync
+        replicas = await start_replicas(
+            Parts(config=config, trainer=trainer, tokenizer=tokenizer, stack=stack)
         )
+        router = Router([replica.engine for replica in replicas])
+        publisher = Publisher(trainer, [replica.port for replica in replicas], config.sync)
         stack.callback(publisher.close)
 
         def make_env(prompt: Prompt) -> SingleTurnEnv:
@@ -134,25 +126,6 @@ def with_threads(config: RunConfig, *, num_cores: int) -> RunConfig:
     )
 
 
-def _require_parts(config: RunConfig) -> None:
-    """Refuse what this file cannot put together, instead of running something else."""
-    if config.rollout.engine != "native":
-        raise ConfigError(
-            f"rollout.engine is '{config.rollout.engine}', which `rollbook train` does not start",
-            "use rollout.engine = 'native'",
-        )
-    if config.sync.transport != "inproc":
-        raise ConfigError(
-            f"sync.transport is '{config.sync.transport}', and engines and trainer of this run share one process",
-            "use sync.transport = 'inproc'",
-        )
-    if config.rollout.device != "cpu" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"rollout.device is '{config.rollout.device}' and torch sees no CUDA device",
-            "use rollout.device = 'cpu'",
-        )
-
-
 def _load_prompts(config: RunConfig, model: LoadedModel, tokenizer: Tokenizer) -> Prompts:
     room = model.facts.max_position - config.rollout.max_response_tokens
     if room < 1:
@@ -169,26 +142,6 @@ def _load_prompts(config: RunConfig, model: LoadedModel, tokenizer: Tokenizer) -
             "raise data.held_out_frac, add data.held_out sources, or evaluate on fewer",
         )
     return prompts
-
-
-def _engine(config: RunConfig, trainer: Trainer, tokenizer: Tokenizer, replica_id: int) -> NativeEngine:
-    """Shares the trainer's memory where one device holds both in one dtype and they never run at once."""
-    shares = (
-        SCHEDULES[config.run.schedule].shares_device
-        and config.rollout.device == config.model.device
-        and config.rollout.dtype in ("auto", config.model.dtype)
-        and config.rollout.mismatch == "none"
-        and config.sync.staging == "staged"
-        and config.sync.every_steps == 1  # else the engine would serve updates that no publication has named
-    )
-    return NativeEngine(
-        trainer.model,
-        config.rollout,
-        replica_id=replica_id,
-        eos_token_ids=tokenizer.eos_ids,
-        tokenizer=tokenizer if config.rollout.stop_strings else None,
-        share_weights=shares,
-    )
 
 
 def _rollout(
