@@ -7,8 +7,9 @@ import contextlib
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollbook.config.loading import config_to_toml, load_config
 from rollbook.config.run_config import RunConfig
@@ -17,30 +18,38 @@ from rollbook.ledger.hardware import MachineSpec
 from rollbook.observe.opening import open_recorder
 from rollbook.observe.recorder import Recorder
 
+if TYPE_CHECKING:
+    from rollbook.controller.loop import Controller
 
-def start_run(config_path: Path, overrides: Sequence[str]) -> Path:
+OnBuilt = Callable[["Controller"], None]
+"""Called with the parts of a run before anything of it begins."""
+
+
+def start_run(config_path: Path, overrides: Sequence[str], *, on_built: OnBuilt | None = None) -> Path:
     """Run a job to its end; returns the run directory.
 
+    Args:
+        on_built: for drills and replays, which wrap a part from outside.
     Raises:
         RunError: of any kind; the run directory, if it was made, is whole and resumable.
     """
     config = load_config(config_path, overrides, RunConfig)
     config.check()
     folder = Path(config.run.dir) / config.run.name
-    return _run(config, folder, resume=False)
+    return _run(config, folder, resume=False, on_built=on_built)
 
 
-def resume_run(folder: Path, overrides: Sequence[str]) -> Path:
+def resume_run(folder: Path, overrides: Sequence[str], *, on_built: OnBuilt | None = None) -> Path:
     """Continue the run in `folder` from its newest checkpoint; `overrides` change fields of its config."""
     path = folder / "config.toml"
     if not path.is_file():
         raise ConfigError(f"{folder} is no run directory: it has no config.toml", "give the folder of a run")
     config = load_config(path, overrides, RunConfig)
     config.check()
-    return _run(config, folder, resume=True)
+    return _run(config, folder, resume=True, on_built=on_built)
 
 
-def _run(config: RunConfig, folder: Path, *, resume: bool) -> Path:
+def _run(config: RunConfig, folder: Path, *, resume: bool, on_built: OnBuilt | None = None) -> Path:
     recorder = open_recorder(
         folder,
         config.observe,
@@ -51,7 +60,7 @@ def _run(config: RunConfig, folder: Path, *, resume: bool) -> Path:
     )
     try:
         recorder.run_dir.write_config(config_to_toml(config))
-        asyncio.run(_main(config, recorder, resume=resume))
+        asyncio.run(_main(config, recorder, resume=resume, on_built=on_built))
     finally:
         recorder.close()
     return folder
@@ -98,10 +107,12 @@ async def _calibrate(config: RunConfig, recorder: Recorder) -> MachineSpec:
         return plan.machine
 
 
-async def _main(config: RunConfig, recorder: Recorder, *, resume: bool) -> None:
+async def _main(config: RunConfig, recorder: Recorder, *, resume: bool, on_built: OnBuilt | None) -> None:
     from rollbook.controller.build import build
 
     async with build(config, recorder) as controller:
+        if on_built is not None:
+            on_built(controller)
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
