@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rollbook.ledger.quantity import require_number
 from rollbook.planner.options import PlanOptions
 
 DEFAULTS = PlanOptions(model="")
@@ -117,6 +118,7 @@ def command(
     from rollbook.planner.emit import EMITTERS, emitter
     from rollbook.planner.plan import make_plan
 
+    require_number("--top", top, least=1, remedy="give at least 1: the topologies to print")
     if emit:
         emitter(emit)  # a misspelt name is told before the work
     options = PlanOptions(

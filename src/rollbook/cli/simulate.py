@@ -37,12 +37,27 @@ from rollbook.cli.plan import (
     StalenessOption,
     TurnsOption,
 )
-from rollbook.planner.options import PlanOptions
+from rollbook.planner.options import Bounds, PlanOptions, option_name
 
 if TYPE_CHECKING:
     from rollbook.planner.request import PlanRequest
     from rollbook.planner.search import Candidate
     from rollbook.planner.simulate import SimResult
+
+
+BOUNDS: dict[str, Bounds] = {
+    "steps": Bounds(least=0, most=100_000, remedy="give at least 1, or 0: enough for steady averages"),
+    "seed": Bounds(least=0, most=2**63 - 1, remedy="give a whole number of 0 or more"),
+    "sync_every": Bounds(least=1, most=1e6, remedy="give at least 1 update between two publications"),
+    "lend": Bounds(least=0, most=1e6, remedy="give the seconds of a switch, or 0 to lend nothing"),
+    "failure_frac": Bounds(least=0, most=0.99, remedy="give a share between 0 and 0.99"),
+    "replica_mtbf_hours": Bounds(least=0, most=1e6, remedy="give hours between failures, or 0: never"),
+    "replica_recovery_seconds": Bounds(least=0, most=1e6, remedy="give 0 or more seconds"),
+    "length_growth": Bounds(
+        least=-0.5, most=0.5, remedy="give a growth a step between -0.5 and 0.5, such as 0.01"
+    ),
+}
+"""Of the numbers that only a simulation has, by option."""
 
 
 def command(
@@ -123,6 +138,13 @@ def command(
     from rollbook.planner.scenario import scenario_of, with_lending
     from rollbook.planner.simulate import simulate
 
+    numbers = {
+        "steps": steps, "seed": seed, "sync_every": sync_every, "lend": lend, "failure_frac": failure_frac,
+        "replica_mtbf_hours": replica_mtbf_hours, "replica_recovery_seconds": replica_recovery_seconds,
+        "length_growth": length_growth,
+    }  # fmt: skip
+    for name, bounds in BOUNDS.items():
+        bounds.check(option_name(name), numbers[name])
     if mode:
         choice_of("--mode", mode, "sync", "colocate_async", "separate_sync", "separate_async")
     options = PlanOptions(

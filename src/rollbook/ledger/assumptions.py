@@ -13,6 +13,7 @@ fitted to published measurements. Both live in `data/default.toml`. A file chang
 from __future__ import annotations
 
 import functools
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -293,6 +294,7 @@ def _preset(name: str) -> Assumptions:
     return base if name == "default" else replace(base, name="paper", method="paper")
 
 
+_NEVER_ZERO = ("_frac", "_per_s", "_factor")
 _SET_BY_NAME = ("name", "method", "sources")
 
 
@@ -322,8 +324,10 @@ def _merged(part: Any, table: Mapping[str, Any], prefix: str, origin: str, sourc
             raise ConfigError(
                 f"{origin}: {path} is {value!r}", f"give a {'name' if isinstance(old, str) else 'number'}"
             )
-        if isinstance(value, float | int) and value < 0:
-            raise ConfigError(f"{origin}: {path} is {value}", "give 0 or more")
+        if isinstance(value, float | int) and not 0 <= value < math.inf:
+            raise ConfigError(f"{origin}: {path} is {value}", "give a finite number of 0 or more")
+        if value == 0 and any(part.endswith(_NEVER_ZERO) for part in path.split(".")):
+            raise ConfigError(f"{origin}: {path} is 0", "give a number above 0: the ledger divides by it")
         changed[key] = value
         sources[path] = source
     return {**part, **changed} if is_mapping else replace(part, **changed)

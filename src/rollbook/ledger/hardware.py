@@ -8,6 +8,7 @@ MachineSpec   this machine as measured: ceilings, and fitted seconds of one mode
 from __future__ import annotations
 
 import functools
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.errors import ConfigError, PlanError, nearest_name
+from rollbook.ledger.quantity import require_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +74,10 @@ class Cluster:
     """Network rate per GPU and direction; 0 takes the accelerator's usual one."""
 
     def __post_init__(self) -> None:
-        if self.num_gpus < 1:
-            raise PlanError(f"num_gpus is {self.num_gpus}", "give at least one GPU")
-        if self.gpus_per_node < 0 or self.nic_bytes_per_s < 0:
-            raise PlanError(
-                "gpus_per_node or nic_bytes_per_s is negative", "leave it out to take the usual value"
-            )
+        require_number("num_gpus", self.num_gpus, least=1, remedy="give at least one GPU")
+        for name in ("gpus_per_node", "nic_bytes_per_s"):
+            remedy = "give what the cluster has, or 0 for the accelerator's usual value"
+            require_number(name, getattr(self, name), least=0, remedy=remedy)
         object.__setattr__(self, "gpus_per_node", self.gpus_per_node or self.accelerator.gpus_per_node)
         object.__setattr__(self, "nic_bytes_per_s", self.nic_bytes_per_s or self.accelerator.nic_bytes_per_s)
 
@@ -252,6 +252,7 @@ class MachineSpec:
             ) from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}", "run `rollbook calibrate` again") from error
+        _require_measured(tables, path)
         try:
             decode, train = tables.pop("decode", None), tables.pop("train", None)
             return cls(
@@ -264,6 +265,22 @@ class MachineSpec:
             raise ConfigError(
                 f"{path} is not a hardware.toml of this version: {error}", "run `rollbook calibrate` again"
             ) from error
+
+
+_RATES = ("gemm_flops_per_s", "copy_bytes_per_s", "memory_bytes", "tokens_per_s")
+"""Ends of names of which a zero means that nothing was measured."""
+
+
+def _require_measured(table: Mapping[str, Any], path: Path, prefix: str = "") -> None:
+    """Refuse numbers that no measurement gives. A rate may be infinite: nothing was seen to depend on it."""
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            _require_measured(value, path, f"{name}.")
+        elif isinstance(value, int | float):
+            is_rate = any(part.endswith(_RATES) for part in name.split("."))
+            if not value >= 0 or (value == 0 and is_rate) or (math.isinf(value) and not is_rate):
+                raise ConfigError(f"{path}: {name} is {value}", "run `rollbook calibrate` again")
 
 
 def _to_toml(machine: MachineSpec) -> str:

@@ -17,6 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.errors import PlanError
+from rollbook.ledger.quantity import require_number
+
+MOST_SIGMA = 20.0
+"""Measured lengths have at most ln(limit) / 2; beyond that their exponentials pass the range of a float."""
 
 Curve = NDArray[np.floating[Any]]
 """[n] float64."""
@@ -47,8 +51,13 @@ class LengthDistribution:
                 f"mean response of {self.mean_tokens} tokens, limit {self.max_tokens}",
                 "the mean lies above 0 and at or below the limit",
             )
-        if self.sigma < 0:
-            raise PlanError(f"length sigma is {self.sigma}", "give 0 (all equal) or more; 0.6 is usual")
+        require_number(
+            "length sigma",
+            self.sigma,
+            least=0,
+            most=MOST_SIGMA,
+            remedy="give 0 (all equal) or more; 0.6 is usual",
+        )
         object.__setattr__(self, "_mu", _solve_mu(self.mean_tokens, self.max_tokens, self.sigma))
 
     @classmethod
@@ -59,9 +68,10 @@ class LengthDistribution:
             PlanError: no lengths, or one below 1.
         """
         values = np.asarray(lengths, np.float64)
-        if values.size == 0 or values.min() < 1:
+        if values.size == 0 or not np.isfinite(values).all() or values.min() < 1:
             raise PlanError(
-                "lengths are empty or hold a value below 1", "give one positive length per response"
+                "lengths are empty or hold a value below 1 or not finite",
+                "give one positive length per response",
             )
         limit = int(max_tokens if max_tokens is not None else values.max())
         clipped = np.sort(np.minimum(values, limit))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.errors import ConfigError, nearest_name
+from rollbook.ledger.quantity import MOST_COUNT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,11 @@ class ModelSpec:
                 raise ConfigError(f"model {self.name}: {f.name} is {value}", "correct the model's shape")
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_heads)
+        if self.head_dim < 1:
+            raise ConfigError(
+                f"model {self.name}: {self.num_heads} heads share a hidden size of {self.hidden_size}",
+                "correct the model's shape, or give head_dim",
+            )
         object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
         object.__setattr__(self, "linear_state_dim", self.linear_state_dim or self.linear_head_dim)
         attention = self.num_attention_layers or self.num_layers - self.num_linear_layers
@@ -309,7 +315,27 @@ class ModelSpec:
             raise ConfigError(
                 f"{path} holds {type(values).__name__}, not an object", "give the model's config.json"
             )
-        return _spec_from_hf(values, name or path.resolve().parent.name)
+        return _spec_from_hf(values, name or _name_of(values, path.resolve()))
+
+
+_SIZED = re.compile(r"[A-Za-z].*\d[bmk](?![A-Za-z])", re.IGNORECASE)
+_HUB_CACHE = re.compile(r"models--(?:.+?--)?([^/]+)/snapshots/")
+
+
+def _name_of(config: Mapping[str, Any], path: Path) -> str:
+    """The name a person would give the model: its own, else its folder's, else its architecture's."""
+    own = str(config.get("_name_or_path") or "").rstrip("/").rsplit("/", 1)[-1]
+    if re.search(r"[A-Za-z]", own):
+        return own
+    if cached := _HUB_CACHE.search(path.as_posix()):
+        return cached[1]
+    folder, family = path.parent.name, str(config.get("model_type") or "")
+    # A model's folder is named after its family or its size; "tmp8f3a_", "model" or "step_40" is not.
+    if _SIZED.search(folder) or (family and family in folder.lower()):
+        return folder
+    listed = config.get("architectures")
+    architecture = listed[0] if isinstance(listed, list) and listed else ""
+    return str(architecture or family or folder or "model")
 
 
 def load_model(name_or_path: str) -> ModelSpec:
@@ -420,8 +446,11 @@ def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
         )
 
     def count(*keys: str) -> int:
-        value = next((config[k] for k in keys if config.get(k) is not None), 0)
-        return sum(value) if isinstance(value, list) else int(value)
+        key, value = next(((k, config[k]) for k in keys if config.get(k) is not None), (keys[0], 0))
+        numbers = value if isinstance(value, list) else [value]
+        if not all(isinstance(n, int | float) and 0 <= n <= MOST_COUNT for n in numbers):
+            raise ConfigError(f"{name}: {key} is {value!r} in config.json", "give a count of 0 or more")
+        return int(sum(numbers))
 
     num_layers = count("num_hidden_layers")
     num_experts = count("num_experts", "n_routed_experts", "num_local_experts")
@@ -474,13 +503,21 @@ def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
     )
 
 
+def _positive(config: Mapping[str, Any], key: str, default: int) -> int:
+    """A count of a config.json, the default where it is absent, null or 0."""
+    value = config.get(key) or default
+    if not isinstance(value, int | float) or not 0 <= value <= MOST_COUNT:
+        raise ConfigError(f"{key} is {value!r} in config.json", "give a count of 0 or more")
+    return int(value)
+
+
 def _num_linear_layers(
     config: Mapping[str, Any], model_type: str, layer_types: Iterable[str], num_layers: int
 ) -> int:
     listed = sum("linear" in t for t in layer_types)
     if listed or model_type not in _GATED_TYPES:
         return listed
-    interval = int(config.get("full_attention_interval") or 4)
+    interval = _positive(config, "full_attention_interval", 4)
     return num_layers - num_layers // interval
 
 
@@ -494,12 +531,12 @@ def _num_sliding_layers(
     if "use_sliding_window" in config and not config["use_sliding_window"]:
         return 0
     if model_type.startswith("gemma3"):
-        return num_layers - num_layers // int(config.get("sliding_window_pattern") or 6)
+        return num_layers - num_layers // _positive(config, "sliding_window_pattern", 6)
     return num_layers // 2 if model_type in ("gemma2", "gpt_oss") else num_layers
 
 
 def _num_dense_layers(config: Mapping[str, Any], num_layers: int) -> int:
-    dense = int(config.get("first_k_dense_replace") or 0)
-    if not dense and (step := int(config.get("decoder_sparse_step") or 1)) > 1:
+    dense = _positive(config, "first_k_dense_replace", 0)
+    if not dense and (step := _positive(config, "decoder_sparse_step", 1)) > 1:
         return num_layers - num_layers // step
     return max(dense, len(config.get("mlp_only_layers") or ()))

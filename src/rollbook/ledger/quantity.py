@@ -1,10 +1,14 @@
-"""Counts as people write them: `8k`, `32k`, `671b`."""
+"""Counts as people write them: `8k`, `32k`, `671b`; and the bounds within which a number means something."""
 
 from __future__ import annotations
 
+import math
 import re
 
-from rollbook.errors import ConfigError
+from rollbook.errors import ConfigError, PlanError
+
+MOST_COUNT = 10**12
+"""Largest count of anything that a person can have meant."""
 
 _UNITS = {"": 1, "k": 1024, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -31,11 +35,35 @@ def parse_count(text: str | int | float, *, what: str = "count") -> int:
             f"{what} is {text!r}, not a number", "write a whole number such as 4096, 8k, 32k or 671b"
         )
     value = float(match[1]) * _UNITS[match[2]]
+    if value > MOST_COUNT:
+        raise ConfigError(f"{what} is {text}, above {MOST_COUNT:.0e}", "check the number and its unit")
     if value < 1:
         raise ConfigError(f"{what} is {text}, below 1", f"give {what} of at least 1")
     if value != round(value):
         raise ConfigError(f"{what} is {text}, which is {value}: not whole", "write a whole number")
     return round(value)
+
+
+def require_number(what: str, value: object, *, least: float, most: float = math.inf, remedy: str) -> None:
+    """Refuse what is no number, not finite, or outside of [least, most].
+
+    Raises:
+        PlanError: with the value and `remedy`.
+
+    >>> require_number("--turns", float("nan"), least=1, remedy="give at least 1")
+    Traceback (most recent call last):
+        ...
+    rollbook.errors.PlanError: --turns is nan, not a finite number
+    hint: give at least 1
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PlanError(f"{what} is {value!r}, not a number", remedy)
+    if not math.isfinite(value):
+        raise PlanError(f"{what} is {value}, not a finite number", remedy)
+    if value < least:
+        raise PlanError(f"{what} is {value:g}, below {least:g}", remedy)
+    if value > most:
+        raise PlanError(f"{what} is {value:g}, above {most:g}", remedy)
 
 
 _SEPARATORS = str.maketrans("", "", "_,")

@@ -7,6 +7,7 @@ from typing import Literal
 
 from rollbook.errors import PlanError
 from rollbook.ledger.lengths import DEFAULT_SIGMA, LengthDistribution
+from rollbook.ledger.quantity import require_number
 
 Algorithm = Literal["grpo", "ppo"]
 RewardKind = Literal["rule", "model", "generative", "sandbox"]
@@ -32,6 +33,12 @@ class AgentWork:
     """The engine still holds the KV of the earlier turns when the next one starts."""
     cpu_cores_per_sandbox: float = 1.0
     sandbox_start_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        remedy = "give at least 1: a trajectory has one response or more"
+        require_number("num_turns", self.num_turns, least=1, remedy=remedy)
+        for name in ("observation_tokens", "env_s", "env_p50_s", "env_p99_s", "sandbox_start_s"):
+            require_number(name, getattr(self, name), least=0, remedy="give 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +69,11 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "group_size", "max_response_tokens", "num_mini_batches", "num_epochs"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name} is {getattr(self, name)}", f"give {name} of at least 1")
+            require_number(name, getattr(self, name), least=1, remedy=f"give {name} of at least 1")
         for name in ("prompt_tokens", "response_tokens"):
-            if getattr(self, name) <= 0:
-                raise PlanError(f"{name} is {getattr(self, name)}", f"give {name} above 0")
+            require_number(name, getattr(self, name), least=0, remedy=f"give {name} above 0")
+            if getattr(self, name) == 0:
+                raise PlanError(f"{name} is 0", f"give {name} above 0")
         if self.response_tokens > self.max_response_tokens:
             raise PlanError(
                 f"mean response of {self.response_tokens:g} tokens, limit {self.max_response_tokens}",

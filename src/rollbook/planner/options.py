@@ -9,16 +9,61 @@ import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from rollbook.errors import ConfigError, nearest_name
+from rollbook.errors import ConfigError, PlanError, nearest_name
 from rollbook.ledger.assumptions import load_assumptions
 from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.model import load_model
-from rollbook.ledger.quantity import parse_count
+from rollbook.ledger.quantity import parse_count, require_number
 from rollbook.ledger.workload import AgentWork, Workload
 from rollbook.planner.request import PlanRequest, choice_of, split_of
 
 Count = str | int
 """A whole number, or its text with a unit: "32k"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Values that a number of the question may take, and what to do about any other."""
+
+    least: float
+    most: float
+    remedy: str
+
+    def check(self, option: str, value: object) -> None:
+        """Raises PlanError for what is no number, not finite, or out of bounds."""
+        require_number(option, value, least=self.least, most=self.most, remedy=self.remedy)
+
+
+_MOST_S = 30 * 86_400.0
+_MOST_PER_STEP = 10_000_000
+_MOST_TOKENS = 100_000_000
+_MOST_GPUS = 131_072
+
+BOUNDS: dict[str, Bounds] = {
+    "gpus_per_node": Bounds(
+        least=0, most=1024, remedy="give 1 or more, or 0 for the accelerator's usual node"
+    ),
+    "length_sigma": Bounds(
+        least=0, most=3, remedy="give 0 (all equal) to 3; 0.6 is usual, 1.0 has a long tail"
+    ),
+    "mini_batches": Bounds(
+        least=1, most=_MOST_PER_STEP, remedy="give at least 1, one optimizer update of the step"
+    ),
+    "turns": Bounds(least=1, most=10_000, remedy="give at least 1: a trajectory has one response or more"),
+    "env_seconds": Bounds(least=0, most=_MOST_S, remedy="give 0 (no environment) or more, in seconds"),
+    "env_p99_seconds": Bounds(least=0, most=_MOST_S, remedy="give 0 (as the mean) or more, in seconds"),
+    "rollout_tp": Bounds(least=0, most=1024, remedy="give at least 1, or 0 to leave it to the planner"),
+    "max_staleness": Bounds(least=0, most=1000, remedy="give 0 for on-policy training, or 1 or more"),
+}
+"""Of the options that are plain numbers, by the field of `PlanOptions`; counts are checked where they are read."""
+
+_MOST_P99_OVER_MEAN = 14.9
+"""A log-normal's 99th percentile is at most exp(2.326² / 2) times its mean."""
+
+
+def option_name(field_name: str) -> str:
+    """The option of the command line that sets a field."""
+    return "--" + field_name.replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +105,19 @@ class PlanOptions:
         Raises:
             ConfigError, PlanError: a value that is no number, an unknown name, or what cannot be meant.
         """
+        self._check_numbers()
         model = load_model(self.model)
-        mean_response = parse_count(self.response_tokens, what="--response-tokens")
-        prompt_tokens = parse_count(self.prompt_tokens, what="--prompt-tokens")
-        max_context = _count_or_zero(self.max_context, "--max-context")
+        mean_response = self._count("response_tokens", most=_MOST_TOKENS)
+        prompt_tokens = self._count("prompt_tokens", most=_MOST_TOKENS)
+        max_context = self._count("max_context", most=_MOST_TOKENS, may_be_zero=True)
         if self.max_response_tokens:
-            longest = parse_count(self.max_response_tokens, what="--max-response-tokens")
+            longest = self._count("max_response_tokens", most=_MOST_TOKENS)
         else:
             room = (max_context or model.max_context_tokens or 5 * mean_response) - prompt_tokens
             longest = max(min(4 * mean_response, room), mean_response)
         workload = Workload(
-            num_prompts=parse_count(self.prompts, what="--prompts"),
-            group_size=parse_count(self.group_size, what="--group-size"),
+            num_prompts=self._count("prompts", most=_MOST_PER_STEP),
+            group_size=self._count("group_size", most=_MOST_PER_STEP),
             prompt_tokens=prompt_tokens,
             response_tokens=mean_response,
             max_response_tokens=longest,
@@ -84,7 +130,7 @@ class PlanOptions:
             num_mini_batches=self.mini_batches,
             agent=AgentWork(
                 num_turns=self.turns,
-                observation_tokens=_count_or_zero(self.observation_tokens, "--observation-tokens"),
+                observation_tokens=self._count("observation_tokens", most=_MOST_TOKENS, may_be_zero=True),
                 env_s=self.env_seconds,
                 env_p99_s=self.env_p99_seconds,
             ),
@@ -95,7 +141,7 @@ class PlanOptions:
             workload=workload,
             cluster=Cluster(
                 accelerator=load_accelerator(self.gpu),
-                num_gpus=parse_count(self.num_gpus, what="--num-gpus"),
+                num_gpus=self._count("num_gpus", most=_MOST_GPUS),
                 gpus_per_node=self.gpus_per_node,
             ),
             assumptions=load_assumptions(self.assume),
@@ -106,6 +152,25 @@ class PlanOptions:
             max_staleness_steps=self.max_staleness,
             max_context_tokens=max_context,
         )
+
+    def _check_numbers(self) -> None:
+        for field_name, bounds in BOUNDS.items():
+            bounds.check(option_name(field_name), getattr(self, field_name))
+        mean_s, p99_s = self.env_seconds, self.env_p99_seconds
+        if p99_s and not mean_s <= p99_s <= _MOST_P99_OVER_MEAN * mean_s:
+            raise PlanError(
+                f"--env-p99-seconds is {p99_s:g} where --env-seconds is {mean_s:g}",
+                f"give 0 (as the mean), or between {mean_s:g} and {_MOST_P99_OVER_MEAN * mean_s:.4g}: the seconds "
+                "are taken as log-normal",
+            )
+
+    def _count(self, field_name: str, *, most: int, may_be_zero: bool = False) -> int:
+        value, option = getattr(self, field_name), option_name(field_name)
+        if may_be_zero and str(value).strip() == "0":
+            return 0
+        number = parse_count(value, what=option)
+        require_number(option, number, least=1, most=most, remedy=f"give {option} of at most {most:,}")
+        return number
 
 
 def read_options(path: Path) -> dict[str, str | int | float | bool]:
@@ -129,16 +194,18 @@ def read_options(path: Path) -> dict[str, str | int | float | bool]:
     return values
 
 
-def _count_or_zero(value: Count, what: str) -> int:
-    return 0 if str(value).strip() == "0" else parse_count(value, what=what)
-
-
 def _read_lengths(path: Path) -> tuple[float, ...]:
+    remedy = "write one response length in tokens on each line"
     try:
-        return tuple(float(word) for word in path.read_text().split())
+        lengths = tuple(float(word) for word in path.read_text().split())
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}", "give a file with one length a line"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}", "write one response length in tokens on each line") from None
+        raise ConfigError(f"{path}: {error}", remedy) from None
+    if not lengths:
+        raise ConfigError(f"{path} holds no length", remedy)
+    for length in lengths:
+        require_number(f"a length in {path}", length, least=1, most=_MOST_TOKENS, remedy=remedy)
+    return lengths

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from rollbook.errors import PlanError, nearest_name
 from rollbook.ledger.lengths import LengthDistribution
+from rollbook.ledger.quantity import require_number
 from rollbook.ledger.workload import MODES, Mode
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.float64]]
@@ -171,11 +172,20 @@ class Scenario:
         if self.mode not in MODES:
             raise PlanError(f"mode is {self.mode!r}", nearest_name(self.mode, MODES))
         for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name} is {getattr(self, name)}", "use at least 1")
+            require_number(name, getattr(self, name), least=1, remedy="use at least 1")
         for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise PlanError(f"{name} is {getattr(self, name)}", "use zero or more")
+            require_number(name, getattr(self, name), least=0, remedy="use zero or more")
+        if not self.replica_mtbf_s > 0:
+            raise PlanError(
+                f"replica_mtbf_s is {self.replica_mtbf_s}", "use seconds above 0, or infinity: never"
+            )
+        num_sequences = self.num_steps * self.groups_per_step * self.group_size
+        if num_sequences > MOST_SEQUENCES:
+            raise PlanError(
+                f"{self.num_steps} steps of {self.groups_per_step} x {self.group_size} trajectories are "
+                f"{num_sequences:,}",
+                f"simulate at most {MOST_SEQUENCES:,}: fewer steps, or a part of the groups on a part of the GPUs",
+            )
         if self.slots_per_replica > self.decode.num_slots:
             raise PlanError(
                 f"slots_per_replica is {self.slots_per_replica}, the decode table has {self.decode.num_slots}",
@@ -209,12 +219,15 @@ class Scenario:
         return self.max_staleness_steps if is_async(self.mode) else 0
 
 
+MOST_SEQUENCES = 5_000_000
+"""Trajectories of one simulation: a few minutes of it."""
 _AT_LEAST_ONE = (
     "num_replicas", "slots_per_replica", "groups_per_step", "group_size", "num_steps", "sync_every",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "prompt_tokens", "prefill_token_s", "observation_tokens", "forward_s", "train_s", "switch_s", "gather_s",
     "sync_pause_s", "replica_recovery_s", "max_staleness_steps", "num_lent_replicas", "lend_switch_s",
+    "trajectory_failure_frac", "seed", "num_warmup_steps",
 )  # fmt: skip
 
 
