@@ -47,7 +47,7 @@ ALLOWED_BESIDE = {
     ("observe", "errors"),
     ("observe", "section"),
     ("types", "errors"),
-    ("controller", "drill"),
+    ("drill", "controller"),
 }
 ALLOWED_UP = {
     ("config", "checkpoint.config"): "a section",

@@ -18,7 +18,10 @@ EVENT_KINDS: dict[str, EventKind] = {
     "run_resumed": EventKind((), "A later process took the directory up again."),
     "already_complete": EventKind(("num_steps_done",), "The run that was taken up has no step left to make."),
     "run_failed": EventKind(("error", "remedy"), "The run stopped on an error; it can be resumed."),
-    "interrupted": EventKind(("remedy",), "Ctrl-C or a termination signal arrived."),
+    "interrupted": EventKind(
+        ("effect", "remedy"),
+        "Ctrl-C or a termination signal arrived; what it does, and what the next one does.",
+    ),
     "warmup": EventKind(("update", "loss"), "One update of the supervised warm-up."),
     "warmup_check": EventKind(("exact_match",), "Held-out exact match during the warm-up, a value a source."),
     "run_ended": EventKind(("unwritten_metrics",), "The process left the directory in order."),
@@ -110,6 +113,9 @@ EVENT_KINDS: dict[str, EventKind] = {
     "failure": EventKind(
         ("group_id", "member_idx", "source", "failure", "message", "replica_id"),
         "A trajectory has no reward; `failure` is its kind.",
+    ),
+    "drill": EventKind(
+        ("fault", "at_step", "says"), "This run is a drill: a fault was put in on purpose, there from a step on."
     ),
     "fault": EventKind(
         ("fault", "target", "attrs"), "A drill injected a fault, or a supervisor saw a part die."
