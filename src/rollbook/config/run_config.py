@@ -12,6 +12,7 @@ from rollbook.controller.config import EvalSection, PlanSection, RunSection, War
 from rollbook.controller.schedule import SCHEDULES
 from rollbook.envs.config import DataConfig, RewardConfig
 from rollbook.errors import ConfigError
+from rollbook.memory.config import MemoryConfig
 from rollbook.modeling.config import ModelConfig
 from rollbook.observe.config import ObserveConfig
 from rollbook.rollout.config import RolloutConfig
@@ -45,6 +46,8 @@ class RunConfig(Section):
     """Staleness and the life of groups."""
     sync: SyncConfig = SyncConfig()
     """Weight publications."""
+    memory: MemoryConfig = MemoryConfig()
+    """What leaves a device that engine and trainer own in turn."""
     warmup: WarmupSection = WarmupSection()
     """Supervised phase before the first step."""
     eval: EvalSection = EvalSection()
@@ -74,6 +77,7 @@ class RunConfig(Section):
         yield from self._group_problems()
         yield from self._sampling_problems()
         yield from self._device_problems()
+        yield from self._memory_problems()
 
     def _schedule_problems(self) -> Iterator[tuple[str, str]]:
         schedule, staleness = SCHEDULES[self.run.schedule], self.buffer.max_staleness_steps
@@ -140,6 +144,33 @@ class RunConfig(Section):
         for name, device in (("model.device", self.model.device), ("rollout.device", self.rollout.device)):
             if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
                 yield f"{name} is '{device}'", "use cpu, cuda or cuda:N"
+
+    def _memory_problems(self) -> Iterator[tuple[str, str]]:
+        memory, devices = self.memory, (self.model.device, self.rollout.device)
+        if not memory.moves_anything:
+            return
+        asked = f"memory.sleep_level is {memory.sleep_level} and memory.offload {str(memory.offload).lower()}"
+        if not SCHEDULES[self.run.schedule].shares_device:
+            yield (
+                f"{asked}, and run.schedule '{self.run.schedule}' never hands a device over",
+                "use sync or colocate_async, or leave [memory] at its defaults",
+            )
+        if len({"cuda:0" if device == "cuda" else device for device in devices}) > 1:
+            yield (
+                f"{asked}, model.device is '{devices[0]}' and rollout.device '{devices[1]}'",
+                "a hand-over makes room on one device that both use: leave [memory] at its defaults",
+            )
+        if memory.sleep_level == 2 and self.sync.every_steps > 1:
+            yield (
+                f"memory.sleep_level is 2 and sync.every_steps is {self.sync.every_steps}",
+                "weights that were dropped come back by the publication of the same step: use sleep_level 1, or "
+                "publish every step",
+            )
+        if memory.sleep_level == 2 and self.sync.delta:
+            yield (
+                "memory.sleep_level is 2 and sync.delta is true",
+                "a delta needs the weights that level 2 drops: use sleep_level 1, or sync.delta = false",
+            )
 
     def _sampling_problems(self) -> Iterator[tuple[str, str]]:
         if self.rollout.temperature == 0:

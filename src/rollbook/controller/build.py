@@ -69,8 +69,8 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
         replicas = await start_replicas(
             Parts(config=config, trainer=trainer, tokenizer=tokenizer, stack=stack)
         )
-        router = Router([replica.engine for replica in replicas])
-        publisher = Publisher(trainer, [replica.port for replica in replicas], config.sync)
+        router = Router(replicas.engines)
+        publisher = Publisher(trainer, replicas.ports, config.sync, buffers=replicas.buffers)
         stack.callback(publisher.close)
 
         def make_env(prompt: Prompt) -> SingleTurnEnv:

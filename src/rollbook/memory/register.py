@@ -24,6 +24,7 @@ Owner = Literal[
     "optimizer moments",
     "critic",
     "reference",
+    "teacher",
     "rollout weights",
     "KV pool",
     "CUDA graphs",

@@ -61,6 +61,10 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     source: str
     """Where the weights came from, for messages."""
+    entry: nn.Module | None = None
+    """What gives hidden states where parameters are divided among ranks (`trainer/parallel.py`)."""
+    compute_dtype: torch.dtype | None = None
+    """Of forward and backward, where it is not that of the parameters."""
 
     @property
     def device(self) -> torch.device:
@@ -68,14 +72,18 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.module.parameters()).dtype
+        """In which the model computes."""
+        return self.compute_dtype or next(self.module.parameters()).dtype
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, **attention: Any) -> Tensor:
         """[B, T, hidden] after the last norm, from [B, T] ids and positions; `attention` goes to its function."""
+        arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, **attention}
         module: Any = self.module
-        hidden: Tensor = module.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention
-        ).last_hidden_state
+        hidden: Tensor = (
+            module.base_model(**arguments).last_hidden_state
+            if self.entry is None
+            else self.entry(**arguments)
+        )
         return hidden
 
     def lm_head(self) -> LmHead:
@@ -124,19 +132,26 @@ class LoadedModel:
         if isinstance(self.module, Decoder):
             from safetensors.torch import save_file
 
-            dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-            config = write_config(self.module.config) | {"dtype": dtype}
-            if self.tokenizer is not None:
-                eos = self.tokenizer.eos_ids
-                config.setdefault("bos_token_id", self.tokenizer.bos_id)
-                config.setdefault("eos_token_id", list(eos) if len(eos) > 1 else eos[0] if eos else None)
-                config.setdefault("pad_token_id", self.tokenizer.pad_id)
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            self.save_config(folder, str(next(iter(weights.values())).dtype).removeprefix("torch."))
             save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
         else:
             self.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
         if self.tokenizer is not None:
             self.tokenizer.save(folder)
+
+    def save_config(self, folder: Path, dtype: str) -> None:
+        """config.json alone, for an engine whose weights come by a publication."""
+        if not isinstance(self.module, Decoder):
+            module: Any = self.module
+            module.config.save_pretrained(folder)
+            return
+        config = write_config(self.module.config) | {"dtype": dtype}
+        if self.tokenizer is not None:
+            eos = self.tokenizer.eos_ids
+            config.setdefault("bos_token_id", self.tokenizer.bos_id)
+            config.setdefault("eos_token_id", list(eos) if len(eos) > 1 else eos[0] if eos else None)
+            config.setdefault("pad_token_id", self.tokenizer.pad_id)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_model(

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rollbook.rollout.engine import KVPolicy, PauseMode
+from rollbook.rollout.vllm.config import VllmConfig
 from rollbook.section import Section
 from rollbook.types import SamplingParams
 
@@ -74,6 +75,8 @@ class RolloutConfig(Section):
     """CPU threads the engine computes with; 0 leaves torch's setting."""
     response_deadline_s: float = Field(3600.0, gt=0.0)
     """Longest a response may take, waiting for a slot and pauses included; then it fails and its slot is freed."""
+    vllm: VllmConfig = VllmConfig()
+    """What only `engine = "vllm"` needs to know."""
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:

@@ -72,6 +72,12 @@ class Router:
     async def resume(self) -> None:
         await self._each(lambda engine: engine.resume())
 
+    async def sleep(self, level: int) -> None:
+        await self._each(lambda engine: engine.sleep(level))
+
+    async def wake(self) -> None:
+        await self._each(lambda engine: engine.wake())
+
     async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
         """On every replica; one that is down takes no step whatever is asked of it."""
         outcomes = await asyncio.gather(*(call(engine) for engine in self.engines), return_exceptions=True)
