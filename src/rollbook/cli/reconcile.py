@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from rollbook.ledger.quantity import require_number
 
 if TYPE_CHECKING:
     from rollbook.planner.reconcile import Expectation
@@ -34,8 +37,12 @@ def command(
     Example: rollbook reconcile runs/addition
     """
     from rollbook.diagnose.readers.table import load
+    from rollbook.planner.ending import ending_of, require_finished_step
     from rollbook.planner.reconcile import expectation_of_run, means_of, reconcile
 
+    require_number("--first", first, least=-1, remedy="give a step, or -1: after the warm-up")
+    require_number("--last", last, least=-1, remedy="give a step, or -1: the last of the log")
+    require_finished_step(Path(run))
     series = load(run, format=format or None)
     means, first_step, last_step, num_steps = means_of(
         series.steps,
@@ -56,6 +63,9 @@ def command(
         last_step=last_step,
         num_steps=num_steps,
     )
+    ending = ending_of(Path(run))
+    if ending is not None and ending.why:
+        result = replace(result, notes=(f"{ending.num_steps} steps finished; {ending.why}", *result.notes))
     if as_json:
         typer.echo(json.dumps(result.as_json()))
         return
@@ -68,8 +78,6 @@ def command(
 
 def _expectation_of(path: Path, assume: str, means: dict[str, float]) -> Expectation:
     """The plan of a described workload; lengths that the description leaves out are taken from the log."""
-    from dataclasses import replace
-
     from rollbook.planner.options import PlanOptions, read_options
     from rollbook.planner.reconcile import expectation_of_request
     from rollbook.planner.request import choice_of

@@ -408,8 +408,8 @@ def _for_the_work(expectation: Expectation, means: Means) -> Expectation:
     """
     stages, drifted = dict(expectation.stages), []
     for stage, planned in expectation.stages.items():
-        reported_s = means.get(f"expected_s/{STAGES[stage]}", 0.0) if stage in STAGES else 0.0
-        if reported_s <= 0 or planned.seconds <= 0:
+        reported_s = means.get(f"expected_s/{STAGES[stage]}") if stage in STAGES else None
+        if reported_s is None or not reported_s >= 0 or planned.seconds <= 0:
             continue
         factor = reported_s / planned.seconds
         stages[stage] = replace(

@@ -1,0 +1,57 @@
+"""A config.json as people keep it: what its model is called, and what is no shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook.errors import RunError
+from rollbook.ledger.model import load_model
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "intermediate_size": 256,
+}  # fmt: skip
+
+
+def written(folder: Path, **changed: Any) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps(QWEN3 | changed))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "changed", "name"),
+    [
+        ("tmp8f3a", {"_name_or_path": "Qwen/Qwen3-0.1B"}, "Qwen3-0.1B"),
+        ("tmp8f3a", {}, "Qwen3ForCausalLM"),
+        ("step_40", {"_name_or_path": "."}, "Qwen3ForCausalLM"),
+        ("model", {"architectures": None}, "qwen3"),
+        ("my-Qwen3-tiny", {}, "my-Qwen3-tiny"),
+        ("policy_8b_sft", {}, "policy_8b_sft"),
+        ("models--org--Qwen3-0.1B/snapshots/0a1b2c3d", {}, "Qwen3-0.1B"),
+    ],
+)
+def test_a_model_is_named_by_itself_then_its_folder_then_its_architecture(
+    tmp_path: Path, folder: str, changed: dict[str, Any], name: str
+) -> None:
+    path = written(tmp_path / folder, **changed)
+    assert load_model(path).name == name
+    assert load_model(str(Path(path).parent)).name == name
+
+
+@pytest.mark.parametrize("key", sorted(k for k in QWEN3 if isinstance(QWEN3[k], int)))
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 1e30, "many", {}, [None]])
+def test_a_shape_that_is_no_count_is_refused_by_name(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(RunError, match=key) as refused:
+        load_model(written(tmp_path, **{key: value}))
+    assert refused.value.remedy
+
+
+def test_heads_wider_than_the_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="256 heads share a hidden size of 128"):
+        load_model(written(tmp_path, num_attention_heads=256))
