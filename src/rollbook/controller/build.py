@@ -24,6 +24,7 @@ from rollbook.controller.rollout import Member, Rollout
 from rollbook.controller.saving import Saver
 from rollbook.controller.schedule import SCHEDULES
 from rollbook.controller.startable import require_startable
+from rollbook.controller.switching import DeviceSwitch
 from rollbook.envs.dataset import Prompts, load_prompts, require_enough
 from rollbook.envs.env import EnvFactory
 from rollbook.envs.rewards.scorer import Scorer
@@ -86,6 +87,7 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
             router=router,
             trainer=trainer,
             publisher=publisher,
+            switch=DeviceSwitch(config, router, trainer, recorder),
             scorer=scorer,
             evaluator=Evaluator(
                 config=config.eval,

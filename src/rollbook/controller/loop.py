@@ -44,6 +44,7 @@ from rollbook.controller.step_metrics import (
     teacher_values,
     trajectory_values,
 )
+from rollbook.controller.switching import DeviceSwitch
 from rollbook.controller.warmup import answer_sequences, warmup_lr
 from rollbook.envs.rewards.scorer import Scorer
 from rollbook.errors import CheckpointError, ConfigError, EngineError, SyncError
@@ -71,6 +72,7 @@ class Controller:
     router: Router
     trainer: Trainer
     publisher: Publisher
+    switch: DeviceSwitch
     prober: Prober
     evaluator: Evaluator
     saver: Saver
@@ -248,7 +250,7 @@ class Controller:
             span.set(tokens=sum(t.num_response_tokens for g in taken.groups for t in g.scored))
         if self.schedule.pauses_for_training:
             with self.recorder.span("to_trainer"):
-                await self.router.pause(self.config.rollout.pause_mode)
+                await self.switch.to_trainer()
         return taken
 
     async def _prepare(self, taken: Taken, step: int) -> TrainBatch | None:
@@ -305,8 +307,11 @@ class Controller:
 
     async def _publish(self, step: int, *, moved: bool) -> None:
         """Prove the new weights on every replica; then they, and only they, serve."""
+        if self.schedule.pauses_for_training and self.config.memory.moves_anything:
+            with self.recorder.span("to_rollout"):
+                await self.switch.make_room()
         if self._is_publication_due(step):
-            if moved or self.rollout.buffer.serving_step < step:
+            if moved or self.rollout.buffer.serving_step < step or self.switch.needs_publication:
                 with self.recorder.span("sync", expected_s=self._expected_s("sync")) as span:
                     self.rollout.buffer.offered(self.weight_version + 1, step + 1)
                     report = await self.publish(self.weight_version + 1)
@@ -315,7 +320,7 @@ class Controller:
             self.rollout.buffer.published(self.weight_version, step + 1)
         if self.schedule.pauses_for_training:
             with self.recorder.span("to_rollout"):
-                await self.router.resume()
+                await self.switch.to_engine()
         if self._is_publication_due(step) and self.probes:
             with self.recorder.span("sync"):
                 await self._probe()
@@ -401,10 +406,10 @@ class Controller:
         """
         counters = self.saver.counters(self, num_steps_done)
         try:
-            await self.compute(lambda: self.saver.write(counters, self.trainer))
+            await self.compute(lambda: self.saver.write(counters, self.switch))
         except CheckpointError as error:
             self.recorder.event("checkpoint_failed", num_steps_done=num_steps_done, error=error.what)
-            await self.compute(lambda: self.saver.write(counters, self.trainer))
+            await self.compute(lambda: self.saver.write(counters, self.switch))
 
     @property
     def is_complete(self) -> bool:

@@ -8,7 +8,7 @@ stream hands them out again and they are sampled afresh. None is lost, none coun
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollbook.checkpoint.checkpoint import (
     commit_checkpoint,
@@ -23,6 +23,12 @@ from rollbook.checkpoint.config import CheckpointConfig
 if TYPE_CHECKING:
     from rollbook.controller.loop import Controller
     from rollbook.trainer.trainer import Trainer
+
+
+class StateSource(Protocol):
+    """Who gives the trainer's state as it is now."""
+
+    def state_dict(self) -> dict[str, Any]: ...
 
 
 class Saver:
@@ -48,7 +54,7 @@ class Saver:
             "buffer": controller.rollout.buffer.state(),
         }
 
-    def write(self, counters: dict[str, Any], trainer: Trainer) -> None:
+    def write(self, counters: dict[str, Any], trainer: StateSource) -> None:
         """Write `checkpoints/step_N` aside. Called on the trainer's thread, at the end of a step."""
         state = counters | {"trainer": trainer.state_dict()}
         prepare_checkpoint(self.folder, counters["num_steps_done"], state)

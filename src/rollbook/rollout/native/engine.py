@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -317,6 +317,15 @@ class NativeEngine:
     async def live_weights(self) -> LiveWeights:
         """The live parameters; use them inside `run_between_steps` only."""
         return await self._ask(lambda: self._running().weights)
+
+    def device_tensors(self) -> dict[Literal["rollout weights", "KV pool"], list[torch.Tensor]]:
+        """What it holds now, by owner, for a count of a device's memory."""
+        runner = self._runner
+        return (
+            {}
+            if runner is None
+            else {"rollout weights": runner.weight_tensors(), "KV pool": runner.pool_tensors()}
+        )
 
     async def weight_version(self) -> int:
         return self._scheduler.weight_version

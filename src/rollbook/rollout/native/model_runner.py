@@ -111,6 +111,12 @@ class ModelRunner:
     def drop_pool(self) -> None:
         self.pool = None
 
+    def weight_tensors(self) -> list[Tensor]:
+        return [p.detach() for model in self._models() for p in model.module.parameters()]
+
+    def pool_tensors(self) -> list[Tensor]:
+        return [] if self.pool is None else self.pool.tensors()
+
     def put_weights_to_sleep(self, level: int) -> None:
         """1: to host memory (they are there already on a CPU). 2: gone."""
         for model in self._models():

@@ -80,6 +80,9 @@ class KVPool:
     def num_bytes(self) -> int:
         return sum(plane.numel() * plane.element_size() for plane in self._planes)
 
+    def tensors(self) -> list[Tensor]:
+        return list(self._planes)
+
     def carry_out(self, operations: Items[PageOperation]) -> None:
         """Apply page operations in order."""
         for operation in merged(operations):

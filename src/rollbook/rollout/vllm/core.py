@@ -198,7 +198,16 @@ class VllmCore:
                 f"the weights of replica {self.options.replica_id} lie in vLLM's own processes",
                 "publish through rollout.vllm.port.VllmPort, or set rollout.vllm.in_process = true",
             )
-        return self._client.engine_core.model_executor.driver_worker.worker.get_model()
+        return self._worker.get_model()
+
+    @property
+    def _worker(self) -> Any:
+        return self._client.engine_core.model_executor.driver_worker.worker
+
+    def kv_tensors(self) -> list[torch.Tensor]:
+        """The KV pool of an engine in this process."""
+        caches = getattr(self._worker.model_runner, "kv_caches", None) or []
+        return [cache for cache in caches if isinstance(cache, torch.Tensor)]
 
     # ---- sequences
 

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -393,6 +393,14 @@ class VllmEngine:
         from rollbook.rollout.vllm.weights import VllmWeights
 
         return await self._thread.ask(lambda: VllmWeights(self._built().model))
+
+    def device_tensors(self) -> dict[Literal["rollout weights", "KV pool"], list[torch.Tensor]]:
+        """What vLLM holds in this process now, by owner; nothing while it sleeps, or in processes of its own."""
+        core = self._core
+        if core is None or self._sleep_level or not self.options.in_process:
+            return {}
+        weights = [parameter.detach() for parameter in core.model.parameters()]
+        return {"rollout weights": weights, "KV pool": core.kv_tensors()}
 
     async def ask_workers(self, method: str, *args: str | bytes) -> list[Any]:
         """A method of the worker extension on every rank; generation goes on beside it."""

@@ -1,0 +1,269 @@
+"""The device that engine and trainer own in turn: the moves of each step, recorded beside what the ledger expects.
+
+    to_trainer      pause ► engine sleeps ► release ► training state to device
+    make_room       gradients dropped ► training state to host ► release ► engine wakes     before the publication
+    to_engine       resume                                                                  after it
+
+With `[memory]` at its defaults nothing moves: the engine pauses and resumes. The order and its reasons are
+`memory/handover.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rollbook.config.run_config import RunConfig
+from rollbook.errors import ConfigError
+from rollbook.ledger.assumptions import load_assumptions
+from rollbook.ledger.hardware import Cluster, load_accelerator
+from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.switch import hand_over as expected_moves
+from rollbook.memory.handover import (
+    Expectation,
+    Move,
+    after_publication,
+    before_publication,
+    hand_over,
+    to_trainer,
+    wake_engine,
+)
+from rollbook.memory.parking import Parking
+from rollbook.memory.register import Owner, Reading, Register
+from rollbook.observe.recorder import Recorder
+from rollbook.rollout.router import Router
+from rollbook.trainer.trainer import Trainer
+
+TRAINING_STATE = "training state"
+"""The ledger's name for what moves together."""
+
+
+class DeviceSwitch:
+    """Carries out the hand-overs of a run. Called from the event loop, while no stage computes."""
+
+    def __init__(self, config: RunConfig, router: Router, trainer: Trainer, recorder: Recorder) -> None:
+        self.config = config
+        self.trainer = trainer
+        self.recorder = recorder
+        self.device = trainer.model.device
+        self._engines = _Engines(router, config)
+        self._router = router
+        self._state: list[Parking] | None = None
+        self._weight_bytes = sum(spec.num_bytes for spec in trainer.weight_specs())
+        self._expected: Mapping[str, Expectation] | None = None
+        self._is_asleep = False
+
+    @property
+    def needs_publication(self) -> bool:
+        """The engines dropped their weights: they serve nothing before the next publication."""
+        return self._is_asleep and self.config.memory.sleep_level == 2
+
+    async def to_trainer(self) -> None:
+        """The trainer has the device, with all of its state."""
+        memory = self.config.memory
+        if not memory.moves_anything:
+            await self._engines.pause()
+            return
+        await self._carry_out(
+            to_trainer(
+                self._engines,
+                self._parked(),
+                self.device,
+                sleep_level=memory.sleep_level,
+                weight_bytes=self._linked_bytes,
+            )
+        )
+        self._is_asleep = memory.sleep_level > 0
+        self._read("train")
+
+    async def make_room(self) -> None:
+        """What the publication does not need has left, and the engine holds memory for its weights."""
+        memory = self.config.memory
+        if not memory.moves_anything:
+            return
+        moves = before_publication(self._drop_gradients, self._parked(), self.device)
+        if memory.sleep_level:
+            moves += wake_engine(self._engines, weight_bytes=self._linked_bytes)
+        await self._carry_out(moves)
+
+    async def to_engine(self) -> None:
+        """The engine decodes."""
+        self._is_asleep = False
+        if not self.config.memory.moves_anything:
+            await self._engines.resume()
+            return
+        await self._carry_out(after_publication(self._engines))
+        self._read("rollout")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The trainer's, readable also while parts of it are in host memory."""
+        state: dict[str, Any] = self._readable(self.trainer.state_dict())
+        return state
+
+    # ---- what moves
+
+    def _parked(self) -> list[Parking]:
+        """Made at the first hand-over: until then a warm-up may replace the reference."""
+        if self._state is None:
+            tensors = [t for owned in self._training_state().values() for t in owned]
+            here = [tensor for tensor in tensors if tensor.device == self.device]
+            self._state = [Parking(TRAINING_STATE, here)] if self.config.memory.offload and here else []
+        return self._state
+
+    def _training_state(self) -> dict[Owner, list[Tensor]]:
+        """What only the trainer's own stages read: a publication needs none of it."""
+        trainer = self.trainer
+        owned: dict[Owner, list[Tensor]] = {
+            "master weights": _masters(trainer),
+            "optimizer moments": [*trainer.optimizer.means, *trainer.optimizer.mean_squares],
+        }
+        if trainer.critic is not None:
+            critic = trainer.critic.optimizer
+            held = {id(p) for p in trainer.optimizer.parameters}
+            own = [p for p in critic.parameters if id(p) not in held]
+            owned["critic"] = [p.detach() for p in own] + [
+                *critic.masters,
+                *critic.means,
+                *critic.mean_squares,
+            ]
+        if trainer.reference is not None:
+            owned["reference"] = [p.detach() for p in trainer.reference.module.parameters()]
+        if trainer.teacher is not None:
+            owned["teacher"] = [p.detach() for p in trainer.teacher.module.parameters()]
+        return owned
+
+    @property
+    def _linked_bytes(self) -> int:
+        """Of the engines' weights at level 1, where they cross to the host and back."""
+        on_host = self.config.rollout.device == "cpu" or self.config.memory.sleep_level != 1
+        return 0 if on_host else self._weight_bytes * len(self._router.engines)
+
+    def _drop_gradients(self) -> None:
+        self.trainer.optimizer.clear()
+        if self.trainer.critic is not None:
+            self.trainer.critic.optimizer.clear()
+
+    # ---- what is recorded
+
+    async def _carry_out(self, moves: Sequence[Move]) -> None:
+        if self._expected is None:
+            self._expected = self._by_ledger()
+        deadline_s = self.config.memory.move_deadline_s
+        await hand_over([self._recorded(move) for move in moves], self.device, deadline_s=deadline_s)
+
+    def _recorded(self, move: Move) -> Move:
+        """The move inside a span of its name, with the ledger's bytes and seconds."""
+        wanted = (self._expected or {}).get(move.name)
+
+        async def run() -> int:
+            free = _free_bytes(self.device)
+            with self.recorder.span(move.name, expected_s=None if wanted is None else wanted.seconds) as span:
+                num_bytes = await move.run()
+                span.set(bytes=num_bytes, freed_bytes=_free_bytes(self.device) - free)
+                if wanted is not None:
+                    span.set(expected_bytes=round(wanted.bytes))
+            return num_bytes
+
+        return replace(move, run=run)
+
+    def _by_ledger(self) -> dict[str, Expectation]:
+        """Bytes and seconds of the moves on a device of the ledger's table; empty for any other."""
+        if self.device.type != "cuda":
+            return {}
+        try:
+            accelerator = load_accelerator(torch.cuda.get_device_name(self.device))
+        except ConfigError:
+            return {}
+        model = ModelSpec.from_hf_config(self.trainer.model.hf_config())
+        parked = sum(parking.num_bytes for parking in self._parked())
+        moves = expected_moves(
+            model,
+            Cluster(accelerator=accelerator, num_gpus=1),
+            load_assumptions("default").switch,
+            num_gpus=1,
+            rollout_weights_bytes_per_gpu=float(self._weight_bytes * len(self._router.engines)),
+            state_bytes_per_param=parked / model.params,
+            sleep_level=self.config.memory.sleep_level,
+            offloads_state=parked > 0,
+        )
+        return {move.name: Expectation(move.bytes, move.seconds) for move in moves}
+
+    def _read(self, point: Literal["train", "rollout"]) -> None:
+        """Who holds which bytes of the device now."""
+        register = Register()
+        parameters = self.trainer.optimizer.parameters
+        register.add("weights", lambda: [p.detach() for p in self.trainer.model.module.parameters()])
+        register.add("gradients", lambda: [p.grad for p in parameters if p.grad is not None])
+        for owner, tensors in self._training_state().items():
+            register.add(owner, lambda tensors=tensors: tensors)  # type: ignore[misc]
+        for engine in self._router.engines:
+            for held_by, held in _of_engine(engine).items():
+                register.add(held_by, lambda held=held: held)  # type: ignore[misc]
+        reading = register.read(point)
+        self.recorder.metrics(reading.values())
+        self.recorder.event("memory", **_as_event(reading, str(self.device)))
+
+    def _readable(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            for parking in self._state or ():
+                value = parking.readable(value)
+            return value
+        if isinstance(value, Mapping):
+            return {key: self._readable(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._readable(inner) for inner in value)
+        return value
+
+
+class _Engines:
+    """All replicas as the one engine of a hand-over."""
+
+    def __init__(self, router: Router, config: RunConfig) -> None:
+        self._router = router
+        self._pause_mode = config.rollout.pause_mode
+
+    async def pause(self, mode: Literal["keep"] = "keep") -> None:
+        """As `rollout.pause_mode` says."""
+        await self._router.pause(self._pause_mode)
+
+    async def resume(self) -> None:
+        await self._router.resume()
+
+    async def sleep(self, level: int = 1) -> None:
+        await self._router.sleep(level)
+
+    async def wake(self) -> None:
+        await self._router.wake()
+
+
+def _masters(trainer: Trainer) -> list[Tensor]:
+    """Master weights that are not the weights the model computes with."""
+    pairs: Iterable[tuple[Tensor, Tensor]] = zip(trainer.optimizer.masters, trainer.optimizer.parameters)
+    return [m for m, p in pairs if m.untyped_storage()._cdata != p.untyped_storage()._cdata]
+
+
+def _of_engine(engine: object) -> dict[Owner, list[Tensor]]:
+    """An engine's tensors of this process; an engine elsewhere tells none."""
+    tell = getattr(engine, "device_tensors", None)
+    held: dict[Owner, list[Tensor]] = {} if tell is None else tell()
+    return held
+
+
+def _as_event(reading: Reading, device: str) -> dict[str, Any]:
+    state = next((s for s in reading.devices if s.device == device), reading.devices[0])
+    return {
+        "point": reading.point,
+        "device": state.device,
+        "allocated_bytes": state.allocated_bytes,
+        "reserved_bytes": state.reserved_bytes,
+        "free_bytes": state.free_bytes,
+        "owners": {h.owner: h.num_bytes for h in reading.holdings if h.device == state.device},
+    }
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0

@@ -1,0 +1,193 @@
+"""Hand-overs of a device in the real loop: nothing but places changes, every move is on record, and weights reach an
+engine by any transport."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook.controller.startable import unstartable
+from rollbook.errors import ConfigError
+from tiny_run import RunResult, resume_tiny, run_tiny, tiny_config
+
+BF16 = {"model.dtype": "bfloat16", "rollout.dtype": "float32"}
+"""Master weights are then tensors of their own, and the engine's weights, too."""
+
+
+def stages_of(run: RunResult, step: int) -> list[tuple[str, str, int]]:
+    """(stage, move, bytes) in the order of their spans."""
+    spans = {event["span_id"]: event for event in run.events_of("span") if event.get("step") == step}
+    moves = [s for s in spans.values() if spans.get(s.get("parent_id"), {}).get("name", "").startswith("to_")]
+    ordered = sorted(moves, key=lambda span: span["span_id"])
+    return [(spans[s["parent_id"]]["name"], s["name"], s["bytes"]) for s in ordered]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return run_tiny(tmp_path_factory.mktemp("plain"), num_steps=3, **BF16)
+
+
+@pytest.mark.parametrize("sleep_level", [1, 2])
+def test_a_run_that_hands_the_device_over_is_the_same_run(
+    sleep_level: int, tmp_path: Path, plain: RunResult
+) -> None:
+    run = run_tiny(
+        tmp_path, num_steps=3, **BF16, **{"memory.sleep_level": sleep_level, "memory.offload": True}
+    )
+    assert [s["critic/rewards/mean"] for s in run.metrics] == [
+        s["critic/rewards/mean"] for s in plain.metrics
+    ]
+    for name, tensor in plain.parameters.items():  # read from host memory, where they waited
+        assert torch.equal(tensor, run.parameters[name]), name
+    state_bytes = 3 * 4 * sum(tensor.numel() for tensor in plain.parameters.values())
+    assert stages_of(run, 1) == [
+        ("to_trainer", "pause", 0),
+        ("to_trainer", "engine sleeps", 0),  # nothing crosses a link on a CPU
+        ("to_trainer", "release", 0),
+        ("to_trainer", "training state to device", state_bytes),
+        ("to_rollout", "gradients dropped", 0),
+        ("to_rollout", "training state to host", state_bytes),
+        ("to_rollout", "release", 0),
+        ("to_rollout", "engine wakes", 0),
+        ("to_rollout", "resume", 0),
+    ]
+    owners = {event["point"]: event["owners"] for event in run.events_of("memory")}
+    assert (
+        owners["train"]["optimizer moments"] == 2 * owners["train"]["master weights"] == state_bytes * 2 // 3
+    )
+    assert "optimizer moments" not in owners["rollout"]
+    assert owners["rollout"]["KV pool"] > 0
+
+
+def test_a_run_resumes_from_a_checkpoint_that_was_written_while_its_state_was_away(
+    tmp_path: Path, plain: RunResult
+) -> None:
+    moves = {"memory.sleep_level": 1, "memory.offload": True}
+    half = run_tiny(tmp_path, num_steps=3, **BF16, **moves, **{"run.num_steps": 2})
+    whole = resume_tiny(half, **{"run.num_steps": 3})
+    for name, tensor in plain.parameters.items():
+        assert torch.equal(tensor, whole.parameters[name]), name
+
+
+@pytest.mark.parametrize(("sleep_level", "versions"), [(1, [0]), (2, [0, 1, 2])])
+def test_dropped_weights_come_back_also_when_nothing_was_learned(
+    sleep_level: int, versions: list[int], tmp_path: Path
+) -> None:
+    """A step whose groups are all flat publishes nothing, unless the engine has no weights without it."""
+    flat = {
+        "reward": {"terms": [{"function": "tiny_rewards:zero", "isolation": "inline", "is_tested": False}]}
+    }
+    asked = {"algorithm.filter.drop_flat": True, "memory.sleep_level": sleep_level}
+    run = run_tiny(tmp_path, num_steps=2, config=flat, **asked)
+    assert [event["weight_version"] for event in run.events_of("publication")] == versions
+
+
+@pytest.mark.parametrize("transport", ["shm", "disk", "broadcast"])
+def test_weights_reach_engines_by_any_transport_and_the_run_stays_the_same(
+    transport: str, tmp_path: Path, plain: RunResult
+) -> None:
+    further: dict[str, Any] = {"sync.disk_dir": str(tmp_path / "weights")} if transport == "disk" else {}
+    run = run_tiny(
+        tmp_path,
+        num_steps=3,
+        **BF16,
+        **{
+            "sync.transport": transport,
+            "rollout.num_replicas": 2,
+            "sync.delta": transport == "shm",
+            **further,
+        },
+    )
+    publications = run.events_of("publication")
+    assert [event["committed"] for event in publications] == [[0, 1]] * 4
+    assert all(event["sent_bytes"] > 0 for event in publications)
+    assert (publications[-1]["base_version"] is not None) == (transport == "shm")
+    for name, tensor in plain.parameters.items():  # what is sampled depends on the weights, not on their way
+        assert torch.equal(tensor, run.parameters[name]), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"run.schedule": "separate_async", "buffer.max_staleness_steps": 1}, "never hands a device over"),
+        ({"rollout.device": "cuda"}, "rollout.device 'cuda'"),
+        (
+            {"sync.every_steps": 2, "run.schedule": "colocate_async", "buffer.max_staleness_steps": 1},
+            "every_steps",
+        ),
+        ({"sync.delta": True, "sync.transport": "shm"}, "a delta needs the weights"),
+    ],
+)
+def test_a_hand_over_that_cannot_be_is_refused(overrides: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match="memory.sleep_level is 2") as caught:
+        tiny_config(**{"memory.sleep_level": 2}, **overrides).check()
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"sync.transport": "ipc"}, "the engine runs in the trainer's process"),
+        ({"rollout.engine": "vllm", "rollout.device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
+        ({"rollout.engine": "vllm", "rollout.num_replicas": 2}, "one vLLM engine fits a process"),
+        ({"rollout.engine": "vllm", "rollout.vllm.tp_size": 2}, "rollout.vllm.tp_size is 2 with in_process"),
+        ({"rollout.engine": "vllm", "rollout.batch_invariant": True}, "only the native engine has it"),
+        ({"rollout.engine": "vllm", "rollout.top_p": 0.9, "rollout.temperature": 0.5}, "after the filters"),
+        (
+            {"rollout.engine": "vllm", "rollout.top_p": 0.9, "eval.every_steps": 1, "eval.temperature": 0.5},
+            "evaluate at temperature 0 or 1",
+        ),
+        ({"rollout.engine": "vllm", "rollout.vllm.in_process": False}, "use 'ipc' on a GPU, 'shm' otherwise"),
+        (
+            {"rollout.engine": "vllm", "rollout.vllm.in_process": False, "sync.transport": "ipc"},
+            "CUDA memory is shared between GPUs alone",
+        ),
+        (
+            {
+                "rollout.engine": "vllm",
+                "rollout.vllm.in_process": False,
+                "sync.transport": "shm",
+                "sync.shm_dir": "/tmp",
+            },
+            "look into /dev/shm",
+        ),
+    ],
+)
+def test_what_nobody_serves_is_named_before_anything_is_built(overrides: dict[str, Any], says: str) -> None:
+    problems = unstartable(tiny_config(**overrides))
+    assert any(says in f"{what} ({remedy})" for what, remedy in problems), problems
+    assert all(remedy for _, remedy in problems)
+
+
+def test_every_problem_is_named_at_once() -> None:
+    problems = unstartable(
+        tiny_config(
+            **{
+                "rollout.engine": "vllm",
+                "rollout.num_replicas": 2,
+                "rollout.vllm.tp_size": 2,
+                "sync.transport": "ipc",
+            }
+        )
+    )
+    assert (
+        len([what for what, _ in problems if "num_replicas" in what or "tp_size" in what or "ipc" in what])
+        == 3
+    )
+
+
+def test_a_device_that_torch_does_not_see_is_named() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    problems = unstartable(tiny_config(**{"model.device": "cuda", "rollout.device": "cuda"}))
+    assert [what for what, _ in problems] == [
+        "model.device is 'cuda' and torch sees no CUDA device",
+        "rollout.device is 'cuda' and torch sees no CUDA device",
+    ]
+
+
+def test_a_startable_config_has_no_problem() -> None:
+    assert unstartable(tiny_config()) == []
