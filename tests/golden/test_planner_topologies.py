@@ -11,6 +11,7 @@ from rollbook.ledger.workload import Workload
 from rollbook.planner.plan import Plan, make_plan
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate, Search
+from rollbook.planner.waterfall import waterfall
 
 
 def request(
@@ -50,9 +51,29 @@ def test_8b_on_64_gpus_meets_in_the_middle_at_42_to_22() -> None:
     assert plan.base.step_s == pytest.approx(810.1, rel=0.005)
 
 
-def test_a_split_that_was_asked_for_is_judged_by_memory_alone() -> None:
+def test_a_split_that_was_asked_for_stands_once_and_is_judged_like_any_other() -> None:
+    """42:22 is also the time optimum: it is in the list once a mode, fits in memory, and cuts two nodes."""
     plan = make_plan(request("Llama-3-8B", 64, 500, split=(42, 22)))
-    assert row(plan, "separate_async", 42, 22).fits
+    keys = [(c.mode, *c.split) for c in plan.candidates]
+    assert len(keys) == len(set(keys))
+    for mode in ("separate_async", "separate_sync"):
+        asked = row(plan, mode, 42, 22)
+        assert asked.account.fits and not asked.fits
+        assert "not whole nodes of 8: 40:24 or 48:16" in asked.why_not[0]
+
+
+def test_gpus_that_no_replica_uses_are_idle() -> None:
+    """At TP 32, 216 GPUs hold 6 replicas of 192: 24 of 216 never work, 1/9 of the rollout side."""
+    plan = make_plan(request("DeepSeek-V3", 512, 1024, rollout_tp=32, split=(216, 296)))
+    with_rest, whole = row(plan, "separate_async", 216, 296), row(plan, "separate_async", 192, 320)
+    assert with_rest.account.rollout.used_gpus == whole.account.rollout.used_gpus == 192
+    rollout = with_rest.account.rollout
+    busy = (rollout.prefill_s + rollout.throughput_s) / with_rest.step_s
+    assert with_rest.account.idle_frac["rollout"] == pytest.approx(1 - busy * 192 / 216)
+    assert with_rest.account.idle_frac["rollout"] > 1 / 9
+    losses = waterfall(with_rest.account, plan.request.cluster)
+    assert sum(loss.frac for loss in losses) + with_rest.account.mfu_frac == pytest.approx(1)
+    assert "24 of 216 rollout GPUs belong to no replica" in next(x.why for x in losses if x.loss == "waiting")
 
 
 def test_32b_on_128_gpus_colocated_and_separated() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def test_the_printed_plan_is_readable_at_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run(capsys, "plan", "--model", "deepseek-v3", "--num-gpus", "512", "--response-tokens", "8k")
     assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
-    for title in ("Recommendation", "Topologies, best first", "Where the peak goes", "What if"):
+    for title in ("Recommendation", "Topologies, fastest first", "Where the peak goes", "What if"):
         assert title in out
     assert "…" not in out  # nothing is cut off
 
@@ -206,3 +207,26 @@ def test_simulate_prints_json_with_the_steps(capsys: pytest.CaptureFixture[str])
 def test_simulate_refuses_a_mode_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "simulate", "--model", "deepseek-v3", "--num-gpus", "8", "--mode", "sync")
     assert code == 2 and "sync does not fit" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "extra", [["--max-staleness", "0"], ["--max-staleness", "1"], ["--split", "216:296"]]
+)
+def test_printed_topologies_stand_by_step_time_and_the_recommended_one_is_marked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, extra: list[str]
+) -> None:
+    """On-policy may be recommended before faster ones: then the list says so instead of the order."""
+    monkeypatch.setenv("COLUMNS", "110")
+    base = ["plan", "--model", "deepseek-v3", "--num-gpus", "512", *extra]
+    _, out, _ = run(capsys, *base)
+    listed = out.split("Topologies, fastest first")[1].split("What one step has to do")[0]
+    rows = re.findall(r"(→?) *(?:colocated|separated).*? (\d[\d:]*)(?: shared)? +([\d,.]+) s ", listed)
+    steps = [float(step.replace(",", "")) for _, _, step in rows]
+    assert len(rows) >= 6 and steps == sorted(steps)
+    assert [mark for mark, _, _ in rows].count("→") == 1
+    if rows[0][0] != "→":
+        assert "recommended before faster ones: the staleness bound is 0" in listed
+    data = json.loads(run(capsys, *base, "--json")[1])["topologies"]
+    fitting = [t["step_s"] for t in data if t["fits"]]
+    assert fitting == sorted(fitting) and [t["fits"] for t in data] == sorted([t["fits"] for t in data])[::-1]
+    assert len({(t["mode"], t["num_rollout_gpus"], t["num_train_gpus"]) for t in data}) == len(data)

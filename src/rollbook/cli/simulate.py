@@ -201,7 +201,8 @@ def _candidate(request: PlanRequest, mode: str) -> Candidate:
     wanted = [c for c in plan.candidates if c.mode == mode]
     if request.split is not None and mode.startswith("separate"):
         wanted = [c for c in wanted if c.split == request.split]
-    fitting = [c for c in wanted if c.fits]
+    # A split that was asked for may cut a node in two; what does not fit in memory has no step to simulate.
+    fitting = [c for c in wanted if c.fits or (c.split == request.split and c.account.fits)]
     if fitting:
         return fitting[0]
     reason = wanted[0].why_not[0] if wanted else f"{request.cluster.num_gpus} GPU has nothing to separate"

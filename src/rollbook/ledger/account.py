@@ -96,6 +96,11 @@ class RolloutSide:
     def generate_s(self) -> float:
         return self.throughput_s + self.tail_s
 
+    @property
+    def used_gpus(self) -> int:
+        """Devices that belong to a replica; the rest of the side is left over by its layout and idles."""
+        return min(self.num_replicas * self.tp_size, self.num_gpus)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSide:
@@ -154,7 +159,7 @@ class StepAccount:
     tail_frac: float
     """Share of generation spent in the tail."""
     idle_frac: dict[str, float]
-    """Share of the step that each side's devices wait: "rollout", "train"."""
+    """Share of the step that each side's devices wait, those left over included: "rollout", "train"."""
     step_s: Range
     why_not: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
@@ -223,17 +228,18 @@ def combine(
     throughput_s = rollout.throughput_s if waits_for_all else rollout.steady_s or rollout.throughput_s
     switch_s = switch_s if mode in ("sync", "colocate_async") else 0.0
     rollout_s = rollout.prefill_s + throughput_s + tail_s + rollout.reward_s
+    held_s = rollout_s * rollout.used_gpus / rollout.num_gpus  # GPUs left over by the layout never work
     if mode == "separate_async":
         total = max(rollout_s, train.total_s) + (0.0 if overlaps_sync else sync_s) + other_s
-        idle = {"rollout": 1 - rollout_s / total, "train": 1 - train.total_s / total}
+        idle = {"rollout": 1 - held_s / total, "train": 1 - train.total_s / total}
         num_gpus = rollout.num_gpus + train.num_gpus
     elif mode == "separate_sync":
         total = rollout_s + rollout.env_wait_s + train.total_s + sync_s + other_s
-        idle = {"rollout": 1 - rollout_s / total, "train": 1 - train.total_s / total}
+        idle = {"rollout": 1 - held_s / total, "train": 1 - train.total_s / total}
         num_gpus = rollout.num_gpus + train.num_gpus
     else:
         total = rollout_s + rollout.env_wait_s + train.total_s + switch_s + sync_s + other_s
-        waiting = 1 - (rollout_s + train.total_s) / total
+        waiting = 1 - (held_s + train.total_s) / total
         idle = {"rollout": waiting, "train": waiting}
         num_gpus = max(rollout.num_gpus, train.num_gpus)
     generate_s = throughput_s + tail_s

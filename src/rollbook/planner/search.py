@@ -217,7 +217,7 @@ class Search:
             if by_difference.seconds.total < account.seconds.total:
                 account, method = by_difference, "delta"
         why_not = account.why_not
-        if mode.startswith("separate") and (num_rollout_gpus, num_train_gpus) != self.request.split:
+        if mode.startswith("separate"):
             why_not += self._not_whole(num_rollout_gpus, num_train_gpus)
         return Candidate(
             account=account, rollout_layout=layout, train=train, sync_method=method, why_not=why_not
@@ -305,16 +305,10 @@ class Search:
         optimal = self.time_optimal_rollout_gpus()
         found = list(self.colocated()) + list(self.separated(self.rollout_counts(optimal)))
         joined = {(c.mode, *c.split) for c in found}
-        gpus = self.request.cluster.num_gpus
-        extra = [(optimal, gpus - optimal)] if optimal else []
-        extra += [self.request.split] if self.request.split else []
-        for rollout_gpus, train_gpus in extra:
-            found += [
-                self.candidate(mode, rollout_gpus, train_gpus)
-                for mode in _SEPARATED
-                if (mode, rollout_gpus, train_gpus) not in joined
-                and (mode == "separate_async" or (rollout_gpus, train_gpus) == self.request.split)
-            ]
+        gpus, asked = self.request.cluster.num_gpus, self.request.split
+        extra: list[tuple[Mode, int, int]] = [("separate_async", optimal, gpus - optimal)] if optimal else []
+        extra += [(mode, *asked) for mode in _SEPARATED] if asked else []
+        found += [self.candidate(*key) for key in dict.fromkeys(extra) if key not in joined]
         return sorted(found, key=lambda c: (not c.fits, c.step_s, c.mode))
 
 

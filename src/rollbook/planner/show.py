@@ -43,7 +43,7 @@ def show_plan(plan: Plan, console: Console, *, num_topologies: int = 6) -> None:
     _section(
         console, "One step, colocated and synchronous", _step_table(plan.base.account, plan.base_waterfall)
     )
-    _section(console, "Topologies, best first", _topology_table(plan, num_topologies))
+    _section(console, "Topologies, fastest first", _topology_table(plan, num_topologies))
     for reasoned in plan.derivation:
         _section(console, f"{reasoned.step}  {reasoned.title}", Text(reasoned.because))
     shown = plan.chosen or plan.base
@@ -114,19 +114,24 @@ def _step_table(account: StepAccount, losses: tuple[Loss, ...]) -> Table:
 
 def _topology_table(plan: Plan, num_topologies: int) -> RenderableType:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("", no_wrap=True)
     table.add_column("mode")
     for name in ("GPUs", "step", "MFU", "idle r/t", "replica"):
         table.add_column(name, justify="right", no_wrap=True)
     fitting = [c for c in plan.candidates if c.fits]
     refused = [c for c in plan.candidates if not c.fits and c.split[0] >= c.rollout_layout.num_gpus]
-    shown = _with_every_mode(fitting, num_topologies)
+    asked = plan.request.split
+    shown = _with_every_mode(fitting, num_topologies, asked)
     for candidate in shown:
         style = "bold green" if candidate is plan.chosen else None
-        table.add_row(*_cells(candidate), style=style)
+        mark = "→" if candidate is plan.chosen else ""
+        table.add_row(mark, *_cells(candidate), style=style)
     notes: list[RenderableType] = [table]
+    if plan.chosen is not None and fitting[0] is not plan.chosen:
+        notes.append(Text(f"→ recommended before faster ones: {plan.choice_because}", style="green"))
     if len(fitting) > len(shown):
         notes.append(Text(f"and {len(fitting) - len(shown)} more that fit", style="dim"))
-    for candidate in refused[:3]:
+    for candidate in sorted(refused, key=lambda c: c.split != asked)[:3]:
         notes.append(
             Text(
                 f"refused: {MODE_TITLES[candidate.mode]} {split(*candidate.split, candidate.mode)}, "
@@ -137,13 +142,14 @@ def _topology_table(plan: Plan, num_topologies: int) -> RenderableType:
     return Group(*notes)
 
 
-def _with_every_mode(fitting: list[Candidate], most: int) -> list[Candidate]:
-    """The fastest few, with at least the best of each mode."""
+def _with_every_mode(fitting: list[Candidate], most: int, asked: tuple[int, int] | None) -> list[Candidate]:
+    """The fastest few, with at least the best of each mode and the split that was asked for, by step time."""
     shown = fitting[:most]
     for mode in MODE_TITLES:
         if not any(c.mode == mode for c in shown):
             shown += [c for c in fitting if c.mode == mode][:1]
-    return shown
+    shown += [c for c in fitting if c.split == asked and c not in shown and c.mode.startswith("separate")]
+    return sorted(shown, key=lambda c: c.step_s)
 
 
 def _cells(candidate: Candidate) -> list[str]:

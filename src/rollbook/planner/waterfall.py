@@ -38,9 +38,9 @@ def waterfall(account: StepAccount, cluster: Cluster) -> list[Loss]:
     everyone = account.num_gpus
     both_wait = 0 if account.mode == "separate_async" else everyone
     stages = [
-        ("decode", s.generate_throughput * rollout.num_gpus, f.generate, _why_decode(account)),
-        ("tail", s.generate_tail * rollout.num_gpus, 0.0, _why_tail(account)),
-        ("prefill", s.prefill * rollout.num_gpus, f.prefill, "prompts pass at less than peak"),
+        ("decode", s.generate_throughput * rollout.used_gpus, f.generate, _why_decode(account)),
+        ("tail", s.generate_tail * rollout.used_gpus, 0.0, _why_tail(account)),
+        ("prefill", s.prefill * rollout.used_gpus, f.prefill, "prompts pass at less than peak"),
         (
             "forward",
             s.forward * train.num_gpus,
@@ -111,6 +111,15 @@ def _why_tail(account: StepAccount) -> str:
 
 
 def _why_waiting(account: StepAccount) -> str:
+    rollout = account.rollout
+    left_over = rollout.num_gpus - rollout.used_gpus
+    why = _why_sides_wait(account)
+    if left_over:
+        why += f"; {left_over} of {rollout.num_gpus} rollout GPUs belong to no replica of {rollout.tp_size}"
+    return why
+
+
+def _why_sides_wait(account: StepAccount) -> str:
     idle = account.idle_frac
     if account.mode == "separate_async":
         if min(idle["rollout"], idle["train"]) > 0.05:
@@ -127,4 +136,4 @@ def _why_waiting(account: StepAccount) -> str:
             f"each side waits for the other: rollout GPUs idle {percent(idle['rollout'])}, training GPUs "
             f"{percent(idle['train'])} of the step"
         )
-    return "work between the stages that no stage accounts for, and GPUs left over by the layout"
+    return "work between the stages that no stage accounts for"
