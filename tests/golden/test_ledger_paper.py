@@ -146,6 +146,9 @@ def test_ppo_adds_a_critic_of_8n_and_its_state() -> None:
     assert ppo.seconds.train == pytest.approx(2 * plain.seconds.train)
     assert ppo.seconds.forward == pytest.approx(1.5 * plain.seconds.forward)
     assert ppo.memory["critic_state_bytes_per_gpu"] == pytest.approx(16 * 8.03e9 / 64)
+    # Hand-over both ways: 18 B of the policy and 16 B of the critic over 25 GB/s a GPU.
+    assert plain.seconds.switch == pytest.approx(2 * 18 * 8.03e9 / 64 / 25e9)
+    assert ppo.seconds.switch == pytest.approx(2 * 34 * 8.03e9 / 64 / 25e9)
 
 
 def test_reward_model_is_one_more_forward_of_the_policys_size() -> None:
@@ -153,6 +156,8 @@ def test_reward_model_is_one_more_forward_of_the_policys_size() -> None:
     scored = account("Llama-3-8B", num_gpus=64, reward="model")
     assert scored.flops.reward_model == pytest.approx(plain.flops.reference)
     assert scored.seconds.forward == pytest.approx(1.5 * plain.seconds.forward)
+    assert plain.memory["reward_model_bytes_per_gpu"] == 0
+    assert scored.memory["reward_model_bytes_per_gpu"] == pytest.approx(2 * 8.03e9 / 64)
 
 
 def test_memory_of_the_first_case() -> None:

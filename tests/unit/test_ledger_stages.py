@@ -132,6 +132,16 @@ def test_hand_over_moves_the_training_state_both_ways() -> None:
     assert pinned_bytes(level_1) == pytest.approx(16e9 + 16 * 8.03e9 / 64)
 
 
+def test_hand_over_moves_the_critics_state_too_and_frozen_models_one_way() -> None:
+    """PPO on 64 GPUs: 2 x 16 B both ways; reference and reward model, 2 x 2 B, to the device only."""
+    moves = hand_over(
+        LLAMA, CLUSTER, DEFAULT.switch, num_gpus=64, rollout_weights_bytes_per_gpu=16e9,
+        state_bytes_per_param=32.0, frozen_bytes_per_param=4.0,
+    )  # fmt: skip
+    assert sum(m.bytes for m in moves) == pytest.approx((2 * 32 + 4) * 8.03e9 / 64)
+    assert pinned_bytes(moves) == pytest.approx(36 * 8.03e9 / 64)
+
+
 def test_agent_prefill_is_linear_with_the_prefix_and_quadratic_without() -> None:
     """10 turns of 100 observation tokens: 900 tokens, or 9 prompts and 9 x 10 / 2 turns of 300 tokens."""
     agent = AgentWork(num_turns=10, observation_tokens=100, env_s=2.0)
@@ -232,6 +242,15 @@ def test_train_memory_shards_state_and_keeps_activations() -> None:
     assert small.policy_state == pytest.approx(16 * 8.03e9 / 8)
     assert small.policy_state == pytest.approx(8 * large.policy_state)
     assert small.activations == large.activations
+
+
+def test_ppo_with_a_reward_model_holds_two_states_and_two_frozen_models() -> None:
+    """Policy and critic 16 B each, reference and reward model 2 B each: 36 B x 8.03e9 over 8 GPUs."""
+    work = replace(WORK, algorithm="ppo", reward="model", uses_reference=True)
+    memory = train_memory(LLAMA, work, DEFAULT, num_gpus=8, layout=TrainLayout())
+    assert memory.state + memory.frozen == pytest.approx(36 * 8.03e9 / 8)
+    plain = train_memory(LLAMA, replace(WORK, uses_reference=True), DEFAULT, num_gpus=8, layout=TrainLayout())
+    assert memory.total - plain.total == pytest.approx(18 * 8.03e9 / 8)
 
 
 def test_pipeline_bubble() -> None:

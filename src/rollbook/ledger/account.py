@@ -113,6 +113,7 @@ class TrainSide:
     train_state_bytes_per_gpu: float
     reference_bytes_per_gpu: float
     critic_state_bytes_per_gpu: float = 0.0
+    reward_model_bytes_per_gpu: float = 0.0
     activation_bytes_per_gpu: float = 0.0
     mfu_frac: float = 0.0
     """Of training alone."""

@@ -190,7 +190,9 @@ def kv_room(
     run longer.
     """
     usable = cluster.accelerator.hbm_bytes * min(1 - assumptions.memory_overhead_frac, memory_frac)
-    weights = replica_weight_bytes(model, layout)
+    # A reward model that writes its verdict is served beside the policy, by the same engines.
+    num_models = 2 if workload.reward == "generative" else 1
+    weights = num_models * replica_weight_bytes(model, layout)
     pool = max(usable - weights, 0.0) * layout.num_gpus
     lengths = workload.lengths()
     held = workload.prompt_tokens + lengths.mean_square() / (2 * lengths.mean_tokens)

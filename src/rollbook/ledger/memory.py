@@ -28,6 +28,7 @@ class TrainMemory:
     """Weights, gradients, float32 master weights, two moments."""
     critic_state: float
     reference: float
+    reward_model: float
     activations: float
     logits: float
     buffers: float
@@ -38,13 +39,18 @@ class TrainMemory:
         return self.policy_state + self.critic_state
 
     @property
+    def frozen(self) -> float:
+        """Weights that only pass forward: reference and reward model."""
+        return self.reference + self.reward_model
+
+    @property
     def fixed(self) -> float:
         """What more GPUs do not shrink."""
         return self.activations + self.logits + self.buffers
 
     @property
     def total(self) -> float:
-        return self.state + self.reference + self.fixed
+        return self.state + self.frozen + self.fixed
 
 
 def train_memory(
@@ -60,8 +66,9 @@ def train_memory(
     weights = assumptions.weight_bytes_per_param * model.params / num_gpus
     return TrainMemory(
         policy_state=state,
-        critic_state=state if workload.algorithm == "ppo" else 0.0,
+        critic_state=state * (workload.num_trained_models - 1),
         reference=weights if workload.uses_reference else 0.0,
+        reward_model=weights if workload.has_reward_model else 0.0,
         activations=activation_bytes(model, tokens, layout),
         logits=logits_bytes(model, min(tokens, LOGITS_CHUNK_TOKENS), layout),
         buffers=gathered_bytes(model, assumptions, layout),
@@ -152,6 +159,9 @@ def memory_items(
         ),
         MemoryItem(place="train device", name="reference", bytes=memory.reference, formula="2 N / GPUs"),
         MemoryItem(
+            place="train device", name="reward model", bytes=memory.reward_model, formula="2 N / GPUs"
+        ),
+        MemoryItem(
             place="train device",
             name="activations",
             bytes=memory.activations,
@@ -205,8 +215,8 @@ def memory_items(
             MemoryItem(
                 place="train host",
                 name="offloaded training state (pinned)",
-                bytes=memory.state + memory.reference,
-                formula="state and reference while the engine is awake",
+                bytes=memory.state + memory.frozen,
+                formula="state, reference and reward model while the engine is awake",
             )
         )
     return sorted((i for i in items if i.bytes > 0), key=lambda i: (i.place, -i.bytes))

@@ -25,7 +25,7 @@ def paper_flops(model: ModelSpec, workload: Workload) -> Flops:
     prefill_tokens = workload.num_prompts * workload.prompt_tokens
     prefill_tokens += workload.num_sequences * workload.observation_tokens
     has_critic = workload.algorithm == "ppo"
-    has_reward_model = workload.reward in ("model", "generative")
+    has_reward_model = _has_reward_model(workload)
     return Flops(
         generate=per_token * workload.response_tokens_total,
         prefill=per_token * prefill_tokens,
@@ -102,15 +102,17 @@ def paper_train_side(
     forward_flops = flops.reference + flops.proximal + flops.reward_model + critic_forward
     train_flops = flops.train + flops.critic - critic_forward
     state_bytes = assumptions.train_state_bytes_per_param * model.params
-    critic_bytes = state_bytes if workload.algorithm == "ppo" else 0.0
+    critic_bytes = state_bytes * (workload.num_trained_models - 1)
+    weights_bytes = assumptions.weight_bytes_per_param * model.params
     usable_bytes = accelerator.hbm_bytes * (1 - assumptions.memory_overhead_frac)
     why_not = []
-    if state_bytes + critic_bytes > num_gpus * usable_bytes:
-        enough = math.ceil((state_bytes + critic_bytes) / usable_bytes)
+    # As the account has it, the state decides; frozen weights may wait their turn in host memory.
+    held_bytes = state_bytes + critic_bytes
+    if held_bytes > num_gpus * usable_bytes:
         why_not.append(
-            f"{num_gpus} GPUs cannot hold {format_bytes(state_bytes + critic_bytes)} of training state: "
-            f"{format_bytes((state_bytes + critic_bytes) / num_gpus)} a GPU of {format_bytes(usable_bytes)} usable; "
-            f"it takes at least {enough}"
+            f"{num_gpus} GPUs cannot hold {format_bytes(held_bytes)} of training state: "
+            f"{format_bytes(held_bytes / num_gpus)} a GPU of {format_bytes(usable_bytes)} usable; "
+            f"it takes at least {math.ceil(held_bytes / usable_bytes)}"
         )
     train_s = train_flops / (peak * assumptions.train_mfu_frac)
     return TrainSide(
@@ -118,18 +120,25 @@ def paper_train_side(
         forward_s=forward_flops / (peak * assumptions.forward_mfu_frac),
         train_s=train_s,
         train_state_bytes_per_gpu=state_bytes / num_gpus,
-        reference_bytes_per_gpu=(
-            assumptions.weight_bytes_per_param * model.params / num_gpus if workload.uses_reference else 0.0
-        ),
+        reference_bytes_per_gpu=weights_bytes / num_gpus if workload.uses_reference else 0.0,
+        reward_model_bytes_per_gpu=weights_bytes / num_gpus if _has_reward_model(workload) else 0.0,
         critic_state_bytes_per_gpu=critic_bytes / num_gpus,
         mfu_frac=assumptions.train_mfu_frac,
         why_not=tuple(why_not),
     )
 
 
-def paper_switch_s(model: ModelSpec, cluster: Cluster, assumptions: Assumptions) -> float:
-    """Offload and reload of a colocated step: `offload_bytes_per_param` both ways, each GPU its share."""
-    moved_bytes = 2 * assumptions.offload_bytes_per_param * model.params
+def _has_reward_model(workload: Workload) -> bool:
+    """The plain account reads a trajectory once for its reward, also where the model then writes a verdict."""
+    return workload.reward in ("model", "generative")
+
+
+def paper_switch_s(model: ModelSpec, workload: Workload, cluster: Cluster, assumptions: Assumptions) -> float:
+    """Offload and reload of a colocated step, each GPU its share: `offload_bytes_per_param` both ways, and the
+    training state of a critic."""
+    critics = workload.num_trained_models - 1
+    per_param = assumptions.offload_bytes_per_param + critics * assumptions.train_state_bytes_per_param
+    moved_bytes = 2 * per_param * model.params
     return moved_bytes / cluster.num_gpus / assumptions.offload_bytes_per_s
 
 

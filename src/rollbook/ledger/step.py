@@ -169,7 +169,7 @@ def join_sides(
             train=train,
             flops=flops,
             memory=memory,
-            switch_s=paper_switch_s(model, cluster, assumptions),
+            switch_s=paper_switch_s(model, workload, cluster, assumptions),
             sync_s=paper_sync_s(model, assumptions),
         )
     published = sync_account(
@@ -190,7 +190,9 @@ def join_sides(
         assumptions.switch,
         num_gpus=train.num_gpus,
         rollout_weights_bytes_per_gpu=rollout.weights_bytes_per_gpu,
-        state_bytes_per_param=assumptions.train_state_bytes_per_param,
+        state_bytes_per_param=workload.num_trained_models * assumptions.train_state_bytes_per_param,
+        frozen_bytes_per_param=assumptions.weight_bytes_per_param
+        * (int(workload.uses_reference) + int(workload.has_reward_model)),
     )
     return combine(
         mode,
@@ -222,6 +224,7 @@ def memory_account(
         "train_state_bytes_per_gpu": train.train_state_bytes_per_gpu,
         "critic_state_bytes_per_gpu": train.critic_state_bytes_per_gpu,
         "reference_bytes_per_gpu": train.reference_bytes_per_gpu,
+        "reward_model_bytes_per_gpu": train.reward_model_bytes_per_gpu,
         "rollout_weights_bytes_per_gpu": rollout.weights_bytes_per_gpu,
         "kv_bytes_per_token": per_token,
         "kv_total_bytes": workload.num_sequences * half_grown_tokens(workload) * per_token,

@@ -27,6 +27,7 @@ def hand_over(
     num_gpus: int,
     rollout_weights_bytes_per_gpu: float,
     state_bytes_per_param: float,
+    frozen_bytes_per_param: float = 0.0,
     sleep_level: int = 2,
     offloads_state: bool = True,
 ) -> list[Move]:
@@ -38,17 +39,21 @@ def hand_over(
 
     Args:
         num_gpus: over which the training state is sharded.
-        state_bytes_per_param: weights, gradients, master weights and moments.
+        state_bytes_per_param: weights, gradients, master weights and moments, of policy and critic together.
+        frozen_bytes_per_param: reference and reward model. Their copy in host memory stays good, so they move
+            one way only.
     """
     link = cluster.accelerator.host_link_bytes_per_s
     state_rate = min(assumptions.state_bytes_per_s, link)
     engine_rate = min(assumptions.engine_bytes_per_s, link)
     state = state_bytes_per_param * model.params / num_gpus if offloads_state else 0.0
+    frozen = frozen_bytes_per_param * model.params / num_gpus if offloads_state else 0.0
     weights = rollout_weights_bytes_per_gpu if sleep_level == 1 else 0.0
     moves = [
         Move("engine sleeps", bytes=weights, seconds=assumptions.sleep_s + weights / engine_rate),
         Move("training state to device", bytes=state, seconds=state / state_rate),
         Move("training state to host", bytes=state, seconds=state / state_rate),
+        Move("frozen models to device", bytes=frozen, seconds=frozen / state_rate),
         Move("engine wakes", bytes=weights, seconds=assumptions.wake_s + weights / engine_rate),
         Move("caches, pools, processes", bytes=0.0, seconds=assumptions.base_s),
     ]
@@ -58,7 +63,6 @@ def hand_over(
 
 
 def pinned_bytes(moves: list[Move]) -> float:
-    """Host memory that must be pinned per GPU: the training state, and the weights of sleep level 1."""
-    return max((move.bytes for move in moves if move.name.startswith("training state")), default=0.0) + max(
-        (move.bytes for move in moves if move.name.startswith("engine")), default=0.0
-    )
+    """Host memory that must be pinned per GPU: training state, frozen models, and the weights of sleep level 1."""
+    owners = ("training state", "frozen models", "engine")
+    return sum(max((m.bytes for m in moves if m.name.startswith(owner)), default=0.0) for owner in owners)

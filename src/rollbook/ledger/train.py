@@ -181,7 +181,7 @@ def default_train_side(
     tokens_per_gpu = workload.trained_tokens / num_gpus
     forwards = int(workload.uses_reference) + int(workload.uses_proximal)
     forwards += int(workload.reward == "model") + int(workload.algorithm == "ppo")
-    num_models = 2 if workload.algorithm == "ppo" else 1
+    num_models = workload.num_trained_models
     updates = workload.num_epochs * workload.num_mini_batches
     train_s = num_models * (
         workload.num_epochs * tokens_per_gpu * seconds_of_token(True)
@@ -200,7 +200,7 @@ def default_train_side(
             f"the number of GPUs: recompute fully, or raise tensor or context parallelism"
         )
     elif memory.total > usable:
-        enough = math.ceil(num_gpus * (memory.state + memory.reference) / (usable - memory.fixed))
+        enough = math.ceil(num_gpus * (memory.state + memory.frozen) / (usable - memory.fixed))
         why_not.append(
             f"training takes {format_bytes(memory.total)} a GPU of {format_bytes(usable)} usable "
             f"({format_bytes(memory.state)} of it training state on {num_gpus} GPUs): it takes about {enough}"
@@ -214,6 +214,7 @@ def default_train_side(
         train_state_bytes_per_gpu=memory.policy_state,
         reference_bytes_per_gpu=memory.reference,
         critic_state_bytes_per_gpu=memory.critic_state,
+        reward_model_bytes_per_gpu=memory.reward_model,
         activation_bytes_per_gpu=memory.activations,
         mfu_frac=num_models * model_flops / (train_s * peak),
         error_frac=assumptions.train_error_frac,

@@ -85,6 +85,16 @@ class Workload:
             raise PlanError(f"reward is {self.reward!r}", "choose rule, model, generative or sandbox")
 
     @property
+    def num_trained_models(self) -> int:
+        """The policy, and under PPO a critic of its size."""
+        return 2 if self.algorithm == "ppo" else 1
+
+    @property
+    def has_reward_model(self) -> bool:
+        """A reward model of the policy's size, on the training side."""
+        return self.reward == "model"
+
+    @property
     def num_sequences(self) -> int:
         return self.num_prompts * self.group_size
 

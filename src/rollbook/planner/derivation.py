@@ -114,7 +114,7 @@ def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
     cluster, assumptions, model = request.cluster, request.assumptions, request.model
     memory = base.account.memory
     usable = cluster.accelerator.hbm_bytes * (1 - assumptions.memory_overhead_frac)
-    num_models = 2 if request.workload.algorithm == "ppo" else 1
+    num_models = request.workload.num_trained_models
     state = num_models * assumptions.train_state_bytes_per_param * model.params
     least = math.ceil(state / usable)
     per_node = cluster.gpus_per_node

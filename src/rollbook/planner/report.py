@@ -229,6 +229,7 @@ def _memory(plan: Plan, shown: Candidate) -> str:
     training = [
         ("state", "training state", state),
         ("reference", "reference policy", account.train.reference_bytes_per_gpu),
+        ("reference", "reward model", account.train.reward_model_bytes_per_gpu),
         ("activations", "activations", memory.activations),
         ("other", "logits and gathered layers", memory.logits + memory.buffers),
         ("waiting", "runtime and fragmentation", overhead),

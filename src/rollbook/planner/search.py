@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from rollbook.ledger.account import RolloutSide, StepAccount, TrainSide
+from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.step import (
@@ -189,8 +190,7 @@ class Search:
         r = self.request
         assumptions = r.assumptions
         if is_offloaded:
-            on_gpu = assumptions.train_state_bytes_per_param - _HOST_STATE_BYTES_PER_PARAM
-            assumptions = replace(assumptions, train_state_bytes_per_param=max(on_gpu, 2.0))
+            assumptions = _with_offload(assumptions)
         layout = smallest_layout(replace(r, assumptions=assumptions), num_gpus)
         side = train_side(r.model, r.workload, r.cluster, assumptions, num_gpus=num_gpus, layout=layout)
         if is_offloaded:
@@ -200,7 +200,9 @@ class Search:
     def _offload_s(self, num_gpus: int) -> float:
         """Master weights and moments cross the host link both ways at each update."""
         work = self.request.workload
-        moved = 2 * _HOST_STATE_BYTES_PER_PARAM * self.request.model.params / num_gpus
+        moved = (
+            2 * _HOST_STATE_BYTES_PER_PARAM * work.num_trained_models * self.request.model.params / num_gpus
+        )
         updates = work.num_epochs * work.num_mini_batches
         return updates * moved / self.request.cluster.accelerator.host_link_bytes_per_s
 
@@ -233,8 +235,10 @@ class Search:
             sync_method=method,
             max_staleness_steps=max(r.max_staleness_steps, 1),
         )
+        # What lives on the host has no hand-over to make.
+        assumptions = _with_offload(r.assumptions) if train.is_offloaded else r.assumptions
         account = join_sides(
-            r.model, r.workload, r.cluster, r.assumptions,
+            r.model, r.workload, r.cluster, assumptions,
             mode=mode, layouts=layouts, rollout=rollout, train=train.side,
         )  # fmt: skip
         if mode in _ON_POLICY or r.assumptions.method == "paper":
@@ -316,6 +320,12 @@ _COLOCATED: tuple[Mode, ...] = ("sync", "colocate_async")
 _SEPARATED: tuple[Mode, ...] = ("separate_async", "separate_sync")
 
 
+def _with_offload(assumptions: Assumptions) -> Assumptions:
+    """Master weights and moments in host memory: the device holds what is left."""
+    on_gpu = assumptions.train_state_bytes_per_param - _HOST_STATE_BYTES_PER_PARAM
+    return replace(assumptions, train_state_bytes_per_param=max(on_gpu, 2.0))
+
+
 def node_unit(request: PlanRequest) -> int:
     """GPUs that a separated side is made of: whole nodes, or single GPUs inside one node."""
     return request.cluster.gpus_per_node if request.cluster.num_nodes > 1 else 1
@@ -359,4 +369,4 @@ def host_bytes_per_node(request: PlanRequest, choice: TrainChoice) -> float:
     if not choice.is_offloaded:
         return 0.0
     nodes = max(choice.side.num_gpus / request.cluster.gpus_per_node, 1.0)
-    return _HOST_STATE_BYTES_PER_PARAM * request.model.params / nodes
+    return _HOST_STATE_BYTES_PER_PARAM * request.workload.num_trained_models * request.model.params / nodes
