@@ -10,6 +10,7 @@ import numpy as np
 from rollbook.modeling.config import ModelConfig
 from rollbook.modeling.load import load_model
 from rollbook.trainer.config import CriticConfig, TrainerConfig
+from rollbook.trainer.parallel import ALONE, Ranks
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import TrainSequence
 
@@ -40,6 +41,7 @@ def tiny_trainer(
     temperature: float = 1.0,
     num_updates: int | None = None,
     export_dtype: str | None = None,
+    ranks: Ranks = ALONE,
     **config: Any,
 ) -> Trainer:
     model_config = tiny_config(**(model or {}))
@@ -54,6 +56,7 @@ def tiny_trainer(
         max_response_tokens=16,
         num_updates=num_updates,
         export_dtype=export_dtype,
+        ranks=ranks,
     )
 
 

@@ -57,6 +57,8 @@ class TrainerConfig(OptimizerFields):
     """Report the policy's entropy: one more pass over the logits."""
     gradient_checkpointing: bool = False
     """Keep only the layers' inputs for the backward pass and compute the rest again: less memory, a third more time."""
+    gather_bytes: int = Field(default=256 << 20, ge=4096)
+    """Weights of several ranks are gathered for a publication so many bytes at a time; larger tensors alone."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch in this process; empty: torch's default."""
 

@@ -13,6 +13,7 @@ from rollbook.modeling.load import LoadedModel
 from rollbook.trainer.config import CriticConfig
 from rollbook.trainer.optimizer import AdamW, lower_precision
 from rollbook.trainer.packing import ModelInputs
+from rollbook.trainer.parallel import ALONE, Ranks
 from rollbook.trainer.policy import predictor_states
 
 HEAD = "value_head.weight"
@@ -26,6 +27,8 @@ class Critic:
         policy: whose weights an own backbone starts from.
         masters: float32 weights of the policy's parameters that compute in less.
         num_updates: of the whole run, for schedules that decay.
+        dtype: in which the policy computes.
+        ranks: among which an own backbone is divided. Each holds the whole head.
     """
 
     def __init__(
@@ -34,24 +37,30 @@ class Critic:
         policy: LoadedModel,
         masters: Mapping[str, Tensor],
         num_updates: int | None,
+        dtype: torch.dtype,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
-        self.head = nn.Parameter(torch.zeros(1, policy.facts.hidden_size, device=policy.device))
-        if policy.dtype == torch.float64:
+        device = policy.device if ranks.is_alone else ranks.device
+        self.head = nn.Parameter(torch.zeros(1, policy.facts.hidden_size, device=device))
+        if dtype == torch.float64:
             self.head.data = self.head.data.double()
         self.backbone = policy
         parameters = {HEAD: self.head}
         own_masters: dict[str, Tensor] = {}
         if config.backbone == "own":
             self.backbone = dataclasses.replace(policy, module=copy.deepcopy(policy.module))
-            dtype = policy.dtype
             states = _backbone_parameters(self.backbone)
             for name, parameter in states.items():
                 if name in masters:
                     parameter.data = masters[name].clone()
-            own_masters = lower_precision(states, dtype)
+            if ranks.is_alone:
+                own_masters = lower_precision(states, dtype)
+            else:
+                ranks.shard(self.backbone, dtype)
+                states = _backbone_parameters(self.backbone)
             parameters |= states
-        self.optimizer = AdamW(parameters, config, masters=own_masters, num_updates=num_updates)
+        self.optimizer = AdamW(parameters, config, masters=own_masters, num_updates=num_updates, ranks=ranks)
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """[S] float32: the value before each action token."""

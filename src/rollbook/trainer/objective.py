@@ -7,7 +7,7 @@ the whole mini batch, and never by what it counts in the micro batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -75,6 +75,14 @@ class Objective(Protocol):
             entropy: [T] float32, nats, with a gradient; None unless it is measured or `needs_entropy`.
             denominators: of the mini batch.
         """
+
+
+@runtime_checkable
+class NotingObjective(Protocol):
+    """An objective that also keeps numbers of each token for its caller; ranks give each other theirs."""
+
+    noted: dict[int, Tensor]
+    """Index into the batch's sequences -> [n] float32."""
 
 
 class CriticObjective(Protocol):

@@ -4,8 +4,10 @@
             ▲                                                                  │ clip, AdamW
             └───────────────────── one copy a step ◄── master weights ◄────────┘
 
-When the model computes in float32 its weights are the master weights and nothing is copied. torch.optim is not
-used: constructing its optimizer imports the compiler stack, which takes longer than many small runs.
+When the model computes in float32 its weights are the master weights and nothing is copied. Where parameters are
+divided among ranks they are the float32 master weights, FSDP2 rounds what it gathers, and everything here is this
+rank's rows. torch.optim is not used: constructing its optimizer imports the compiler stack, which takes longer than
+many small runs.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 from rollbook.errors import CheckpointError
 from rollbook.trainer.config import OptimizerFields
+from rollbook.trainer.parallel import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class AdamW:
         masters: float32 weights of parameters that compute in less (see `lower_precision`); a parameter without
             one is its own master weight.
         num_updates: of the whole run, for schedules that decay.
+        ranks: among which the parameters are divided; one that is not is held whole by each of them.
     """
 
     def __init__(
@@ -77,8 +81,10 @@ class AdamW:
         *,
         masters: Mapping[str, Tensor] | None = None,
         num_updates: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
+        self.ranks = ranks
         self.num_updates_planned = num_updates
         self.num_updates = 0
         """Updates applied; a skipped one does not count."""
@@ -86,7 +92,7 @@ class AdamW:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         given = masters or {}
-        self.masters: list[Tensor] = [given.get(n, p.detach()) for n, p in parameters.items()]
+        self.masters: list[Tensor] = [given.get(n, ranks.local(p.detach())) for n, p in parameters.items()]
         self.means = [torch.zeros_like(m) for m in self.masters]
         self.mean_squares = [torch.zeros_like(m) for m in self.masters]
         self._sums: dict[int, Tensor] = {}
@@ -103,7 +109,7 @@ class AdamW:
     def gradients(self) -> list[Tensor]:
         """Sums over the micro batches since the last update, in master precision; zeros where none arrived."""
         sums = [self._sums.get(i, p.grad) for i, p in enumerate(self.parameters)]
-        return [torch.zeros_like(m) if g is None else g for g, m in zip(sums, self.masters)]
+        return [torch.zeros_like(m) if g is None else self.ranks.local(g) for g, m in zip(sums, self.masters)]
 
     def clear(self) -> None:
         self._sums = {}
@@ -119,7 +125,7 @@ class AdamW:
         """
         rate = self.lr() if lr is None else lr
         grads = self.gradients()
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))).item()
+        norm = self._global_norm(grads)
         if not math.isfinite(norm):
             self.num_skipped += 1
             self.clear()
@@ -130,12 +136,27 @@ class AdamW:
             torch._foreach_mul_(grads, limit / norm)
         self.num_updates += 1
         for decays in (True, False):
-            chosen = [i for i, m in enumerate(self.masters) if (m.ndim > 1) == decays]
+            chosen = [i for i, m in enumerate(self.masters) if (m.ndim > 1) == decays and m.numel()]
             if chosen:
                 self._update(chosen, grads, rate, self.config.weight_decay if decays else 0.0)
         self.refresh()
         self.clear()
         return UpdateReport(norm, rate, is_applied=True, is_clipped=is_clipped)
+
+    def _global_norm(self, grads: list[Tensor]) -> float:
+        """Of the whole gradient. Parameters held whole are summed over the ranks first, and count once."""
+        if self.ranks.is_alone:
+            return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))))
+        counted = []
+        for parameter, grad in zip(self.parameters, grads):
+            is_sharded = self.ranks.is_sharded(parameter)
+            if not is_sharded:
+                self.ranks.sum_(grad)
+            if is_sharded or self.ranks.rank == 0:
+                counted.append(grad)
+        zero = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
+        squares = [norm.double().square().view(1) for norm in torch._foreach_norm(counted)] if counted else []
+        return float(self.ranks.sum_(torch.cat([zero, *squares]).sum()).sqrt())
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -145,13 +166,17 @@ class AdamW:
             torch._foreach_copy_(lower, [self.masters[i] for i in self._lower])
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next update depends on."""
+        """Everything the next update depends on; of several ranks, whole tensors on the host of rank 0."""
+
+        def whole(held: Sequence[Tensor]) -> dict[str, Tensor]:
+            return {n: self.ranks.whole(t, p) for n, t, p in zip(self.names, held, self.parameters)}
+
         return {
             "num_updates": self.num_updates,
             "num_skipped": self.num_skipped,
-            "masters": dict(zip(self.names, self.masters)),
-            "means": dict(zip(self.names, self.means)),
-            "mean_squares": dict(zip(self.names, self.mean_squares)),
+            "masters": whole(self.masters),
+            "means": whole(self.means),
+            "mean_squares": whole(self.mean_squares),
         }
 
     @torch.no_grad()
@@ -169,13 +194,15 @@ class AdamW:
                     f"the checkpoint's {part} and the model differ in {len(odd)} tensors, first {odd[0]}",
                     "resume with the model and critic settings the run was started with",
                 )
-            for name, tensor in zip(self.names, held):
-                if saved[name].shape != tensor.shape:
+            for name, tensor, parameter in zip(self.names, held, self.parameters):
+                if saved[name].shape != parameter.shape:
                     raise CheckpointError(
-                        f"{name} is {list(saved[name].shape)} in the checkpoint and {list(tensor.shape)} in the model",
+                        f"{name} is {list(saved[name].shape)} in the checkpoint and {list(parameter.shape)} in the "
+                        "model",
                         "resume with the model the run was started with",
                     )
-                tensor.copy_(saved[name])
+                is_sharded = self.ranks.is_sharded(parameter)
+                tensor.copy_(self.ranks.own_rows(saved[name]) if is_sharded else saved[name])
         self.num_updates, self.num_skipped = int(state["num_updates"]), int(state["num_skipped"])
         self.refresh()
         self.clear()

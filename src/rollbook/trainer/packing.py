@@ -1,6 +1,7 @@
 """From train sequences to packed micro batches within a token budget.
 
     plan_micro_batches   which sequences go together (best fit, largest first)
+    deal_micro_batches   the same for several ranks: as many for each, of similar size at a time
     pack                 their tokens laid end to end, for the model and for the loss
 
 The model's tokens and the loss's tokens are not the same row: the model computes a shared prompt once and never
@@ -91,6 +92,48 @@ def plan_micro_batches(
             if half:
                 del largest[half:]
     return [sorted(members, key=lambda i: (sequences[i].group_id, i)) for members in plan]
+
+
+def deal_micro_batches(
+    sequences: Sequence[TrainSequence],
+    indices: Sequence[int],
+    max_tokens: int,
+    *,
+    share_prompts: bool,
+    num_ranks: int,
+) -> list[list[list[int]]]:
+    """The micro batches of each rank. All ranks get the same number, empty ones where sequences run out: they compute
+    together, layer by layer, so those that compute at the same time are of similar size.
+
+    Returns:
+        [num_ranks][micro batches] indices; each index once.
+    """
+
+    def plan(most: int, num_micro_batches: int | None = None) -> list[list[int]]:
+        return plan_micro_batches(
+            sequences, indices, most, share_prompts=share_prompts, num_micro_batches=num_micro_batches
+        )
+
+    dealt = plan(max_tokens)
+    if num_ranks == 1 or not dealt:
+        return [list(dealt) for _ in range(num_ranks)]
+    num_tokens = sum(computed_tokens(sequences[i]) for i in indices)
+
+    def cost(members: Sequence[int]) -> int:
+        return sum(tokens for tokens, _ in _units(sequences, members, num_tokens, share_prompts))
+
+    number = -(-len(dealt) // num_ranks) * num_ranks
+    even = -(-sum(map(cost, dealt)) // number)
+    budget = max_tokens
+    for smaller in (int(even * slack) for slack in (1.0, 1.05, 1.1, 1.2, 1.4)):
+        if smaller < max_tokens and len(plan(smaller)) <= number:
+            budget = smaller
+            break
+    dealt = plan(budget, number)
+    dealt.sort(key=lambda members: (-cost(members), members))
+    turns = [dealt[start : start + num_ranks] for start in range(0, number, num_ranks)]
+    turns = [turn if n % 2 == 0 else turn[::-1] for n, turn in enumerate(turns)]
+    return [[turn[rank] for turn in turns] for rank in range(num_ranks)]
 
 
 def pack(

@@ -7,18 +7,19 @@ import numpy as np
 from rollbook.errors import ConfigError
 from rollbook.modeling.config import ModelConfig
 from rollbook.modeling.load import LoadedModel, load_model
+from rollbook.trainer.parallel import ALONE, Ranks
 
 NUM_COMPARED_TOKENS = 2000
 """Ids whose text is compared, spread over the vocabulary."""
 
 
-def load_teacher(config: ModelConfig, policy: LoadedModel) -> LoadedModel:
-    """The model of `[teacher]`, without gradients.
+def load_teacher(config: ModelConfig, policy: LoadedModel, ranks: Ranks = ALONE) -> LoadedModel:
+    """The model of `[teacher]`, without gradients; on the host where it is to be divided among ranks.
 
     Raises:
         ConfigError: it cannot be loaded, or its token ids, context or device are not those of the policy.
     """
-    teacher = load_model(config)
+    teacher = load_model(config, device=None if ranks.is_alone else "cpu")
     teacher.module.requires_grad_(False)
     if teacher.device != policy.device:
         raise ConfigError(

@@ -1,17 +1,18 @@
-"""The policy under training, in one process.
+"""The policy under training, in one process or divided among several.
 
     make_batch ──► fill_proximal · _reference · _teacher · _values ──► update · update_critic ──► export_weights
     mini batches   forward passes, written into the sequences          one optimizer update       to the publisher
                                                                        per mini batch
 
-Every loss is a sum of shares: micro batches (and, later, ranks) only add. Parameters are reached through
-`LoadedModel` and `AdamW` alone, so that sharding them changes those two.
+Every loss is a sum of shares: micro batches and ranks only add. Each rank of several makes every call, with the same
+arguments, and gets the same answer; where an answer is large (`state_dict`), rank 0 has it (`parallel.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,20 @@ from rollbook.modeling.logprobs import token_logprobs
 from rollbook.observe.values import Last, Ratio, Total, Values, merge
 from rollbook.trainer.config import CriticConfig, TrainerConfig
 from rollbook.trainer.critic import Critic
-from rollbook.trainer.objective import CriticObjective, Denominators, MicroBatch, Objective
+from rollbook.trainer.export import gathered
+from rollbook.trainer.objective import (
+    CriticObjective,
+    Denominators,
+    MicroBatch,
+    NotingObjective,
+    Objective,
+)
 from rollbook.trainer.optimizer import AdamW, UpdateReport, lower_precision
-from rollbook.trainer.packing import ModelInputs, pack, plan_micro_batches
+from rollbook.trainer.packing import ModelInputs, computed_tokens, deal_micro_batches, pack
+from rollbook.trainer.parallel import ALONE, Ranks
 from rollbook.trainer.policy import frozen_copy, predictor_states, trainable
 from rollbook.trainer.teacher import load_teacher
-from rollbook.types import TrainBatch, TrainSequence
+from rollbook.types import Floats, TrainBatch, TrainSequence
 from rollbook.weights import TensorSpec
 
 
@@ -51,6 +60,8 @@ class Trainer:
         num_updates: optimizer updates of the whole run, for schedules that decay.
         compute_dtype: of forward and backward; None: `model_config.dtype`. "float64" is for proofs.
         export_dtype: of the published weights; None: as they compute.
+        ranks: among which the policy, its critic, reference and teacher are divided. They are loaded on the host and
+            move to each rank's device layer by layer.
     """
 
     def __init__(
@@ -67,6 +78,7 @@ class Trainer:
         num_updates: int | None = None,
         compute_dtype: str | None = None,
         export_dtype: str | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         if not temperature > 0:
             raise ConfigError(
@@ -78,19 +90,30 @@ class Trainer:
         self.config = config
         self.temperature = temperature
         self.max_response_tokens = max_response_tokens
-        self.model = load_model(model_config, dtype="float32") if model is None else model
+        self.ranks = ranks
+        self.model = model or load_model(
+            model_config, dtype="float32", device=None if ranks.is_alone else "cpu"
+        )
         if config.gradient_checkpointing:
             self.model.enable_gradient_checkpointing()
-        parameters = trainable(self.model)
         compute = DTYPES[compute_dtype or model_config.dtype]
-        masters = lower_precision(parameters, compute)
-        self.optimizer = AdamW(parameters, config, masters=masters, num_updates=num_updates)
+        masters = lower_precision(trainable(self.model), compute) if ranks.is_alone else {}
         self.export_dtype = DTYPES[export_dtype] if export_dtype else compute
         self.reference = frozen_copy(self.model) if with_reference else None
-        self.teacher = None if teacher_config is None else load_teacher(teacher_config, self.model)
+        self.teacher = None if teacher_config is None else load_teacher(teacher_config, self.model, ranks)
         self.critic: Critic | None = None
         if critic_config is not None:
-            self.critic = Critic(critic_config, self.model, masters, num_updates)
+            self.critic = Critic(critic_config, self.model, masters, num_updates, compute, ranks)
+        if not ranks.is_alone:
+            ranks.shard(self.model, compute)
+            if self.reference is not None:
+                self.reference.module.to(compute)
+                ranks.shard(self.reference, compute)
+            if self.teacher is not None:
+                ranks.shard(self.teacher, self.teacher.dtype)
+        self.optimizer = AdamW(
+            trainable(self.model), config, masters=masters, num_updates=num_updates, ranks=ranks
+        )
 
     # ---- batches -----------------------------------------------------------------------------------------
 
@@ -156,19 +179,44 @@ class Trainer:
 
     @torch.no_grad()
     def _fill(self, batch: TrainBatch, name: str, compute: Callable[[ModelInputs], Tensor]) -> Values:
-        indices = range(len(batch.sequences))
         num_tokens = 0
-        plan = plan_micro_batches(
-            batch.sequences, indices, self.config.micro_batch_tokens, share_prompts=self.config.share_prompts
-        )
-        for members in plan:
+        rows: dict[int, Floats] = {}
+        for members in self._deal(batch, range(len(batch.sequences)), name):
             inputs, micro = self._pack(batch, members)
-            num_tokens += inputs.input_ids.shape[0]
+            num_tokens += inputs.input_ids.shape[0] if members else 0
             whole = _spread(compute(inputs), inputs, micro).float().cpu().numpy()
             bounds = micro.cu_seqlens.tolist()
-            for i, (start, end) in zip(members, itertools.pairwise(bounds)):
-                setattr(batch.sequences[i], name, whole[start:end].copy())
-        return {"trainer/num_forward_tokens": Total(num_tokens)}
+            rows |= {i: whole[a:b].copy() for i, (a, b) in zip(members, itertools.pairwise(bounds))}
+        for i, row in self.ranks.exchange(rows).items():
+            setattr(batch.sequences[i], name, row)
+        self._release()
+        return self.ranks.merged({"trainer/num_forward_tokens": Total(num_tokens)})
+
+    def _deal(self, batch: TrainBatch, members: Sequence[int], what: str) -> list[list[int]]:
+        """This rank's micro batches.
+
+        Raises:
+            DataError: the ranks were not given the same work.
+        """
+        dealt = deal_micro_batches(
+            batch.sequences,
+            members,
+            self.config.micro_batch_tokens,
+            share_prompts=self.config.share_prompts,
+            num_ranks=self.ranks.size,
+        )
+        work = [
+            batch.step,
+            len(members),
+            len(dealt[0]),
+            sum(computed_tokens(batch.sequences[i]) for i in members),
+        ]
+        self.ranks.require_same(f"{what} of step {batch.step} (step, sequences, micro batches, tokens)", work)
+        return dealt[self.ranks.rank]
+
+    def _release(self) -> None:
+        backbone = None if self.critic is None else self.critic.backbone
+        self.ranks.release(self.model, self.reference, self.teacher, backbone)
 
     def _predict(
         self, model: LoadedModel, inputs: ModelInputs, *, with_entropy: bool
@@ -207,7 +255,14 @@ class Trainer:
             entropy = None if entropies is None else _spread(entropies, inputs, micro)
             return objective.loss(micro, whole, entropy, counts)
 
-        return self._update(batch, share, self.optimizer, "actor", lr)
+        def predict(inputs: ModelInputs) -> Tensor:
+            return self._predict(self.model, inputs, with_entropy=False)[0]
+
+        values = self._update(batch, share, predict, self.optimizer, "actor", lr)
+        if isinstance(objective, NotingObjective) and not self.ranks.is_alone:
+            rows = {i: row.float().cpu().numpy() for i, row in objective.noted.items()}
+            objective.noted.update({i: torch.from_numpy(r) for i, r in self.ranks.exchange(rows).items()})
+        return values
 
     def update_critic(self, batch: TrainBatch, objective: CriticObjective) -> Values:
         """One optimizer update of the critic for each mini batch; otherwise as `update`.
@@ -220,41 +275,46 @@ class Trainer:
         def share(inputs: ModelInputs, micro: MicroBatch, counts: Denominators) -> tuple[Tensor, Values]:
             return objective.loss(micro, _spread(critic.values(inputs), inputs, micro), counts)
 
-        return self._update(batch, share, critic.optimizer, "critic", None)
+        return self._update(batch, share, critic.values, critic.optimizer, "critic", None)
 
     def _update(
         self,
         batch: TrainBatch,
         share: Callable[[ModelInputs, MicroBatch, Denominators], tuple[Tensor, Values]],
+        predict: Callable[[ModelInputs], Tensor],
         optimizer: AdamW,
         prefix: str,
         lr: float | None,
     ) -> Values:
         values: Values = {}
+        """Of this rank's micro batches."""
+        reports: Values = {}
+        """Of the updates, the same on every rank."""
         for mini_batch in batch.mini_batches:
             members = [i for i in mini_batch if batch.sequences[i].loss_mask.any()]
             counts = self._denominators(batch.sequences, members)
-            plan = plan_micro_batches(
-                batch.sequences,
-                members,
-                self.config.micro_batch_tokens,
-                share_prompts=self.config.share_prompts,
-            )
+            plan = self._deal(batch, members, prefix)
             try:
                 for chosen in plan:
                     inputs, micro = self._pack(batch, chosen)
-                    loss, more = share(inputs, micro, counts)
+                    if chosen:
+                        loss, more = share(inputs, micro, counts)
+                        merge(values, more)
+                        merge(values, {f"trainer/{prefix}_tokens": Total(inputs.input_ids.shape[0])})
+                    else:  # other ranks compute now, and need this one's part of every layer
+                        loss = predict(inputs).sum() * 0.0
                     loss.backward()  # type: ignore[no-untyped-call]
-                    merge(values, more)
-                    merge(values, {f"trainer/{prefix}_tokens": Total(inputs.input_ids.shape[0])})
             except BaseException:
                 optimizer.clear()
                 raise
-            merge(values, {f"trainer/{prefix}_micro_batches": Total(len(plan))})
+            merge(values, {f"trainer/{prefix}_micro_batches": Total(sum(map(bool, plan)))})
             if counts.num_loss_tokens == 0:
-                merge(values, {f"trainer/{prefix}_empty_updates": Total(1)})
+                merge(reports, {f"trainer/{prefix}_empty_updates": Total(1)})
                 continue
-            merge(values, _report(optimizer.step(lr), prefix))
+            merge(reports, _report(optimizer.step(lr), prefix))
+        self._release()
+        values = self.ranks.merged(values)
+        merge(values, reports)
         return values
 
     def _denominators(self, sequences: Sequence[TrainSequence], members: Iterable[int]) -> Denominators:
@@ -286,12 +346,28 @@ class Trainer:
         )
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names, tied tensors once. The live compute weights where their dtype is the engines'."""
-        for name, tensor in self.model.named_tensors().items():
+        """Hugging Face names, tied tensors once. The live compute weights where their dtype is the engines'; of several
+        ranks, gathered a bucket at a time: all of them must go through the stream, to its end."""
+        tensors = self.model.named_tensors()
+        if not self.ranks.is_alone:
+            yield from gathered(tensors, self.ranks, self.export_dtype, self.config.gather_bytes)
+            return
+        for name, tensor in tensors.items():
             yield name, tensor.detach().to(self.export_dtype)
 
+    def save_model(self, folder: Path) -> None:
+        """The published weights as a Hugging Face folder; rank 0 writes it."""
+        tensors = {n: t.cpu() for n, t in self.export_weights() if self.ranks.rank == 0}
+        if self.ranks.rank == 0:
+            self.model.save(folder, tensors)
+
+    def reset_moments(self) -> None:
+        """Forget the history of the policy's gradients and start its schedule anew."""
+        self.optimizer.reset_moments()
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next step depends on: weights, optimizer, schedule, reference, critic. Live tensors.
+        """Everything the next step depends on: weights, optimizer, schedule, reference, critic. Live tensors; of
+        several ranks, whole tensors on the host of rank 0, and nothing in their place on the others.
 
         There is no random state: the shuffle is a function of seed and step.
         """
@@ -299,7 +375,9 @@ class Trainer:
         if self.critic is not None:
             state["critic"] = self.critic.optimizer.state_dict()
         if self.reference is not None:
-            state["reference"] = {n: t.detach() for n, t in self.reference.named_tensors().items()}
+            tensors = self.reference.named_tensors()
+            whole, local = self.ranks.whole, self.ranks.local
+            state["reference"] = {n: whole(local(t.detach()), t) for n, t in tensors.items()}
         return state
 
     @torch.no_grad()
@@ -320,12 +398,16 @@ class Trainer:
             self.critic.optimizer.load_state_dict(state["critic"])
         if self.reference is not None:
             for name, tensor in self.reference.named_tensors().items():
-                tensor.copy_(state["reference"][name])
+                saved = state["reference"][name]
+                is_sharded = self.ranks.is_sharded(tensor)
+                self.ranks.local(tensor.detach()).copy_(self.ranks.own_rows(saved) if is_sharded else saved)
 
     def freeze_reference(self) -> None:
         """The reference becomes the policy of this moment (after a warm-up)."""
         if self.reference is not None:
-            self.reference = frozen_copy(self.model)
+            now = self.model.named_tensors()
+            for name, tensor in self.reference.named_tensors().items():
+                self.ranks.local(tensor.detach()).copy_(self.ranks.local(now[name].detach()))
 
     def offload(self) -> None:
         """Optimizer state and reference to host memory."""
