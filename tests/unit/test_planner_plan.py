@@ -262,3 +262,16 @@ def test_unknown_names_get_the_nearest() -> None:
         choice_of("--rollout-dtype", "float9", "bfloat16", "float8", "auto")
     with pytest.raises(PlanError, match="40:24"):
         split_of("40-24")
+
+
+def test_a_plan_that_needs_offload_keeps_it_in_its_what_ifs() -> None:
+    """Qwen3-32B on 8 H100 fits with optimizer state on the host only: other sizes and what-ifs are asked likewise."""
+    plan = make_plan(request("Qwen3-32B", 8))
+    chosen = plan.require_chosen()
+    assert chosen.train.is_offloaded
+    own = next(size for size in plan.sizes if size.num_gpus == 8)
+    assert own.best is not None and own.best.step_s == pytest.approx(chosen.step_s)
+    slower = plan.shifts[-1]
+    assert slower.step_s is not None and slower.step_s > chosen.step_s
+    assert plan.publication is not None
+    assert plan.publication.seconds == pytest.approx(chosen.account.seconds.sync)

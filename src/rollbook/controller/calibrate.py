@@ -66,7 +66,7 @@ def measure_machine(device: torch.device, *, dtypes: Sequence[str] = ("float32",
         name = torch.cuda.get_device_name(device)
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
-        name = platform.processor() or platform.machine()
+        name = "cpu"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return MachineSpec(
         name=platform.node() or "this machine",

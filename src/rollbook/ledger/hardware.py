@@ -42,6 +42,8 @@ class Accelerator:
     sources: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     """What no source gave and was filled in, with the reason."""
+    is_cpu: bool = False
+    """The machine's own processor, measured: no CUDA."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of `dtype`; a dtype without its own units runs at the rate of the next wider one."""
@@ -220,6 +222,10 @@ class MachineSpec:
     """Scoring one trajectory."""
     reward_base_s: float = 0.0
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.device in ("cpu", *_CPU_NAMES)
+
     def as_accelerator(self) -> Accelerator:
         """This machine as a device whose peaks are what was measured."""
         return Accelerator(
@@ -235,6 +241,7 @@ class MachineSpec:
             host_link_bytes_per_s=self.host_link_bytes_per_s or self.copy_bytes_per_s,
             nic_bytes_per_s=self.host_link_bytes_per_s or self.copy_bytes_per_s,
             sources=("rollbook calibrate",),
+            is_cpu=self.is_cpu,
         )
 
     def write(self, path: Path) -> None:
@@ -267,6 +274,8 @@ class MachineSpec:
             ) from error
 
 
+_CPU_NAMES = ("", "x86_64", "AMD64", "aarch64", "arm64")
+"""What a processor calls itself where it does not say "cpu"."""
 _RATES = ("gemm_flops_per_s", "copy_bytes_per_s", "memory_bytes", "tokens_per_s")
 """Ends of names of which a zero means that nothing was measured."""
 

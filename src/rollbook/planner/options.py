@@ -137,7 +137,7 @@ class PlanOptions:
         )
         return PlanRequest(
             model=model,
-            model_path=str(Path(self.model).parent) if self.model.endswith("config.json") else self.model,
+            model_path=_model_path(self.model),
             workload=workload,
             cluster=Cluster(
                 accelerator=load_accelerator(self.gpu),
@@ -171,6 +171,14 @@ class PlanOptions:
         number = parse_count(value, what=option)
         require_number(option, number, least=1, most=most, remedy=f"give {option} of at most {most:,}")
         return number
+
+
+def _model_path(named: str) -> str:
+    """What a written config should load: the folder of a config.json wherever it is run from, or the name."""
+    path = Path(named)
+    if path.suffix == ".json":
+        path = path.parent
+    return str(path.resolve()) if path.is_dir() else named
 
 
 def read_options(path: Path) -> dict[str, str | int | float | bool]:

@@ -151,7 +151,7 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         base_waterfall=tuple(waterfall(base.account, request.cluster)),
         chosen_waterfall=tuple(waterfall(chosen.account, request.cluster)) if chosen else (),
         sizes=() if brief else tuple(_sizes(request, search.layouts)),
-        shifts=() if brief or chosen is None else tuple(sensitivity(request, chosen, search.layouts)),
+        shifts=() if brief or chosen is None else tuple(sensitivity(search.request, chosen, search.layouts)),
         smallest_changes=changes,
         warnings=tuple(_warnings(request, base)),
     )
@@ -233,6 +233,9 @@ def _sizes(request: PlanRequest, layouts: list[ReplicaLayout]) -> list[Size]:
             continue
         usable = [layout for layout in layouts if num_gpus % layout.num_gpus == 0]
         fitting = [c for c in Search(at_size, layouts=usable, is_brief=True).run() if c.fits]
+        if not fitting and request.offload == "auto":
+            offloaded = replace(at_size, offload="optimizer")
+            fitting = [c for c in Search(offloaded, layouts=usable, is_brief=True).run() if c.fits]
         best, _ = choose(at_size, fitting) if fitting else (None, "")
         sizes.append(Size(num_gpus=num_gpus, best=best))
     return sizes

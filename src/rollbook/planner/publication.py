@@ -59,7 +59,6 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
         num_rollout_gpus=chosen.account.rollout.num_gpus,
         replica_gpus=chosen.rollout_layout.num_gpus,
         weight_dtype=chosen.rollout_layout.weight_dtype,
-        state_is_offloaded=chosen.train.is_offloaded,
     )
     methods: tuple[SyncMethod, ...] = ("in_process",) if colocated else ("broadcast", "delta", "disk")
     accounts = {

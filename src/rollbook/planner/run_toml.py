@@ -1,4 +1,8 @@
-"""The plan as a `run.toml` that `rollbook train` runs: every value with the reason that put it there."""
+"""The plan as a `run.toml` that `rollbook train` runs: every value with the reason that put it there.
+
+On GPUs the engines are vLLM's own processes, on a CPU the native engine in the trainer's. What `train` needs to be
+installed, and what of the plan it cannot carry out, stands at the head of the file.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ from rollbook.planner.words import MODE_TITLES, capitalized, count, format_bytes
 _WIDTH = 100
 _NUM_STEPS = 200
 _MOST_BUCKET_BYTES = 256 * 2**20
+_LEAST_POOL_TOKENS = 64
+"""Two pages."""
 
 
 @dataclass(slots=True)
@@ -47,11 +53,12 @@ def run_toml(plan: Plan) -> str:
         _run(plan, chosen),
         _model(plan),
         *_data(),
-        _rollout(plan, chosen),
+        *_rollout(plan, chosen),
         *_algorithm(plan, chosen),
         _trainer(plan, chosen),
         _buffer(plan, chosen),
-        _sync(chosen, publication),
+        _sync(plan, chosen, publication),
+        *_memory(plan, chosen),
         _checkpoint(chosen),
         _plan(plan),
     ]
@@ -73,9 +80,41 @@ def _header(plan: Plan, chosen: Candidate) -> str:
             f"{percent(chosen.account.mfu_frac)}, under the assumptions `{r.assumptions.name}`."
         ),
     ]
+    lines += ["#", "# Needs:", *(line for need in _needs(plan, chosen) for line in _comment(f"- {need}"))]
     for reasoned in plan.derivation:
         lines += ["#", f"# {reasoned.step}. {reasoned.title}", *_comment(reasoned.because)]
     return "\n".join(lines)
+
+
+def _is_cpu(plan: Plan) -> bool:
+    return plan.request.cluster.accelerator.is_cpu
+
+
+def _needs(plan: Plan, chosen: Candidate) -> list[str]:
+    """Packages and hardware that the file asks for, and what of the plan `rollbook train` does not do."""
+    cluster, layout = plan.request.cluster, chosen.rollout_layout
+    if _is_cpu(plan):
+        return ["this machine's processor: the native engine needs no extra package"]
+    gpus = f"{cluster.num_gpus} x {cluster.accelerator.name}"
+    needs = [f"{gpus} with CUDA", "the engine's package: pip install 'rollbook[vllm]'"]
+    if cluster.num_nodes > 1:
+        needs.append(
+            f"{cluster.num_nodes} hosts by the plan. Engines that take weights by {_transport(plan, chosen)} share a "
+            f"host with the trainer: on one host plan with --num-gpus {cluster.gpus_per_node}, or print the plan for "
+            "a cluster with --emit"
+        )
+    if layout.weight_dtype not in ("bfloat16", "float16"):
+        needs.append(
+            f"patience: the plan's seconds are for engines with {layout.weight_dtype} weights, and rollout.dtype "
+            "holds bfloat16 at least"
+        )
+    return needs
+
+
+def _transport(plan: Plan, chosen: Candidate) -> str:
+    if _is_cpu(plan):
+        return "inproc"
+    return "ipc" if is_colocated(chosen.mode) else "shm"
 
 
 def _run(plan: Plan, chosen: Candidate) -> _Table:
@@ -101,9 +140,13 @@ def _run_name(plan: Plan) -> str:
 
 def _model(plan: Plan) -> _Table:
     table = _Table("model")
-    table.put("path", plan.request.model_path or plan.request.model.name)
-    table.put("dtype", "bfloat16")
-    table.put("device", "cuda")
+    table.put(
+        "path",
+        plan.request.model_path or plan.request.model.name,
+        "Folder with config.json, weights and tokenizer, or their name on the hub.",
+    )
+    table.put("dtype", "float32" if _is_cpu(plan) else "bfloat16")
+    table.put("device", "cpu" if _is_cpu(plan) else "cuda")
     return table
 
 
@@ -117,10 +160,13 @@ def _data() -> list[_Table]:
     return [source, term]
 
 
-def _rollout(plan: Plan, chosen: Candidate) -> _Table:
+def _rollout(plan: Plan, chosen: Candidate) -> list[_Table]:
     r, rollout, layout = plan.request, chosen.account.rollout, chosen.rollout_layout
     table = _Table("rollout")
-    table.put("engine", "vllm")
+    if _is_cpu(plan):
+        table.put("engine", "native", "Our own engine: in the trainer's process, and fast on a CPU.")
+    else:
+        table.put("engine", "vllm", "The production engine, from the extra `vllm`.")
     gpus = f"TP {layout.tp_size}" + (f", EP {layout.ep_size}" if layout.ep_size > 1 else "")
     table.put(
         "num_replicas",
@@ -136,14 +182,18 @@ def _rollout(plan: Plan, chosen: Candidate) -> _Table:
         "or no more sequences come.",
     )
     per_token = r.model.kv_bytes_per_token(r.assumptions.kv_bytes_per_number)
-    pool_tokens = max(int(rollout.kv_pool_bytes // per_token), 1)
+    longest = r.workload.prompt_tokens + r.workload.max_response_tokens + r.workload.observation_tokens
+    in_use = rollout.slots_per_replica * math.ceil(longest)
+    pool_tokens = max(int(rollout.kv_pool_bytes // per_token), _LEAST_POOL_TOKENS)
+    if _is_cpu(plan):  # a pool is memory that is taken at once: no more than all slots can fill
+        pool_tokens = min(pool_tokens, in_use)
     table.put(
         "kv_pool_tokens",
         pool_tokens,
         f"{format_bytes(rollout.kv_pool_bytes)} beside the weights, {format_bytes(per_token)} a token.",
     )
     table.put("dtype", "auto")
-    table.put("device", "cuda")
+    table.put("device", "cpu" if _is_cpu(plan) else "cuda")
     if not chosen.is_on_policy:
         table.put(
             "kv_policy", "keep", "Recomputing the KV of running responses stalls decoding at each sync."
@@ -154,7 +204,12 @@ def _rollout(plan: Plan, chosen: Candidate) -> _Table:
         _deadline(latency_s),
         f"A step's responses take about {seconds(latency_s)}; four times that is a fault.",
     )
-    return table
+    if _is_cpu(plan):
+        return [table]
+    vllm = _Table("rollout.vllm")
+    vllm.put("in_process", False, "Each replica in processes of its own, beside the trainer's.")
+    vllm.put("tp_size", layout.tp_size if layout.ep_size <= 1 else layout.num_gpus)
+    return [table, vllm]
 
 
 def _deadline(expected_s: float) -> float:
@@ -221,15 +276,40 @@ def _buffer(plan: Plan, chosen: Candidate) -> _Table:
     return table
 
 
-def _sync(chosen: Candidate, publication: Publication) -> _Table:
+def _sync(plan: Plan, chosen: Candidate, publication: Publication) -> _Table:
     table = _Table("sync")
     table.put("every_steps", 1)
-    transport = "ipc" if is_colocated(chosen.mode) else "broadcast"
-    table.put("transport", transport, f"{capitalized(publication.because)}.")
-    if publication.method == "delta":
+    table.put(
+        "transport",
+        _transport(plan, chosen),
+        f"{capitalized(publication.because)}. {_WHY_TRANSPORT[_transport(plan, chosen)]}",
+    )
+    # A delta is of whole tensors: an engine that holds slices of them takes full publications.
+    if publication.method == "delta" and not _is_cpu(plan) and chosen.rollout_layout.num_gpus == 1:
         table.put("delta", True)
     table.put("bucket_bytes", _MOST_BUCKET_BYTES)
     return table
+
+
+_WHY_TRANSPORT = {
+    "inproc": "Engine and trainer share this process: tensors go by reference.",
+    "ipc": "Engine and trainer share their GPUs: buckets are opened where they lie.",
+    "shm": "vLLM's own processes read the buckets from shared memory of the host.",
+}
+
+
+def _memory(plan: Plan, chosen: Candidate) -> list[_Table]:
+    """The hand-over of colocated GPUs; on a CPU nothing has to make room."""
+    if _is_cpu(plan) or not is_colocated(chosen.mode):
+        return []
+    table = _Table("memory")
+    table.put("sleep_level", 2, "The step's publication brings the engine's weights back.")
+    table.put(
+        "offload",
+        True,
+        f"Both hand-overs of a step take {seconds(chosen.account.seconds.switch)} by the plan.",
+    )
+    return [table]
 
 
 def _checkpoint(chosen: Candidate) -> _Table:

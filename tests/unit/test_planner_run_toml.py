@@ -1,0 +1,117 @@
+"""Every config that `plan -o` writes is one that `train` takes where the needed parts are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook.cli.main import main
+from rollbook.config.loading import load_config
+from rollbook.config.run_config import RunConfig
+from rollbook.controller import startable
+from rollbook.ledger.hardware import MachineSpec
+
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "intermediate_size": 128,
+    "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+CPU = MachineSpec(
+    name="a desk", device="cpu", gemm_flops_per_s={"float32": 1e11, "bfloat16": 2e11}, copy_bytes_per_s=2e10,
+    memory_bytes=16 * 2**30,
+)  # fmt: skip
+
+
+@pytest.fixture
+def everything_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with vLLM for CUDA and eight GPUs, as far as the static checks look."""
+    import torch
+
+    found = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> Any:
+        return object() if name == "vllm" else found(name, package)
+
+    monkeypatch.setattr(startable.importlib.util, "find_spec", find)
+    monkeypatch.setattr(startable, "_is_installed", lambda package: package == "vllm")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    yield
+
+
+def written(folder: Path, *args: str) -> tuple[RunConfig, str]:
+    path = folder / "run.toml"
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *args, "-o", str(path)])
+    assert not ended.value.code
+    return load_config(path, [], RunConfig), path.read_text()
+
+
+def model_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "qwen3-tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder
+
+
+GPU_CASES = [
+    ("qwen3-0.6b", 1, []),
+    ("qwen3-0.6b", 2, ["--split", "1:1", "--response-tokens", "16k"]),
+    ("qwen3-8b", 8, []),
+    ("qwen3-8b", 8, ["--max-staleness", "0"]),
+    ("qwen3-8b", 64, ["--prompts", "64", "--algorithm", "ppo", "--reward", "model"]),
+    ("qwen3-8b", 16, ["--response-tokens", "8k", "--max-response-tokens", "32k", "--max-staleness", "4"]),
+    (
+        "qwen3-32b",
+        64,
+        ["--turns", "5", "--observation-tokens", "200", "--env-seconds", "2", "--reward", "sandbox"],
+    ),
+    ("qwen3-32b", 128, ["--assume", "paper", "--no-reference", "--no-proximal"]),
+    ("qwen3-30b-a3b", 64, ["--rollout-dtype", "auto", "--mini-batches", "16"]),
+    ("gpt-oss-20b", 16, ["--group-size", "2", "--prompts", "7"]),
+    ("deepseek-v3", 512, ["--max-staleness", "2"]),
+]
+
+
+@pytest.mark.parametrize(("model", "num_gpus", "extra"), GPU_CASES)
+@pytest.mark.usefixtures("everything_installed")
+def test_a_plan_for_gpus_is_a_config_that_train_can_start(
+    tmp_path: Path, model: str, num_gpus: int, extra: list[str]
+) -> None:
+    config, text = written(tmp_path, "--model", model, "--num-gpus", str(num_gpus), *extra)
+    config.check(startable.unstartable(config))
+    assert config.rollout.engine == "vllm" and "pip install 'rollbook[vllm]'" in text
+    assert f"# - {num_gpus} x H100 SXM with CUDA" in text
+    assert config.memory.moves_anything == (config.run.schedule in ("sync", "colocate_async"))
+    if num_gpus > 8:
+        assert f"{num_gpus // 8} hosts by the plan" in text.replace("\n# ", " ")
+
+
+@pytest.mark.parametrize(
+    "extra", [[], ["--algorithm", "ppo"], ["--mini-batches", "4", "--max-staleness", "0"]]
+)
+def test_a_plan_for_a_cpu_is_a_config_that_train_can_start_here(tmp_path: Path, extra: list[str]) -> None:
+    """No fixture: nothing but this installation is needed."""
+    hardware = tmp_path / "hardware.toml"
+    CPU.write(hardware)
+    config, text = written(
+        tmp_path, "--model", str(model_folder(tmp_path)), "--gpu", str(hardware), "--num-gpus", "1",
+        "--prompts", "8", "--group-size", "4", "--prompt-tokens", "20", "--response-tokens", "16", *extra,
+    )  # fmt: skip
+    config.check(startable.unstartable(config))
+    assert (config.rollout.engine, config.sync.transport) == ("native", "inproc")
+    assert (config.model.device, config.rollout.device, config.model.dtype) == ("cpu", "cpu", "float32")
+    longest = 20 + config.rollout.max_response_tokens
+    assert longest <= config.rollout.kv_pool_tokens <= config.rollout.num_slots * longest
+    assert "vllm" not in text.lower()
+    assert Path(config.model.path) == (tmp_path / "qwen3-tiny").resolve()
+
+
+def test_what_train_cannot_do_of_the_plan_is_said(tmp_path: Path) -> None:
+    _, text = written(tmp_path, "--model", "qwen3-32b", "--num-gpus", "8", "--rollout-dtype", "float8")
+    assert "float8 weights" in text.replace("\n# ", " ")
