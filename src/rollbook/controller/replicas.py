@@ -22,6 +22,7 @@ import torch
 
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.schedule import SCHEDULES
+from rollbook.modeling.lora import without_adapters
 from rollbook.modeling.tokenizer import Tokenizer
 from rollbook.rollout.engine import Engine
 from rollbook.rollout.native.engine import NativeEngine
@@ -89,9 +90,9 @@ async def start_replicas(parts: Parts) -> Replicas:
 
 async def native_replica(parts: Parts, link: Link | None, replica_id: int) -> Replica:
     """Our own engine, in this process."""
-    config, rollout = parts.config, parts.config.rollout
+    config, rollout, model = parts.config, parts.config.rollout, parts.trainer.model
     engine = NativeEngine(
-        parts.trainer.model,
+        without_adapters(model) if _takes_merged(config) else model,
         rollout,
         replica_id=replica_id,
         eos_token_ids=parts.tokenizer.eos_ids,
@@ -137,6 +138,11 @@ KINDS: dict[str, Callable[[Parts, Link | None, int], Awaitable[Replica]]] = {
 """By `rollout.engine`."""
 
 
+def _takes_merged(config: RunConfig) -> bool:
+    """Engines know nothing of adapters: they get the weights they make."""
+    return config.model.lora is not None and config.model.lora.publish == "merged"
+
+
 def _shares_weights(config: RunConfig) -> bool:
     """The engine computes with the trainer's memory where one device holds both in one dtype and they never run at
     once."""
@@ -146,6 +152,7 @@ def _shares_weights(config: RunConfig) -> bool:
         and config.rollout.dtype in ("auto", config.model.dtype)
         and config.rollout.mismatch == "none"
         and config.sync.transport == "inproc"
+        and not _takes_merged(config)
         and config.sync.staging == "staged"
         and config.sync.every_steps == 1  # else the engine would serve updates that no publication has named
     )

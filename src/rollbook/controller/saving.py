@@ -74,7 +74,7 @@ class Saver:
             CheckpointError: it could not be written.
         """
         final = self.folder.parent / "model"
-        write_aside(final, lambda aside: trainer.model.save(aside, dict(trainer.export_weights())))
+        write_aside(final, trainer.save_model)
         return take_place(final)
 
     def load(self, controller: Controller) -> int | None:

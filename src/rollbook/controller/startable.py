@@ -18,7 +18,7 @@ Problem = tuple[str, str]
 def unstartable(config: RunConfig) -> list[Problem]:
     """Everything that stands in the way of building the run's parts: packages, devices, combinations that no part can
     serve. Empty for a run that can start. Loads torch only where a device other than the CPU is asked for."""
-    return [*_engine_problems(config), *_device_problems(config)]
+    return [*_engine_problems(config), *_adapter_problems(config), *_device_problems(config)]
 
 
 def require_startable(config: RunConfig) -> None:
@@ -112,6 +112,37 @@ def _transport_problems(config: RunConfig) -> Iterator[Problem]:
         yield (
             "sync.transport is 'ipc', and the engine runs in the trainer's process, which has that memory already",
             "use sync.transport = 'inproc' (or rollout.vllm.in_process = false)",
+        )
+
+
+def _adapter_problems(config: RunConfig) -> Iterator[Problem]:
+    lora = config.model.lora
+    if config.teacher is not None and config.teacher.lora is not None:
+        yield "there is a [teacher.lora] table, and a teacher is not trained", "remove the table"
+    if lora is None:
+        return
+    if config.algorithm.needs_values and config.critic.backbone == "own":
+        yield (
+            "there is a [model.lora] table and critic.backbone is 'own', which trains a whole second model",
+            "use critic.backbone = 'shared', or an algorithm without a critic",
+        )
+    if lora.publish == "merged":
+        return
+    if config.rollout.engine != "native":
+        yield (
+            f"model.lora.publish is 'adapter' and rollout.engine '{config.rollout.engine}'",
+            "only the native engine takes adapters alone: use publish = 'merged'",
+        )
+    if config.memory.sleep_level == 2:
+        yield (
+            "model.lora.publish is 'adapter' and memory.sleep_level 2, which drops the base that no publication brings "
+            "back",
+            "use sleep_level 1, or publish = 'merged'",
+        )
+    if config.rollout.mismatch != "none":
+        yield (
+            f"model.lora.publish is 'adapter' and rollout.mismatch is '{config.rollout.mismatch}'",
+            "whole weights are rounded: use publish = 'merged'",
         )
 
 

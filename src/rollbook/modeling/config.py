@@ -66,6 +66,22 @@ class NewModelConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """The `[model.lora]` table: train low-rank adapters of some layers, and leave the rest of the model as it is."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rows of A and columns of B in W + (alpha / rank) B A."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale of the adapters, divided by the rank."""
+    targets: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+    """Linear layers that get an adapter, by the last part of their names."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """"merged": engines get whole weights, as of any other model; in bfloat16 the sum is rounded once more than the
+    trainer's. "adapter": A and B alone, for native engines, which hold the same base and compute the same sum."""
+
+
 class ModelConfig(Section):
     """Exactly one of `path` and `new`."""
 
@@ -87,7 +103,9 @@ class ModelConfig(Section):
     device: str = "cpu"
     """torch's name of the device, e.g. "cpu" or "cuda"."""
     seed: int = 0
-    """Decides the initial weights of a `new` model."""
+    """Decides the initial weights of a `new` model, and of adapters."""
+    lora: LoraConfig | None = None
+    """Train adapters only; the base is frozen in `dtype`, and the reference is the base without them."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from rollbook.errors import ConfigError
 from rollbook.modeling.attention import ATTENTIONS, packed_layout
 from rollbook.modeling.char_tokenizer import CharTokenizer, saved_alphabet
-from rollbook.modeling.config import ModelConfig, NewModelConfig
+from rollbook.modeling.config import LoraConfig, ModelConfig, NewModelConfig
 from rollbook.modeling.decoder import Decoder, DecoderConfig, read_config, unsupported_because, write_config
 from rollbook.modeling.logprobs import LmHead
+from rollbook.modeling.lora import adapter_tensors, add_adapters, computing_with, exported
 from rollbook.modeling.tokenizer import HubTokenizer, Tokenizer, load_inner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -65,6 +67,10 @@ class LoadedModel:
     """What gives hidden states where parameters are divided among ranks (`trainer/parallel.py`)."""
     compute_dtype: torch.dtype | None = None
     """Of forward and backward, where it is not that of the parameters."""
+    lora: LoraConfig | None = None
+    """Set where layers have adapters (`modeling/lora.py`)."""
+    stand_ins: Mapping[str, Tensor] | None = None
+    """Adapters of a reference, by name: it computes with them, on the policy's own base."""
 
     @property
     def device(self) -> torch.device:
@@ -79,11 +85,12 @@ class LoadedModel:
         """[B, T, hidden] after the last norm, from [B, T] ids and positions; `attention` goes to its function."""
         arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, **attention}
         module: Any = self.module
-        hidden: Tensor = (
-            module.base_model(**arguments).last_hidden_state
-            if self.entry is None
-            else self.entry(**arguments)
-        )
+        with nullcontext() if self.stand_ins is None else computing_with(module, self.stand_ins):
+            hidden: Tensor = (
+                module.base_model(**arguments).last_hidden_state
+                if self.entry is None
+                else self.entry(**arguments)
+            )
         return hidden
 
     def lm_head(self) -> LmHead:
@@ -103,7 +110,10 @@ class LoadedModel:
         return dict(config.to_dict())
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Live parameters (and saved buffers) by Hugging Face name; a tied tensor appears once."""
+        """Live parameters (and saved buffers) by Hugging Face name; a tied tensor appears once. Of a reference that
+        shares its base: its adapters."""
+        if self.stand_ins is not None:
+            return dict(self.stand_ins)
         tensors: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self.module.state_dict(keep_vars=True).items():
@@ -111,6 +121,27 @@ class LoadedModel:
                 seen.add(id(tensor))
                 tensors[name] = tensor
         return tensors
+
+    def published_shapes(self) -> dict[str, torch.Size]:
+        """What a publication carries, by name."""
+        tensors = self.named_tensors()
+        if self.lora is None:
+            return {name: tensor.shape for name, tensor in tensors.items()}
+        wants_adapters = self.lora.publish == "adapter"
+        adapters = adapter_tensors(self)
+        return {name: t.shape for name, t in tensors.items() if (name in adapters) == wants_adapters}
+
+    def published_tensors(self, dtype: torch.dtype, *, whole: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `published_shapes`, in that order; the live ones where nothing must be converted or merged.
+
+        Args:
+            whole: merge adapters, whatever is published: a model for readers that know none.
+        """
+        if self.lora is not None:
+            yield from exported(self, dtype, merge=whole or self.lora.publish == "merged")
+            return
+        for name, tensor in self.named_tensors().items():
+            yield name, tensor.detach().to(dtype)
 
     def set_attention(self, name: str) -> None:
         """Use the attention function of this name, a key of ATTENTIONS, from here on."""
@@ -182,8 +213,7 @@ def load_model(
     if config.new is not None:
         model = _new_model(config.new, config.seed)
         model.module.to(device=target, dtype=torch_dtype)
-        model.set_attention(attention)
-        return model
+        return _finished(model, config, attention)
     assert config.path is not None
     folder = _folder(config)
     source = _read_json(folder / "config.json", config.path)
@@ -199,7 +229,13 @@ def load_model(
         model = _load_builtin(read_config(source), folder, config.path, torch_dtype, target)
     if with_tokenizer:
         model.tokenizer = load_tokenizer(config, folder, model.facts)
+    return _finished(model, config, attention)
+
+
+def _finished(model: LoadedModel, config: ModelConfig, attention: str) -> LoadedModel:
     model.set_attention(attention)
+    if config.lora is not None:
+        add_adapters(model, config.lora, base_dtype=DTYPES[config.dtype], seed=config.seed)
     return model
 
 

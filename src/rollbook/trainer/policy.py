@@ -8,6 +8,7 @@ import dataclasses
 from torch import Tensor, nn
 
 from rollbook.modeling.load import LoadedModel
+from rollbook.modeling.lora import adapter_tensors
 from rollbook.trainer.packing import ModelInputs
 
 
@@ -17,7 +18,10 @@ def trainable(model: LoadedModel) -> dict[str, nn.Parameter]:
 
 
 def frozen_copy(model: LoadedModel) -> LoadedModel:
-    """The same weights at this moment, without gradients."""
+    """The same weights at this moment, without gradients. With adapters, a copy of them on the same base."""
+    if model.lora is not None:
+        adapters = {name: t.detach().clone() for name, t in adapter_tensors(model).items()}
+        return dataclasses.replace(model, stand_ins=adapters)
     module = copy.deepcopy(model.module).requires_grad_(False)
     return dataclasses.replace(model, module=module)
 

@@ -96,6 +96,11 @@ class Trainer:
         )
         if config.gradient_checkpointing:
             self.model.enable_gradient_checkpointing()
+        if self.model.lora is not None and not ranks.is_alone:
+            raise ConfigError(
+                f"there is a [model.lora] table and the trainer has {ranks.size} ranks",
+                "adapters are trained by one process: use one, or remove the table",
+            )
         compute = DTYPES[compute_dtype or model_config.dtype]
         masters = lower_precision(trainable(self.model), compute) if ranks.is_alone else {}
         self.export_dtype = DTYPES[export_dtype] if export_dtype else compute
@@ -341,23 +346,26 @@ class Trainer:
         size = torch.empty(0, dtype=self.export_dtype).element_size()
         name = str(self.export_dtype).removeprefix("torch.")
         return tuple(
-            TensorSpec(name=key, shape=tuple(t.shape), dtype=name, num_bytes=t.numel() * size)
-            for key, t in self.model.named_tensors().items()
+            TensorSpec(name=key, shape=tuple(shape), dtype=name, num_bytes=shape.numel() * size)
+            for key, shape in self.model.published_shapes().items()
         )
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names, tied tensors once. The live compute weights where their dtype is the engines'; of several
         ranks, gathered a bucket at a time: all of them must go through the stream, to its end."""
-        tensors = self.model.named_tensors()
-        if not self.ranks.is_alone:
-            yield from gathered(tensors, self.ranks, self.export_dtype, self.config.gather_bytes)
+        if self.ranks.is_alone:
+            yield from self.model.published_tensors(self.export_dtype)
             return
-        for name, tensor in tensors.items():
-            yield name, tensor.detach().to(self.export_dtype)
+        tensors = self.model.named_tensors()
+        yield from gathered(tensors, self.ranks, self.export_dtype, self.config.gather_bytes)
 
     def save_model(self, folder: Path) -> None:
-        """The published weights as a Hugging Face folder; rank 0 writes it."""
-        tensors = {n: t.cpu() for n, t in self.export_weights() if self.ranks.rank == 0}
+        """The published weights as a Hugging Face folder, adapters merged; rank 0 writes it."""
+        alone = self.ranks.is_alone
+        stream = (
+            self.model.published_tensors(self.export_dtype, whole=True) if alone else self.export_weights()
+        )
+        tensors = {n: t.cpu() for n, t in stream if self.ranks.rank == 0}
         if self.ranks.rank == 0:
             self.model.save(folder, tensors)
 

@@ -13,10 +13,12 @@ from rollbook.weights import TensorSpec
 
 
 class NativeWeights:
-    """`LiveWeights` over the engine's model: its parameters and saved buffers, tied tensors once."""
+    """`LiveWeights` over the engine's model: its parameters and saved buffers, tied tensors once. Of a model whose
+    adapters alone are published: those."""
 
     def __init__(self, model: LoadedModel) -> None:
-        self._tensors = model.named_tensors()
+        shapes = model.published_shapes()
+        self._tensors = {name: tensor for name, tensor in model.named_tensors().items() if name in shapes}
         self._specs = {
             name: TensorSpec(
                 name=name,
