@@ -22,7 +22,9 @@ EVENT_KINDS: dict[str, EventKind] = {
         ("effect", "remedy"),
         "Ctrl-C or a termination signal arrived; what it does, and what the next one does.",
     ),
-    "warmup": EventKind(("update", "loss"), "One update of the supervised warm-up."),
+    "warmup": EventKind(
+        ("update", "num_updates", "loss"), "One update of the supervised warm-up, of at most `num_updates`."
+    ),
     "warmup_check": EventKind(("exact_match",), "Held-out exact match during the warm-up, a value a source."),
     "run_ended": EventKind(("unwritten_metrics",), "The process left the directory in order."),
     "span_open": EventKind(
@@ -79,6 +81,11 @@ EVENT_KINDS: dict[str, EventKind] = {
     "preflight": EventKind(
         ("signals", "notes", "trial_reward", "trial_response_tokens"),
         "The checks before the first step passed.",
+    ),
+    "plan": EventKind(
+        ("topology", "stages", "step_s", "total_s"),
+        "What the ledger expects before the first step: seconds of each stage in the mean of all steps, of a step, and "
+        "of all steps that are left.",
     ),
     "commit": EventKind(
         ("replica_id", "weight_version", "num_bytes", "write_s", "digest_s"),
