@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """One table of the config file. A field's default lives here and nowhere else; its docstring is its help.
 
-    A section checks its own bounds (`Field(ge=...)` or a validator that raises ValueError with the remedy);
+    A section checks its own bounds (`Field(ge=...)` or a validator that raises ValueError: "what is wrong, with values;
+    what to do");
     relations between sections are checked by `RunConfig.check()`.
     """
 

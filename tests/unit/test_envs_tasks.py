@@ -119,10 +119,10 @@ def test_scalars_of_numpy_are_numbers() -> None:
 @pytest.mark.parametrize(
     ("section", "fields", "says"),
     [
-        (SourceConfig, {}, "given: none"),
-        (SourceConfig, {"task": "addition", "path": "x"}, "given: task, path"),
+        (SourceConfig, {}, "names nothing to read"),
+        (SourceConfig, {"task": "addition", "path": "x"}, "names task and path"),
         (SourceConfig, {"reasoning_gym": "chain_sum"}, "set num_prompts"),
-        (SourceConfig, {"hub": "openai/gsm8k"}, "needs a split"),
+        (SourceConfig, {"hub": "openai/gsm8k"}, "has no split"),
         (SourceConfig, {"path": "x", "template": "no place"}, "no {prompt}"),
         (SourceConfig, {"path": "x", "answer_pattern": "####"}, "no group"),
         (SourceConfig, {"path": "x", "answer_pattern": "("}, "no regular expression"),
@@ -134,7 +134,7 @@ def test_scalars_of_numpy_are_numbers() -> None:
         (DataConfig, {"sources": [{"path": "a"}], "system_prompt": "be brief"}, "no effect"),
         (RewardConfig, {"terms": []}, "is empty"),
         (RewardConfig, {"terms": [{"function": "exact"}, {"function": "exact"}]}, "two reward.terms"),
-        (RewardConfig, {"terms": [{"function": "exact", "name": "score"}]}, "may not be called"),
+        (RewardConfig, {"terms": [{"function": "exact", "name": "score"}]}, "call it otherwise"),
     ],
 )
 def test_sections_refuse_what_contradicts(section: Any, fields: dict[str, Any], says: str) -> None:

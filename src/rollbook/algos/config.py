@@ -167,7 +167,9 @@ class CorrectionConfig(Section):
     @model_validator(mode="after")
     def _has_effect(self) -> Self:
         if self.lower >= self.upper:
-            raise ValueError(f"correction.lower {self.lower} is not below correction.upper {self.upper}")
+            raise ValueError(
+                f"correction.lower {self.lower} is not below correction.upper {self.upper}; swap them"
+            )
         if self.level == "none" and (self.mode, self.lower, self.upper) != ("truncate", 0.0, 2.0):
             raise ValueError(
                 f"correction has mode {self.mode!r} and bounds [{self.lower}, {self.upper}] but level 'none': "

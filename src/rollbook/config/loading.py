@@ -156,11 +156,22 @@ def _in_words(detail: Any, data: Mapping[str, Any], cls: type[BaseModel]) -> tup
         message = "must be a table"
     what, _, rest = message.partition("\nhint: ")
     what = re.sub(r"^Input should be ", "must be ", what)
-    if not name:
-        return what, rest or "correct the values it names"
+    if kind in ("value_error", "assertion_error") and (
+        not name or isinstance(detail["input"], (Mapping, BaseModel))
+    ):
+        return _of_table(name, what, rest)  # a relation between fields: the message has their values
     return f"{name} is {_show(detail['input'])}: {what}", rest or _field_help(
         table, loc
     ) or "correct the value"
+
+
+def _of_table(name: str, what: str, remedy: str) -> tuple[str, str]:
+    """What a table's own validator says, as (what, remedy): it ends in the remedy after "; " or ": "."""
+    if not remedy:
+        separator = "; " if "; " in what else ": "
+        what, _, remedy = what.rpartition(separator) if separator in what else (what, "", "")
+    place = "" if not name or re.search(rf"\b{re.escape(name)}\b", what) else f"[{name}] "
+    return place + what, remedy or "correct the values it names"
 
 
 def _locate(

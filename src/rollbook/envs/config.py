@@ -61,7 +61,9 @@ class SourceConfig(Section):
     @classmethod
     def _has_place(cls, template: str) -> str:
         if "{prompt}" not in template:
-            raise ValueError(f"template {template!r} has no {{prompt}} to replace")
+            raise ValueError(
+                f"template {template!r} has no {{prompt}} to replace; put it where the text belongs"
+            )
         return template
 
     @field_validator("answer_pattern")
@@ -70,7 +72,9 @@ class SourceConfig(Section):
         try:
             groups = re.compile(pattern).groups
         except re.error as error:
-            raise ValueError(f"answer_pattern {pattern!r} is no regular expression: {error}") from None
+            raise ValueError(
+                f"answer_pattern {pattern!r} is no regular expression ({error}); mend it"
+            ) from None
         if pattern and groups < 1:
             raise ValueError(f"answer_pattern {pattern!r} has no group; put the answer in parentheses")
         return pattern
@@ -81,12 +85,13 @@ class SourceConfig(Section):
         given = [kind for kind, value in kinds.items() if value]
         if len(given) != 1:
             raise ValueError(
-                f"a source needs exactly one of task, reasoning_gym and path; given: {', '.join(given) or 'none'}"
+                f"a source names {' and '.join(given) or 'nothing to read'}; give exactly one of task, "
+                "reasoning_gym, path and hub"
             )
         if self.reasoning_gym and self.num_prompts == 0:
             raise ValueError("a reasoning_gym source is endless; set num_prompts")
         if self.hub and not self.split:
-            raise ValueError(f"source {self.hub!r} of the hub needs a split, such as train")
+            raise ValueError(f"source {self.hub!r} of the hub has no split; name one, such as train")
         return self
 
     @property
@@ -142,13 +147,19 @@ class DataConfig(Section):
             )
         moving = any(source.end_weight is not None for source in self.sources)
         if moving and not (all(weighted) and self.curriculum_prompts):
-            raise ValueError("an end_weight needs a weight on every source and data.curriculum_prompts")
+            raise ValueError(
+                "an end_weight stands alone; give a weight to every source, and data.curriculum_prompts"
+            )
         if self.curriculum_prompts and not moving:
-            raise ValueError("data.curriculum_prompts has no effect without an end_weight")
+            raise ValueError(
+                "data.curriculum_prompts has no effect without an end_weight; give one, or set it to 0"
+            )
         if self.system_prompt and not (self.chat or any(s.messages_column for s in self.sources)):
-            raise ValueError("data.system_prompt has no effect without chat = true or a messages_column")
+            raise ValueError(
+                "data.system_prompt has no effect in plain prompts; set chat = true or a messages_column"
+            )
         if moving and all(source.end_weight == 0 for source in self.sources):
-            raise ValueError("every end_weight is 0: nothing would be left to draw from")
+            raise ValueError("every end_weight is 0, so nothing would be left to draw from; keep one above 0")
         return self
 
 
@@ -183,6 +194,9 @@ class RewardConfig(Section):
     """Longest time one call may take; afterwards the trajectory fails as a timeout."""
     start_deadline_s: float = Field(default=60.0, gt=0)
     """Longest time a scorer process may take to start and import its functions."""
+    search_path: tuple[str, ...] = ()
+    """Folders in which the modules of import paths are looked for, beside Python's own path. Empty: the config's folder
+    and the current one, which `rollbook train` then writes down here."""
     num_workers: int = Field(default=2, ge=1)
     """Calls at once, for threads and for processes each."""
     self_test_prompts: int = Field(default=4, ge=0)
@@ -198,5 +212,7 @@ class RewardConfig(Section):
             if names.count(name) > 1:
                 raise ValueError(f"two reward.terms are called {name!r}; give them names")
             if name in ("score", "reward", "overlong"):
-                raise ValueError(f"a reward term may not be called {name!r}: that is the sum's own name")
+                raise ValueError(
+                    f"a reward term is called {name!r}, which is the sum's own name; call it otherwise"
+                )
         return self

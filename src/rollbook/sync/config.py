@@ -74,6 +74,6 @@ class SyncConfig(Section):
             )
         if self.transport == "disk" and not self.disk_dir:
             raise ValueError(
-                "sync.transport 'disk' needs sync.disk_dir, a folder that trainer and engines share"
+                "sync.transport is 'disk' and sync.disk_dir is empty; name a folder that trainer and engines share"
             )
         return self
