@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Awaitable, Callable, Mapping
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollbook.envs.rewards.builtin import digits, exact, numeric
 from rollbook.envs.rewards.math_verify import math_verify
+from rollbook.envs.rewards.math_verify import prepare as prepare_math_verify
+from rollbook.envs.rewards.reasoning_gym import prepare as prepare_reasoning_gym
 from rollbook.envs.rewards.reasoning_gym import reasoning_gym
 from rollbook.envs.rewards.result import Isolation
 from rollbook.errors import ConfigError, nearest_name
@@ -25,19 +28,39 @@ class BuiltIn:
 
     function: RewardFunction
     isolation: Isolation
+    prepare: Callable[[], object] | None = None
+    """Loads what the first call would otherwise load within its deadline."""
 
 
 REWARDS: Mapping[str, BuiltIn] = {
     "exact": BuiltIn(exact, "inline"),
     "digits": BuiltIn(digits, "inline"),
     "numeric": BuiltIn(numeric, "inline"),
-    "math_verify": BuiltIn(math_verify, "process"),
-    "reasoning_gym": BuiltIn(reasoning_gym, "process"),
+    "math_verify": BuiltIn(math_verify, "process", prepare_math_verify),
+    "reasoning_gym": BuiltIn(reasoning_gym, "process", prepare_reasoning_gym),
 }
 
 
-def find_function(name: str) -> RewardFunction:
-    """A built-in by name, or an import path `module:function`. Raises ConfigError."""
+def prepare(name: str) -> None:
+    """Load the libraries of a built-in; an own function has loaded them with its module."""
+    if name in REWARDS and (load := REWARDS[name].prepare):
+        load()
+
+
+def add_search_path(folders: Sequence[str]) -> None:
+    """Let import paths be found in these folders too, after everything else, so that no module is hidden by them."""
+    sys.path += [folder for folder in folders if folder not in sys.path]
+
+
+def find_function(name: str, folders: Sequence[str] = ()) -> RewardFunction:
+    """A built-in by name, or an import path `module:function`.
+
+    Args:
+        folders: where import paths are looked for beside Python's own path (`add_search_path` was called); for the
+            message.
+    Raises:
+        ConfigError: there is no such function, or its module cannot be imported.
+    """
     if name in REWARDS:
         return REWARDS[name].function
     module_name, colon, attribute = name.partition(":")
@@ -48,10 +71,21 @@ def find_function(name: str) -> RewardFunction:
         )
     try:
         module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"reward function {name!r}: {module_name} imports {error.name!r}, which is not installed",
+                f"install {error.name}, or put it beside {module_name}",
+            ) from None
+        searched = ", ".join([*folders, "PYTHONPATH and the installed packages"])
+        raise ConfigError(
+            f"reward function {name!r}: there is no module {error.name!r}; searched: {searched}",
+            f"put {error.name.replace('.', '/')}.py beside the config, or add its folder to reward.search_path",
+        ) from None
     except Exception as error:  # whatever the user's module raises when it is imported
         raise ConfigError(
             f"reward function {name!r}: importing {module_name} raised {type(error).__name__}: {error}",
-            "check the module's name and that its folder is on PYTHONPATH",
+            "mend the module: it must import without an error",
         ) from None
     function = vars(module).get(attribute)
     if not callable(function):

@@ -28,6 +28,12 @@ def _library() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return parse, verify
 
 
+def prepare() -> None:
+    """Import the library and its parser's tables."""
+    parse, verify = _library()
+    verify(parse("$1$", parsing_timeout=None), parse("1", parsing_timeout=None), timeout_seconds=None)
+
+
 def math_verify(response: str, task: Mapping[str, JsonValue], **_: JsonValue) -> float:
     """1 when an expression of the response equals the answer; LaTeX, plain numbers, sets, intervals."""
     parse, verify = _library()

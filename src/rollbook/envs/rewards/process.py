@@ -23,8 +23,11 @@ class _Died(Exception):
 class ScorerProcess:
     """One process. After a failed call it is dead and the next call starts another."""
 
-    def __init__(self, functions: Sequence[str], *, start_deadline_s: float) -> None:
+    def __init__(
+        self, functions: Sequence[str], *, start_deadline_s: float, folders: Sequence[str] = ()
+    ) -> None:
         self._functions = list(functions)
+        self._folders = list(folders)
         self._start_deadline_s = start_deadline_s
         self._process: Process | None = None
 
@@ -42,7 +45,11 @@ class ScorerProcess:
             limit=MAX_REPLY_BYTES,
             start_new_session=True,  # Ctrl-C is for the run; it ends this process by closing its input
         )
-        request: dict[str, JsonValue] = {"path": list(sys.path), "load": list(self._functions)}
+        request: dict[str, JsonValue] = {
+            "path": list(sys.path),
+            "load": list(self._functions),
+            "folders": list(self._folders),
+        }
         try:
             async with asyncio.timeout(self._start_deadline_s):
                 reply = await self._exchange(request)
@@ -126,8 +133,18 @@ class ScorerProcess:
 class ProcessPool:
     """A fixed number of scorer processes; a call waits for a free one."""
 
-    def __init__(self, functions: Sequence[str], *, num_workers: int, start_deadline_s: float) -> None:
-        self._all = [ScorerProcess(functions, start_deadline_s=start_deadline_s) for _ in range(num_workers)]
+    def __init__(
+        self,
+        functions: Sequence[str],
+        *,
+        num_workers: int,
+        start_deadline_s: float,
+        folders: Sequence[str] = (),
+    ) -> None:
+        self._all = [
+            ScorerProcess(functions, start_deadline_s=start_deadline_s, folders=folders)
+            for _ in range(num_workers)
+        ]
         self._free: asyncio.LifoQueue[ScorerProcess] = asyncio.LifoQueue()
 
     async def start(self) -> None:

@@ -8,6 +8,8 @@ only once the same scorer has judged its own reference answer without raising; o
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,12 @@ from rollbook.envs.reasoning_gym import entry
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
+
+
+def prepare() -> None:
+    """Import the library; a missing one is said by the task that asks for it."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("reasoning_gym.factory")
 
 
 def reasoning_gym(response: str, task: Mapping[str, JsonValue], **_: JsonValue) -> float:

@@ -11,13 +11,19 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
 
 from rollbook.envs.config import RewardConfig, RewardTermConfig
-from rollbook.envs.rewards.functions import REWARDS, RewardFunction, find_function
+from rollbook.envs.rewards.functions import (
+    REWARDS,
+    RewardFunction,
+    add_search_path,
+    find_function,
+    prepare,
+)
 from rollbook.envs.rewards.process import ProcessPool
 from rollbook.envs.rewards.result import SCORE, Isolation, RewardResult, checked_score
 from rollbook.errors import ConfigError, RewardError
@@ -38,11 +44,11 @@ class Term:
     isolation: Isolation
 
     @classmethod
-    def of(cls, config: RewardTermConfig) -> Term:
+    def of(cls, config: RewardTermConfig, folders: Sequence[str]) -> Term:
         isolation = config.isolation
         if isolation == "auto":
             isolation = REWARDS[config.function].isolation if config.function in REWARDS else "thread"
-        function = None if isolation == "process" else find_function(config.function)
+        function = None if isolation == "process" else find_function(config.function, folders)
         return cls(config, config.name or config.function.rpartition(":")[2], function, isolation)
 
     def applies_to(self, prompt: Prompt) -> bool:
@@ -54,7 +60,8 @@ class Scorer:
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
-        self.terms = [Term.of(term) for term in config.terms]
+        add_search_path(config.search_path)
+        self.terms = [Term.of(term, config.search_path) for term in config.terms]
         self.num_abandoned_threads = 0
         """Threads past their deadline that have not ended yet."""
         self._threads = asyncio.Semaphore(config.num_workers)
@@ -68,8 +75,11 @@ class Scorer:
                 functions,
                 num_workers=self.config.num_workers,
                 start_deadline_s=self.config.start_deadline_s,
+                folders=self.config.search_path,
             )
             await self._processes.start()
+        for function in {t.config.function for t in self.terms if t.isolation != "process"}:
+            await asyncio.to_thread(prepare, function)
 
     async def close(self) -> None:
         """Kill the scorer processes; safe to call twice."""

@@ -42,10 +42,12 @@ async def self_test(scorer: Scorer, prompts: Iterable[Prompt]) -> list[SelfTest]
 
 def require_proven(tests: Sequence[SelfTest]) -> list[str]:
     """Raise ConfigError when a scorer failed its test; return a sentence for each source that had none."""
-    problems = [f"source {test.source!r}: {problem}" for test in tests for problem in test.problems]
-    if problems:
+    failed = [test for test in tests if test.problems]
+    if failed:
+        others = ", ".join(repr(test.source) for test in failed[1:])
         raise ConfigError(
-            "the reward failed its self-test: " + "; ".join(problems),
+            f"the reward failed its self-test: source {failed[0].source!r}: {'; '.join(failed[0].problems)}"
+            + (f"; and so for {others}" if others else ""),
             "mend the scorer or the answer column; a function that uses signals needs isolation = 'process'; a "
             "term that is not about the answer has is_tested = false",
         )
@@ -62,17 +64,25 @@ async def _test_source(scorer: Scorer, source: str, prompts: Sequence[Prompt]) -
     chosen = answered[: scorer.config.self_test_prompts]
     if not chosen or not terms:
         return SelfTest(source, 0, ())
-    problems: list[str] = []
+    examples: list[str] = []
     wrong_results: list[tuple[str, RewardResult]] = []
     for prompt in chosen:
         reference = str(prompt.task["answer"])
         result = await scorer.score(reference, prompt)
-        problems += _reference_problems(terms, reference, prompt, result)
+        examples += _reference_problems(terms, reference, prompt, result)[:1]
         wrong = _wrong_answer(reference, answered)
         wrong_results.append((wrong, await scorer.score(wrong, prompt)))
-    for term in terms:
-        problems += _wrong_problems(term, wrong_results)
+    if examples:  # what the wrong answers get says nothing more then
+        count = f" ({len(examples)} of {len(chosen)} reference answers)" if len(chosen) > 1 else ""
+        return SelfTest(source, len(chosen), (examples[0] + count,))
+    problems = [problem for term in terms for problem in _wrong_problems(term, wrong_results)]
     return SelfTest(source, len(chosen), tuple(dict.fromkeys(problems)))
+
+
+def _short(message: str) -> str:
+    """The first line, at most 200 characters."""
+    line = message.splitlines()[0] if message else message
+    return line if len(line) <= 200 else line[:197] + "..."
 
 
 def _wrong_answer(reference: str, answered: Sequence[Prompt]) -> str:
@@ -86,7 +96,8 @@ def _reference_problems(
 ) -> list[str]:
     if result.failure is not None:
         return [
-            f"the reference answer {reference!r:.60} of {prompt.prompt_id} fails: {result.failure.message}"
+            f"the reference answer {reference!r:.60} of {prompt.prompt_id} fails: "
+            + _short(result.failure.message)
         ]
     return [
         f"{term.name!r} gives the reference answer {reference!r:.60} of {prompt.prompt_id} "
@@ -102,7 +113,7 @@ def _wrong_problems(term: Term, results: Sequence[tuple[str, RewardResult]]) -> 
     if not scored:
         failure = results[0][1].failure
         assert failure is not None
-        return [f"every wrong answer fails, for example {results[0][0]!r:.60}: {failure.message}"]
+        return [f"every wrong answer fails, for example {results[0][0]!r:.60}: {_short(failure.message)}"]
     if all(value >= term.config.full_marks - TOLERANCE for _, value in scored):
         return [f"{term.name!r} gives full marks to wrong answers too, for example {scored[0][0]!r:.60}"]
     return []

@@ -1,12 +1,13 @@
 """A scorer process: `python -m rollbook.envs.rewards.worker`.
 
-One JSON object a line. In: {"path": [...], "load": [names]} once, then {"function", "response", "task", "options"}.
-Out, a line each: {"scores": {...}} or {"error": "..."}. Functions run in the main thread, so that their signals
-work; what they print goes to stderr. The process ends when its input does, even in the middle of a call.
+One JSON object a line. In: {"path": [...], "load": [names], "folders": [...]} once, then {"function", "response",
+"task", "options"}. Out, a line each: {"scores": {...}} or {"error": "..."}. Functions run in the main thread, so that
+their signals work; what they print goes to stderr. The process ends when its input does, even in the middle of a call.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from rollbook.envs.rewards.functions import find_function
+from rollbook.envs.rewards.functions import find_function, prepare
 from rollbook.envs.rewards.result import checked_score
 from rollbook.errors import ConfigError
 
@@ -31,8 +32,10 @@ def _read(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
 
 def _load(request: dict[str, Any]) -> dict[str, Any]:
     sys.path[:] = request["path"]
-    for name in request["load"]:
-        find_function(name)
+    for name in request["load"]:  # libraries too, however long that takes: a call's deadline is for the call
+        if inspect.iscoroutinefunction(find_function(name, request["folders"])):
+            importlib.import_module("asyncio")
+        prepare(name)
     return {"scores": {}}
 
 
