@@ -366,8 +366,10 @@ def _load_transformers(
         )
     if (folder / INDEX).is_file():
         _shards(folder, str(config.path))
+    import transformers
     from transformers import AutoModelForCausalLM
 
+    transformers.utils.logging.disable_progress_bar()  # the run has a view of its own
     _register_with_transformers(attention)
     try:
         module = AutoModelForCausalLM.from_pretrained(
@@ -465,9 +467,27 @@ def _folder(config: ModelConfig) -> Path:
         return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=patterns))
     except Exception as error:  # network, authorization and naming errors of the hub client
         raise ConfigError(
-            f"model.path {config.path!r} is no local folder and the hub gave: {_first_line(error)}",
-            "check the name and the network, or download the model and give its folder",
+            f"model.path {config.path!r} is no folder (seen from {Path.cwd()}), and as a model of the Hugging Face hub "
+            + _hub_problem(error),
+            "give the path of a model folder, or check the hub name; without a network, download the model first",
         ) from None
+
+
+def _hub_problem(error: Exception) -> str:
+    """Why the hub gave no model, in words; its client's own chain ends in "Got: ConnectError" and the like."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "it may not be read with this login (gated)"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "it does not exist, or is private"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "it has no such model.revision"
+    if isinstance(error, errors.HFValidationError):
+        return f"its name is not valid ({_first_line(error)})"
+    if isinstance(error, errors.LocalEntryNotFoundError | ConnectionError | TimeoutError):
+        return "it cannot be reached (no network, or offline mode) and is not in the local cache"
+    return f"it cannot be read: {_first_line(error)}"
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:
