@@ -35,11 +35,19 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     def refuse(
         *, config: Mapping[str, Any] | None = None, faults: list[Fault] | None = None, **overrides: Any
     ) -> tuple[str, str]:
-        return train(
-            [str(write_tiny(tmp_path, config=config))], capsys, faults=faults or [], overrides=overrides
-        )
+        path = write_tiny(tmp_path, config=config)
+        before = snapshot(tmp_path)
+        said = train([str(path)], capsys, faults=faults or [], overrides=overrides)
+        assert snapshot(tmp_path) == before  # neither a run directory nor anything else
+        return said
 
     return refuse
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file and folder under `folder`, with what it holds. The lock names the process that holds it."""
+    found = [path for path in folder.rglob("*") if path.name not in ("lock", "__pycache__")]
+    return {str(path): b"" if path.is_dir() else path.read_bytes() for path in found}
 
 
 def train(
@@ -146,7 +154,6 @@ def test_prompts_that_cannot_be_used_are_named_before_the_first_step(
     error, hint = refused(**overrides)
     assert re.search(says, error)
     assert hint
-    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
 def test_a_file_that_is_not_utf8_is_named_by_line_and_byte(refused: Any, tmp_path: Path) -> None:
@@ -172,7 +179,7 @@ def test_a_file_that_is_not_utf8_is_named_by_line_and_byte(refused: Any, tmp_pat
         ({"eval.num_prompts": 3}, "eval.num_prompts is 3 and 0 prompts are held out"),
         ({"algorithm.name": "distill"}, "algorithm.distill.placement is 'advantage'"),
         ({"rollout.engine": "vllm"}, "rollout.engine is 'vllm'"),
-        ({"sync.transport": "broadcast"}, "sync.transport is 'broadcast'"),
+        ({"sync.transport": "disk"}, "sync.disk_dir is empty"),
         ({"model.device": "gpu"}, "model.device is 'gpu'"),
         ({"rollout.device": "cuda:x"}, "rollout.device is 'cuda:x'"),
         ({"rollout.kv_pool_tokens": 8}, "7 + 6 tokens of keys and values and the pool holds 8"),
@@ -291,9 +298,10 @@ def test_a_scorer_that_breaks_down_later_stops_the_run_resumable(
     assert len(run.metrics) == 4
 
 
-def cli_resume(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def cli_resume(folder: Path, capsys: pytest.CaptureFixture[str], **overrides: Any) -> None:
+    settings = [part for one in as_set(overrides) for part in ("--set", one)]
     with pytest.raises(SystemExit) as ended:
-        cli.main(["train", "--resume", str(folder)])
+        cli.main(["train", "--resume", str(folder), *settings])
     said = capsys.readouterr()
     assert ended.value.code == 0, said.err
     assert said.out == f"{folder}\n"
@@ -347,13 +355,40 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_resumes(
     data[-9] ^= 4
     (newest / "tensors.safetensors").write_bytes(data)
     more = {"run.num_steps": 3}
+    before = snapshot(run.folder)
     error, hint = train(["--resume", str(run.folder)], capsys, overrides=more)
+    assert snapshot(run.folder) == before  # the config too: a refused resume has changed nothing
     assert f"{newest / 'tensors.safetensors'} does not have the digest of its manifest" in error
     assert "delete this checkpoint and resume from the one before" in hint
     shutil.rmtree(newest)
-    cli_resume(run.folder, capsys)
+    cli_resume(run.folder, capsys, **more)
     for name, tensor in whole.parameters.items():
         assert tensor.equal(run.parameters[name]), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"model.path": "nowhere", "model.new": {}}, "model"),
+        ({"model.new.hidden_size": 64}, "hidden"),
+        ({"reward.terms.0.function": "tiny_rewards:raises", "run.num_steps": 9}, "divided by zero"),
+        ({"rollout.group_size": 1}, "group_size is 1"),
+    ],
+)
+def test_a_refused_resume_changes_nothing_in_the_run_directory(
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], overrides: dict[str, Any], says: str
+) -> None:
+    """Neither its config nor its events; also where a killed process left half a line to repair."""
+    run = tiny_run()
+    with (run.folder / "events.jsonl").open("a") as events:
+        events.write('{"kind": "half')
+    before = snapshot(run.folder)
+    more = {"run.num_steps": 9, **overrides}
+    assert train(["--resume", str(run.folder)], capsys, overrides=more)[1]
+    assert snapshot(run.folder) == before
+    cli_resume(run.folder, capsys, **{"run.num_steps": 3})
+    assert len(run.metrics) == 3
+    assert run.events_of("repair")
 
 
 # ---- the disk is full
@@ -399,7 +434,7 @@ class FullDisk:
     ("name", "write", "says"),
     [
         ("metrics.jsonl", 1, "no space left to write .*metrics.jsonl"),
-        ("events.jsonl", 30, "no space left to write .*events.jsonl"),
+        ("events.jsonl", 50, "no space left to write .*events.jsonl"),
         ("parquet", 1, "no space left to write .*step_1.parquet"),
         ("tensors.safetensors", 2, "step_2 could not be written: .*No space left"),
     ],
@@ -486,7 +521,7 @@ def test_ctrl_c_ends_the_step_with_a_checkpoint_and_a_second_one_ends_at_once(
     arguments = [str(write_tiny(tmp_path, num_steps=4))]
     fault = Interrupts(update=2, times=times)
     error, _ = train(arguments, capsys, faults=[fault], overrides=exact, exit_code=130)
-    assert error == "interrupted\n"
+    assert error.endswith(f"interrupted: `rollbook train --resume {tmp_path / 'run'}` continues\n")
     run = RunResult(tmp_path / "run")
     assert run.state["num_steps_done"] == num_steps_done
     assert len(run.metrics) == (2 if times == 1 else 1)
@@ -511,7 +546,8 @@ def test_ctrl_c_before_the_first_step_ends_at_once_and_leaves_a_run_to_start_aga
 
 def test_the_installed_command_is_interrupted_and_resumed(tmp_path: Path) -> None:
     """A process of its own, from the shell's point of view."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    tests = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tests, tests.parent / "src")))}
 
     def rollbook(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "rollbook.cli.main", "train", *arguments]
@@ -525,7 +561,8 @@ def test_the_installed_command_is_interrupted_and_resumed(tmp_path: Path) -> Non
         "options": {"marker": str(marker)},
     }
     first = rollbook(str(path), "--set", as_set({"reward.terms": [term]})[0])
-    assert (first.returncode, first.stdout, first.stderr) == (130, "", "interrupted\n")
+    said = f"interrupted: `rollbook train --resume {tmp_path / 'run'}` continues\n"
+    assert (first.returncode, first.stdout, first.stderr) == (130, "", said)
     second = rollbook("--resume", str(tmp_path / "run"))
     assert (second.returncode, second.stdout, second.stderr) == (0, f"{tmp_path / 'run'}\n", "")
     assert len(RunResult(tmp_path / "run").metrics) == 3

@@ -104,7 +104,7 @@ def test_disk_full_names_the_file_and_the_way_on(tmp_path: Path) -> None:
     recorder.run_dir.metrics.close()
     (tmp_path / "run" / "metrics.jsonl").unlink()
     (tmp_path / "run" / "metrics.jsonl").symlink_to("/dev/full")
-    recorder.run_dir.metrics = AppendFile(tmp_path / "run" / "metrics.jsonl")
+    recorder.run_dir.metrics = AppendFile(tmp_path / "run" / "metrics.jsonl").open()
     with pytest.raises(RunError, match="no space left to write .*metrics.jsonl") as caught, recorder.step(0):
         pass
     assert f"rollbook train --resume {tmp_path / 'run'}" in caught.value.remedy
@@ -112,7 +112,7 @@ def test_disk_full_names_the_file_and_the_way_on(tmp_path: Path) -> None:
 
 
 def test_a_line_that_fits_only_in_part_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = AppendFile(tmp_path / "events.jsonl")
+    file = AppendFile(tmp_path / "events.jsonl").open()
     file.append('{"kind": "a"}')
     real_write = os.write
 

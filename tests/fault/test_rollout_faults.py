@@ -58,6 +58,7 @@ def make_rollout(
         min_scored=1,
         max_failure_frac=0.25,
         clock=lambda: 0.0,
+        warn=lambda summary, remedy: None,
     )
 
 

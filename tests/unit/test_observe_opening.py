@@ -18,7 +18,7 @@ from rollbook.observe.terminal import TerminalView
 def test_the_config_names_the_sinks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ObserveConfig(prometheus_port=0, terminal="lines")
     with open_recorder(tmp_path / "run", config, resolved={}, clock=ManualClock()) as recorder:
-        assert [type(sink) for sink in recorder.sinks] == [PrometheusSink, TerminalView]
+        assert [type(sink) for sink in recorder.sinks] == [TerminalView, PrometheusSink]
     assert "metrics for Prometheus at http://127.0.0.1:" in capsys.readouterr().err
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from rollbook.observe.catalogue import STAGES
 from rollbook.observe.clock import ManualClock
 from rollbook.observe.recorder import Recorder
 from rollbook.observe.terminal import TerminalView, sparkline, stage_bar
@@ -97,10 +98,10 @@ def test_a_stage_in_progress_shows_its_time_so_far(tmp_path: Path) -> None:
 def test_before_the_first_step_it_says_what_is_going_on(tmp_path: Path) -> None:
     screen = Screen(tmp_path, 80)
     with screen.recorder.span("warmup"):
-        assert "warmup" in screen.draw()
         screen.recorder.event("warmup", update=120, loss=1.25)
         screen.recorder.event("warmup_check", exact_match=[0.5, 0.75])
         assert "warm-up  update 120  loss 1.25  held-out 0.5" in screen.draw()
+        assert "supervised warm-up on reference answers" in screen.draw()
 
 
 def test_the_panel_may_be_drawn_while_readings_arrive(tmp_path: Path) -> None:
@@ -130,19 +131,71 @@ def test_without_a_terminal_it_prints_one_line_a_step(tmp_path: Path) -> None:
     screen = Screen(tmp_path, 80, is_terminal=False)
     screen.step(0)
     screen.step(1)
-    lines = screen.out.getvalue().splitlines()
-    assert lines[0] == (
-        "step 0/10  reward addition 0.100  length 5.25  tokens/s 12.0k  gap 3.1e-06  stale 1  "
-        "step 3/3 s  rollout 2/2.5 s  train 1/0.5 s"
+    assert screen.out.getvalue().splitlines() == [
+        f"run {tmp_path / 'run'}",
+        "step 0/10  reward 0.100  length 5.25  3/3 s  rollout 2/2.5  train 1/0.5  tok/s 12.0k  gap 3.1e-06  stale 1",
+        "step 1/10  reward 0.200  length 5.25  3/3 s  rollout 2/2.5  train 1/0.5  tok/s 12.0k  gap 3.1e-06  stale 1",
+    ]
+
+
+def test_a_line_keeps_what_matters_most_within_120_characters(tmp_path: Path) -> None:
+    """However many stages and sources a step has."""
+    view = Screen(tmp_path, 80, is_terminal=False).view
+    data = {f"reward/a-long-name-of-source-{n}/mean": n / 10 for n in range(9)}
+    data |= {f"timing_s/{suffix}": 123.456 for suffix in STAGES.values()} | {"timing_s/step": 1234.5}
+    data |= {f"expected_s/{suffix}": 119.876 for suffix in STAGES.values()} | {"expected_s/step": 1198.7}
+    data |= {"response_length/mean": 812.25, "training/logprob_gap/mean": 1e-7, "perf/tokens_per_s/gen": 1e6}
+    line = view.line(1234, data)
+    assert len(line) <= 120
+    assert line.startswith(
+        "step 1234/10  reward 0.000 to 0.800 of 9 sources  length 812  1.23e+03/1.2e+03 s  "
     )
-    assert len(lines) == 2
+    two = {
+        "reward/maths/mean": 0.25,
+        "reward/code/mean": 0.5,
+        "timing_s/step": 1.0,
+        "val/code/exact_match": 0.75,
+    }
+    assert view.line(3, two) == "step 3/10  reward maths 0.250 code 0.500  1 s  held-out code 0.750"
+    assert view.line(0, {"val/code/exact_match": 0.75}) == "before step 0  held-out code 0.750"
+
+
+def test_what_happens_before_the_first_step_is_said_as_it_begins(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, 80, is_terminal=False)
+    recorder = screen.recorder
+    with recorder.span("model"), recorder.span("inside the model"):
+        pass
+    with recorder.span("warmup"):
+        for update in range(1, 5):
+            screen.clock.advance(2.0)
+            recorder.event("warmup", update=update, num_updates=40, loss=1.25)
+    recorder.event(
+        "plan",
+        topology="sync: 1 engine",
+        stages={"train": 0.5, "rollout": 2.5, "eval": 0.25},
+        step_s=3.0,
+        total_s=32.5,
+    )
+    screen.step(0)
+    with recorder.step(1), recorder.span("eval"):
+        pass  # within the steps the line of the step says it
+    assert screen.out.getvalue().splitlines()[:-2] == [
+        f"run {tmp_path / 'run'}",
+        "  making the model and its optimizer",
+        "  supervised warm-up on reference answers",
+        "  warm-up  update 1/40  loss 1.25  at most 78.0 s left",
+        "  warm-up  update 4/40  loss 1.25  at most 72.0 s left",
+        "plan     sync: 1 engine",
+        "         a step takes 3.00 s, all that are left 32.5 s; seconds of a mean step:",
+        "         rollout 2.5  train 0.5  eval 0.25",
+    ]
 
 
 def test_findings_are_said_aloud_with_their_remedy(tmp_path: Path) -> None:
     screen = Screen(tmp_path, 80, is_terminal=False)
     screen.recorder.finding("version_drift", "replica 1 serves version 3, not 4", remedy="restart replica 1")
-    assert screen.out.getvalue() == (
-        "finding: replica 1 serves version 3, not 4\n  hint: restart replica 1\n"
+    assert screen.out.getvalue().endswith(
+        "\nfinding: replica 1 serves version 3, not 4\n  hint: restart replica 1\n"
     )
 
 
@@ -153,9 +206,7 @@ def test_the_summary_says_how_far_it_came_and_where_it_lies(tmp_path: Path) -> N
     screen.out.truncate(0)
     screen.out.seek(0)
     screen.recorder.close()
-    assert screen.out.getvalue() == (
-        f"2 steps in 6.00 s\n  reward of addition: 0.100 -> 0.200\nrun directory: {tmp_path / 'run'}\n"
-    )
+    assert screen.out.getvalue() == ("2 steps in 6.00 s\n  reward of addition: 0.100 -> 0.200\n")
 
 
 def test_a_long_history_keeps_the_sparkline_in_its_width() -> None:

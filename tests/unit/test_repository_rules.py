@@ -21,6 +21,7 @@ from rollbook.config.run_config import RunConfig
 from rollbook.errors import RunError
 from rollbook.observe.catalogue import STAGES
 from rollbook.observe.events import EVENT_KINDS
+from rollbook.observe.terminal import PHASES
 
 ROOT = Path(rollbook.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -210,7 +211,7 @@ def test_every_event_and_stage_of_the_loop_is_listed() -> None:
         assert kind in EVENT_KINDS, (path, kind)
     stages = [name for path, name in literal_calls("span") if path.parent.name == "controller"]
     assert len(stages) > 10
-    assert set(stages) <= STAGES.keys()
+    assert set(stages) <= STAGES.keys() | PHASES.keys()
 
 
 def test_environment_variables_are_read_in_config_alone() -> None:

@@ -105,6 +105,8 @@ class GroupBuffer:
     """Groups that hold a place of a step not yet taken, in order of admission."""
     _num_places_taken: int = 0
     _num_finished: int = 0
+    _lost: Counter[str] = field(default_factory=Counter)
+    """Groups that gave their place back since the last `take`, by cause."""
     _evictions: list[Eviction] = field(default_factory=list)
     _dropped: list[Group] = field(default_factory=list)
     _prompts_done: list[Prompt] = field(default_factory=list)
@@ -194,7 +196,7 @@ class GroupBuffer:
         entry.group = group
         if drop_reason is not None and refill:
             self._leave(entry, GroupState.EVICTED, drop_reason)
-            self._release(entry)
+            self._release(entry, _drop_in_words(drop_reason, group))
         else:
             entry.drop_reason = drop_reason
             entry.finish_idx = self._num_finished
@@ -209,7 +211,7 @@ class GroupBuffer:
         self._prompts_done.append(entry.prompt)
         if self.config.refill_failed:
             self._move(entry, GroupState.FAILED)
-            self._release(entry)
+            self._release(entry, f"failed as {reason}")
         else:
             entry.drop_reason = reason
             self._move(entry, GroupState.FAILED)
@@ -232,10 +234,12 @@ class GroupBuffer:
         if chosen is None:
             raise DataError(f"step {self.step} is not ready", "ask is_ready() before take()")
         if self.is_starved and self.config.on_starvation == "stop":
+            lost = ", ".join(f"{count} {cause}" for cause, count in self._lost.most_common())
             raise StarvedError(
-                f"step {self.step} replaced {self.num_refills} groups and has {len(chosen)} of {self.groups_per_step}",
-                "look at the failure and flat-group counts: the task is too easy, too hard, or its scorer fails; "
-                "or raise buffer.max_refills_per_step",
+                f"step {self.step} has {len(chosen)} of {self.groups_per_step} groups and lost {self.num_refills} "
+                f"(buffer.max_refills_per_step is {self.config.max_refills_per_step}): {lost}; {self.num_admitted} "
+                "groups were admitted in all",
+                _starved_remedy(self._lost),
             )
         taken = Taken([], [], [], self.num_refills, [], [])
         for entry in chosen:
@@ -267,6 +271,7 @@ class GroupBuffer:
         taken.prompts_done, self._prompts_done = self._prompts_done, []
         self.step += 1
         self.num_refills = 0
+        self._lost.clear()
         self._forget_old_versions()
         self.check()
         return taken
@@ -300,7 +305,7 @@ class GroupBuffer:
                 assert entry.group is not None
                 if self.staleness_steps(entry.group) > self.config.max_staleness_steps:
                     self._leave(entry, GroupState.EVICTED, "stale")
-                    self._release(entry)
+                    self._release(entry, "stale")
         self.check()
 
     # ---- inside ------------------------------------------------------------------------------------------
@@ -333,9 +338,10 @@ class GroupBuffer:
         self._prompts_done.append(entry.prompt)
         self._move(entry, state)
 
-    def _release(self, entry: Entry) -> None:
+    def _release(self, entry: Entry, cause: str) -> None:
         del self._entries[entry.group_id]
         self.num_refills += 1
+        self._lost[cause] += 1
 
     def _forget_old_versions(self) -> None:
         """Versions no group under way can carry. Keeps the map bounded over a long run."""
@@ -380,3 +386,23 @@ class GroupBuffer:
             raise AssertionError(
                 f"{self.num_admitted} groups admitted, but {dict(self.counts)} accounted for"
             )
+
+
+def _drop_in_words(reason: str, group: Group) -> str:
+    """A flat group with the value that all its rewards have."""
+    values = {t.reward for t in group.scored}
+    if reason == "flat" and len(values) == 1:
+        return f"flat (every reward {values.pop():g})"
+    return reason
+
+
+def _starved_remedy(lost: Counter[str]) -> str:
+    """What to look at first, by what took most groups."""
+    cause = lost.most_common(1)[0][0] if lost else ""
+    if cause.startswith("flat"):
+        look = "the task is too easy, too hard, or its scorer gives one value to everything: look at some responses"
+    elif cause.startswith("failed"):
+        look = "mend that failure first: events and trajectories hold its messages"
+    else:
+        look = "raise buffer.max_staleness_steps, or let fewer groups run at once"
+    return f"{look}; or raise buffer.max_refills_per_step"

@@ -57,7 +57,10 @@ def main(argv: list[str] | None = None) -> None:
         _fail(RunError(f"there is no command {name!r}", nearest_name(name, known)))
     if not _exists(name):
         _fail(RunError(f"this installation has no command {name!r}", "update rollbook"))
-    run_command(name, argv[1:])
+    try:
+        run_command(name, argv[1:])
+    except KeyboardInterrupt as interrupt:  # while the command's file was imported
+        _interrupted(interrupt)
 
 
 def run_command(name: str, args: list[str]) -> None:
@@ -103,15 +106,19 @@ def _ends_well(command: Callable[..., Any]) -> Callable[..., Any]:
             sys.stdout.flush()
         except RunError as error:
             _fail(error)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise SystemExit(130) from None
+        except KeyboardInterrupt as interrupt:
+            _interrupted(interrupt)
         except BrokenPipeError:
             # The reader of stdout went away (`| head`): nothing is wrong, and nothing more can be said.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None
 
     return run
+
+
+def _interrupted(interrupt: KeyboardInterrupt) -> None:
+    print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
+    raise SystemExit(130) from None
 
 
 def _fail(error: RunError) -> None:

@@ -26,10 +26,17 @@ def command(
     from rollbook.controller.entry import resume_run, start_run
     from rollbook.errors import ConfigError
 
-    if (config is None) == (resume is None):
+    if config is None and resume is None:
         raise ConfigError(
             "train needs either a config file or --resume RUN",
             "rollbook train examples/addition.toml, or rollbook train --resume runs/addition",
+        )
+    if config is not None and resume is not None:
+        raise ConfigError(
+            f"a config file ({config}) and --resume {resume} exclude each other: a resumed run has the config in its "
+            "run directory",
+            f"to go on: rollbook train --resume {resume}, with --set for fields that change; to begin anew: rollbook "
+            f"train {config} --set run.name=...",
         )
     if resume is not None:
         run_dir = resume_run(resume, set_ or [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rollbook.algos.config import AlgorithmConfig
 from rollbook.buffer.config import BufferConfig
@@ -59,13 +59,15 @@ class RunConfig(Section):
     plan: PlanSection = PlanSection()
     """Where expectations come from."""
 
-    def check(self) -> None:
+    def check(self, further: Iterable[tuple[str, str]] = ()) -> None:
         """Relations between sections, all problems at once, before any device is touched.
 
+        Args:
+            further: problems found elsewhere, (what, remedy) each, to be reported with these.
         Raises:
             ConfigError: lists every relation that does not hold, with values and remedies.
         """
-        problems = list(self._problems())
+        problems = [*self._problems(), *further]
         if len(problems) == 1:
             raise ConfigError(*problems[0])
         if problems:

@@ -48,28 +48,33 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
     config = with_threads(config, num_cores=len(os.sched_getaffinity(0)))
     async with AsyncExitStack() as stack:
         schedule = SCHEDULES[config.run.schedule]
-        trainer = Trainer(
-            config.trainer,
-            config.model,
-            critic_config=config.critic if config.algorithm.needs_values else None,
-            teacher_config=config.teacher if config.algorithm.needs_teacher else None,
-            with_reference=config.algorithm.needs_reference,
-            temperature=config.rollout.temperature,
-            max_response_tokens=config.rollout.max_response_tokens,
-            num_updates=config.run.num_steps * config.trainer.num_mini_batches * config.trainer.num_epochs,
-            export_dtype=None if config.rollout.dtype == "auto" else config.rollout.dtype,
-        )
+        with recorder.span("model"):
+            trainer = Trainer(
+                config.trainer,
+                config.model,
+                critic_config=config.critic if config.algorithm.needs_values else None,
+                teacher_config=config.teacher if config.algorithm.needs_teacher else None,
+                with_reference=config.algorithm.needs_reference,
+                temperature=config.rollout.temperature,
+                max_response_tokens=config.rollout.max_response_tokens,
+                num_updates=config.run.num_steps
+                * config.trainer.num_mini_batches
+                * config.trainer.num_epochs,
+                export_dtype=None if config.rollout.dtype == "auto" else config.rollout.dtype,
+            )
         tokenizer = trainer.model.tokenizer
         assert tokenizer is not None
         recorder.decode = partial(tokenizer.decode, skip_special_tokens=False)
-        prompts = _load_prompts(config, trainer.model, tokenizer)
-        scorer = Scorer(config.reward)
-        await scorer.start()
-        stack.push_async_callback(scorer.close)
-
-        replicas = await start_replicas(
-            Parts(config=config, trainer=trainer, tokenizer=tokenizer, stack=stack)
-        )
+        with recorder.span("data"):
+            prompts = _load_prompts(config, trainer.model, tokenizer)
+        with recorder.span("scorer"):
+            scorer = Scorer(config.reward)
+            stack.push_async_callback(scorer.close)
+            await scorer.start()
+        with recorder.span("engines"):
+            replicas = await start_replicas(
+                Parts(config=config, trainer=trainer, tokenizer=tokenizer, stack=stack)
+            )
         router = Router(replicas.engines)
         publisher = Publisher(trainer, replicas.ports, config.sync, buffers=replicas.buffers)
         stack.callback(publisher.close)
@@ -79,11 +84,11 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
 
         stream = PromptStream.of(prompts.train, config.data, seed=config.run.seed)
         buffer = GroupBuffer(config.buffer, config.run.groups_per_step)
-        yield Controller(
+        controller = Controller(
             config=config,
             schedule=schedule,
             recorder=recorder,
-            rollout=_rollout(config, buffer, stream, router, make_env, trainer.model),
+            rollout=_rollout(config, buffer, stream, router, make_env, trainer.model, recorder),
             router=router,
             trainer=trainer,
             publisher=publisher,
@@ -109,6 +114,8 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
             saver=Saver(recorder.path / "checkpoints", config.checkpoint),
             train_prompts=[prompt for source in prompts.train for prompt in source],
         )
+        stack.push_async_callback(controller.close)
+        yield controller
 
 
 def with_threads(config: RunConfig, *, num_cores: int) -> RunConfig:
@@ -153,6 +160,7 @@ def _rollout(
     router: Router,
     make_env: EnvFactory,
     model: LoadedModel,
+    recorder: Recorder,
 ) -> Rollout:
     sampling = config.rollout.sampling()
 
@@ -188,6 +196,7 @@ def _rollout(
         min_scored=2 if config.algorithm.needs_group else 1,
         max_failure_frac=config.run.max_failure_frac,
         clock=time.monotonic,
+        warn=lambda summary, remedy: recorder.finding("one_reward", summary, remedy=remedy),
     )
 
 

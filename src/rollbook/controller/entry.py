@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,10 +12,13 @@ from typing import TYPE_CHECKING
 
 from rollbook.config.loading import config_to_toml, load_config
 from rollbook.config.run_config import RunConfig
-from rollbook.errors import ConfigError, RunError
+from rollbook.controller.interrupts import Interrupts
+from rollbook.controller.startable import unstartable
+from rollbook.errors import ConfigError, RunError, SyncError
 from rollbook.ledger.hardware import MachineSpec
 from rollbook.observe.opening import open_recorder
 from rollbook.observe.recorder import Recorder
+from rollbook.observe.run_dir import is_in_use
 
 if TYPE_CHECKING:
     from rollbook.controller.loop import Controller
@@ -31,38 +33,65 @@ def start_run(config_path: Path, overrides: Sequence[str], *, on_built: OnBuilt 
     Args:
         on_built: for drills and replays, which wrap a part from outside.
     Raises:
-        RunError: of any kind; the run directory, if it was made, is whole and resumable.
+        RunError: of any kind. A run that could not begin leaves no run directory; any other a whole, resumable one.
     """
-    config = load_config(config_path, overrides, RunConfig)
-    config.check()
-    folder = Path(config.run.dir) / config.run.name
-    return _run(config, folder, resume=False, on_built=on_built)
+    config = _load(config_path, overrides)
+    return _run(config, Path(config.run.dir) / config.run.name, resume=False, on_built=on_built)
 
 
 def resume_run(folder: Path, overrides: Sequence[str], *, on_built: OnBuilt | None = None) -> Path:
-    """Continue the run in `folder` from its newest checkpoint; `overrides` change fields of its config."""
+    """Continue the run in `folder` from its newest checkpoint; `overrides` change fields of its config.
+
+    Raises:
+        RunError: of any kind; before the checkpoint is taken up, nothing in `folder` is changed.
+    """
     path = folder / "config.toml"
     if not path.is_file():
+        if holder := is_in_use(folder):
+            raise ConfigError(
+                f"run directory {folder} is in use by {holder}, which has not begun its run yet",
+                "wait for that run or stop it, or choose another run directory",
+            )
         raise ConfigError(f"{folder} is no run directory: it has no config.toml", "give the folder of a run")
-    config = load_config(path, overrides, RunConfig)
-    config.check()
-    return _run(config, folder, resume=True, on_built=on_built)
+    return _run(_load(path, overrides), folder, resume=True, on_built=on_built)
 
 
-def _run(config: RunConfig, folder: Path, *, resume: bool, on_built: OnBuilt | None = None) -> Path:
-    recorder = open_recorder(
-        folder,
-        config.observe,
-        resolved=config.model_dump(mode="json"),
-        num_steps=config.run.num_steps,
-        resume=resume,
-        num_gpus=0 if config.model.device == "cpu" else 1,
-    )
-    try:
-        recorder.run_dir.write_config(config_to_toml(config))
-        asyncio.run(_main(config, recorder, resume=resume, on_built=on_built))
-    finally:
-        recorder.close()
+def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """The config, with every reason against starting it in one error."""
+    config = _with_search_path(load_config(path, overrides, RunConfig), path.parent)
+    config.check(unstartable(config))
+    return config
+
+
+def _with_search_path(config: RunConfig, folder: Path) -> RunConfig:
+    """Own reward functions are found beside the config and in the current folder, also by a resume from elsewhere."""
+    if config.reward.search_path or not any(":" in term.function for term in config.reward.terms):
+        return config
+    folders = tuple(dict.fromkeys(str(place.resolve()) for place in (folder, Path.cwd())))
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"search_path": folders})})
+
+
+def _run(config: RunConfig, folder: Path, *, resume: bool, on_built: OnBuilt | None) -> Path:
+    with Interrupts() as interrupts:
+        recorder = open_recorder(
+            folder,
+            config.observe,
+            resolved=config.model_dump(mode="json"),
+            num_steps=config.run.num_steps,
+            resume=resume,
+            num_gpus=0 if config.model.device == "cpu" else 1,
+            config_toml=config_to_toml(config),
+            is_held=on_built is None,  # how a drill's run fails is its result, also before the first step
+        )
+        interrupts.recorder = recorder
+        try:
+            asyncio.run(_main(config, recorder, interrupts, resume=resume, on_built=on_built))
+        finally:
+            recorder.close()
+    if interrupts.is_interrupted:
+        if recorder.is_accepted:
+            raise KeyboardInterrupt(f"`rollbook train --resume {folder}` continues")
+        raise KeyboardInterrupt("before the run began; nothing was written")
     return folder
 
 
@@ -82,8 +111,7 @@ def calibrate(config_path: Path | None, overrides: Sequence[str], *, device: str
 
     if config_path is None:
         return measure_machine(torch.device(device))
-    config = load_config(config_path, [*overrides, "observe.terminal=off", "plan.hardware=''"], RunConfig)
-    config.check()
+    config = _load(config_path, [*overrides, "observe.terminal=off", "plan.hardware=''"])
     with tempfile.TemporaryDirectory() as folder:
         recorder = open_recorder(Path(folder) / "calibrate", config.observe, resolved={})
         try:
@@ -107,37 +135,38 @@ async def _calibrate(config: RunConfig, recorder: Recorder) -> MachineSpec:
         return plan.machine
 
 
-async def _main(config: RunConfig, recorder: Recorder, *, resume: bool, on_built: OnBuilt | None) -> None:
-    from rollbook.controller.build import build
+async def _main(
+    config: RunConfig, recorder: Recorder, interrupts: Interrupts, *, resume: bool, on_built: OnBuilt | None
+) -> None:
+    """The run, from its parts to its end. Ends quietly where it was interrupted: `interrupts` knows."""
+    interrupts.attach()
+    try:
+        await asyncio.sleep(0)  # a signal that came before the loop ends it here
+        with recorder.span("import"):
+            from rollbook.controller.build import build
 
-    async with build(config, recorder) as controller:
-        if on_built is not None:
-            on_built(controller)
-        task = asyncio.current_task()
-        assert task is not None
-        loop = asyncio.get_running_loop()
-
-        def interrupt() -> None:
-            """First Ctrl-C: end after this step, with a checkpoint. Second, or before the first step: at once; resume
-            repeats the step."""
-            if controller.is_stop_requested or not controller.is_stepping:
-                task.cancel()
-            controller.is_stop_requested = True
-            recorder.event("interrupted", remedy="again to stop at once; `rollbook train --resume` continues")
-
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not on the main thread
-            loop.add_signal_handler(signal.SIGINT, interrupt)
-            loop.add_signal_handler(signal.SIGTERM, interrupt)
-        try:
-            await controller.begin(resume=resume)
-            if resume and controller.is_complete:
-                done = f"{controller.num_steps_done} of {config.run.num_steps} steps"
-                print(f"{recorder.path} is already complete: {done}; nothing was trained", file=sys.stderr)
-            await controller.run()
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
-        except RunError as error:
-            recorder.event("run_failed", error=error.what, remedy=error.remedy)
+        async with build(config, recorder) as controller:
+            if on_built is not None:
+                on_built(controller)
+            interrupts.controller = controller
+            try:
+                await controller.begin(resume=resume)
+                if resume and controller.is_complete:
+                    done = f"{controller.num_steps_done} of {config.run.num_steps} steps"
+                    print(
+                        f"{recorder.path} is already complete: {done}; nothing was trained", file=sys.stderr
+                    )
+                await controller.run()
+            finally:
+                interrupts.is_closing = True
+    except asyncio.CancelledError:
+        if not interrupts.is_stopping:
             raise
-        if controller.is_stop_requested:
-            raise KeyboardInterrupt
+    except RunError as error:
+        if isinstance(
+            error, SyncError
+        ):  # the machinery's fault, not the user's: what led to it is worth keeping
+            with contextlib.suppress(RunError):
+                recorder.accept()
+        recorder.event("run_failed", error=error.what, remedy=error.remedy)
+        raise

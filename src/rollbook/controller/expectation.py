@@ -18,7 +18,7 @@ import numpy as np
 from rollbook.controller.calibrate import TypicalWork, measure_machine, measure_model
 from rollbook.controller.rollout import Member
 from rollbook.errors import ConfigError
-from rollbook.ledger.entry import Entry
+from rollbook.ledger.entry import Entry, entry
 from rollbook.ledger.hardware import MachineSpec
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec
@@ -41,6 +41,11 @@ class Plan:
     machine: MachineSpec
     work: StepWork
     stages: dict[str, Entry]
+    """Of every step."""
+    occasional: dict[str, Entry]
+    """Of a step that has them: an evaluation, a checkpoint."""
+    shares: dict[str, float]
+    """Share of the run's steps that has each of those."""
 
     def stages_for(self, num_sequences: int, mean_tokens: float) -> dict[str, Entry]:
         """The stages after the rollout, for what the filters really left: `num_sequences` of that mean length.
@@ -56,6 +61,11 @@ class Plan:
             lengths=LengthDistribution(limit, min(responses, float(limit))),
         )
         return _stages(self.model, self.machine, work)
+
+    def mean_seconds(self) -> dict[str, float]:
+        """Seconds of every stage in the mean of all steps."""
+        seconds = {name: entry.seconds for name, entry in self.stages.items()}
+        return seconds | {name: entry.seconds * self.shares[name] for name, entry in self.occasional.items()}
 
     def as_json(self) -> dict[str, Any]:
         """For `plan.json`."""
@@ -81,19 +91,22 @@ class Plan:
                 "dtype": self.machine.dtype,
                 "peak_flops_per_s": self.machine.gemm_flops_per_s.get(self.machine.dtype, 0.0),
             },
-            "stages": {
-                name: {
-                    "seconds": entry.seconds,
-                    "low": entry.seconds_low,
-                    "high": entry.seconds_high,
-                    "bytes": entry.bytes,
-                    "flops": entry.flops,
-                    "formula": entry.formula,
-                    "source": entry.source,
-                }
-                for name, entry in self.stages.items()
-            },
+            "stages": {name: _entry_json(entry, 1.0) for name, entry in self.stages.items()}
+            | {name: _entry_json(entry, self.shares[name]) for name, entry in self.occasional.items()},
         }
+
+
+def _entry_json(entry: Entry, share: float) -> dict[str, Any]:
+    """One stage in the mean of all steps, `share` of which have it."""
+    return {
+        "seconds": entry.seconds * share,
+        "low": entry.seconds_low * share,
+        "high": entry.seconds_high * share,
+        "bytes": entry.bytes * share,
+        "flops": entry.flops * share,
+        "formula": entry.formula if share == 1 else f"({entry.formula}) x {share:.3g} of the steps",
+        "source": entry.source,
+    }
 
 
 async def make_plan(controller: Controller) -> Plan | None:
@@ -102,6 +115,8 @@ async def make_plan(controller: Controller) -> Plan | None:
     if not config.plan.is_on or not all(isinstance(e, NativeEngine) for e in controller.router.engines):
         return None
     sample, _ = await _sample(controller, seed=0)
+    for group in sample:
+        controller.rollout.note_rewards(group)
     lengths = [t.num_response_tokens for group in sample for t in group.scored]
     kept = [controller.rollout.judge(group) is None for group in sample]
     if not lengths:
@@ -142,7 +157,43 @@ async def make_plan(controller: Controller) -> Plan | None:
     )
     model = model_spec(controller)
     machine = replace(machine, reward_s=await _host_s(controller, model, machine, work))
-    return Plan(model=model, machine=machine, work=work, stages=_stages(model, machine, work))
+    occasional = _occasional(controller, model, machine, work)
+    steps = range(controller.num_steps_done, config.run.num_steps)
+    is_due = {"eval": controller.evaluator.is_due, "checkpoint": controller.saver.is_due}
+    return Plan(
+        model=model,
+        machine=machine,
+        work=work,
+        stages=_stages(model, machine, work),
+        occasional=occasional,
+        shares={
+            name: sum(is_due[name](n + 1, is_last=n == steps[-1]) for n in steps) / max(len(steps), 1)
+            for name in occasional
+        },
+    )
+
+
+def _occasional(
+    controller: Controller, model: ModelSpec, machine: MachineSpec, work: StepWork
+) -> dict[str, Entry]:
+    """What one evaluation takes (a rollout of the held-out prompts), and one checkpoint (what the last one took)."""
+    entries: dict[str, Entry] = {}
+    evaluator, written_s = controller.evaluator, controller.saver.last_write_s
+    if evaluator.prompts:
+        asked = replace(
+            work, num_groups=len(evaluator.prompts), group_size=evaluator.config.samples_per_prompt
+        )
+        rollout = _stages(model, machine, asked)["rollout"]
+        entries["eval"] = replace(rollout, name="eval", formula=f"held-out prompts: {rollout.formula}")
+    if written_s is not None:
+        entries["checkpoint"] = entry(
+            "checkpoint",
+            written_s,
+            error_frac=0.5,
+            formula="seconds of the checkpoint written last",
+            source="measured in this run directory",
+        )
+    return entries
 
 
 def _stages(model: ModelSpec, machine: MachineSpec, work: StepWork) -> dict[str, Entry]:

@@ -34,7 +34,7 @@ from rollbook.controller.objective import PolicyObjective, ValueObjective
 from rollbook.controller.preflight import preflight
 from rollbook.controller.probing import Prober
 from rollbook.controller.rollout import Rollout
-from rollbook.controller.saving import Saver
+from rollbook.controller.saving import Saver, last_span_s
 from rollbook.controller.schedule import Schedule
 from rollbook.controller.step_metrics import (
     batch_values,
@@ -108,38 +108,69 @@ class Controller:
             torch.set_num_threads(self.config.trainer.num_threads)
 
     async def begin(self, *, resume: bool) -> None:
-        """Everything before the first step: weights proven on every replica, warm-up, preflight, expectations."""
+        """Everything before the first step: weights proven on every replica, preflight, warm-up, expectations."""
         step = self.saver.load(self) if resume else None
         if step is not None and self.is_complete:
+            self.recorder.accept()
             self.recorder.event("already_complete", num_steps_done=self.num_steps_done)
             return
         if self.rollout.buffer.serving_step < self.num_steps_done:
             self.weight_version += (
                 1  # the checkpoint's weights were in no publication: a version of their own
             )
-        await self.publish(self.weight_version)
-        await self._note_mismatch()
+        with self.recorder.span("publish"):
+            await self.publish(self.weight_version)
+            await self._note_mismatch()
+        with self.recorder.span("preflight"):
+            await preflight(
+                scorer=self.scorer,
+                prompts=self.train_prompts,
+                num_self_test_prompts=self.config.reward.self_test_prompts,
+                rollout=self.rollout,
+                recorder=self.recorder,
+                deadline_s=self.config.buffer.group_deadline_s,
+            )
+            await self._check_deadlines()
+        self.recorder.accept()  # all that a user can get wrong was checked: from here on the run is on disk
         if step is None:
             await self._warm_up()
         self.rollout.buffer.published(self.weight_version, self.num_steps_done)
         await self._probe()
-        await preflight(
-            scorer=self.scorer,
-            prompts=self.train_prompts,
-            num_self_test_prompts=self.config.reward.self_test_prompts,
-            rollout=self.rollout,
-            recorder=self.recorder,
-            deadline_s=self.config.buffer.group_deadline_s,
-        )
-        await self._check_deadlines()
-        self.plan = await make_plan(self)
-        if self.plan is not None:
-            self.recorder.run_dir.write_plan(self.plan.as_json())
         if step is None:
-            if self.evaluator.is_due(0, is_last=True):
-                self.recorder.metrics(await self.evaluator.run(self.router), step=0)
             await self._write_checkpoint(0)
+        else:
+            self.saver.last_write_s = last_span_s(self.recorder.run_dir.events.path, "checkpoint")
+        with self.recorder.span("plan"):
+            self.plan = await make_plan(self)
+        self._show_plan()
+        if step is None:
+            await self._evaluate(-1)
             self.saver.commit()
+
+    def _show_plan(self) -> None:
+        """Write the plan and say it, before the first step: the promise that the measurements stand beside."""
+        if self.plan is None:
+            return
+        self.recorder.run_dir.write_plan(self.plan.as_json())
+        seconds = self.plan.mean_seconds()
+        self.expected = self.plan.stages
+        step_s = (self._expected_step_s() or 0.0) + seconds.get("checkpoint", 0.0)
+        num_left = self.config.run.num_steps - self.num_steps_done
+        self.recorder.event(
+            "plan",
+            topology=self._topology(),
+            stages=seconds,
+            step_s=step_s,
+            total_s=num_left * (step_s + seconds.get("eval", 0.0)),
+        )
+
+    def _topology(self) -> str:
+        """Who computes where, in words."""
+        rollout, num_replicas = self.config.rollout, self.config.rollout.num_replicas
+        engines = f"{num_replicas} {rollout.engine} engine{'s' if num_replicas > 1 else ''}"
+        beside = "in turn with" if self.schedule.pauses_for_training else "beside"
+        trainer = f"the trainer on {self.config.model.device}"
+        return f"{self.schedule.name}: {engines} on {rollout.device}, {beside} {trainer}"
 
     async def _note_mismatch(self) -> None:
         """A run that samples from rounded weights on purpose says so before its first token."""
@@ -199,7 +230,12 @@ class Controller:
                 lr = warmup_lr(config.learning_rate, update, config.num_updates)
                 values = await self.compute(partial(self.trainer.update, batch, objective, lr=lr))
                 self._note_movement(values)
-                self.recorder.event("warmup", update=update, loss=values["warmup/loss"].result())
+                self.recorder.event(
+                    "warmup",
+                    update=update,
+                    num_updates=config.num_updates,
+                    loss=values["warmup/loss"].result(),
+                )
                 if update % config.check_every_updates == 0 or update == config.num_updates:
                     await self.publish(self.weight_version + 1)
                     if await self._is_warm():
@@ -226,7 +262,7 @@ class Controller:
                     break
                 with self.recorder.step(step) as span:
                     self.expected = {} if self.plan is None else self.plan.stages
-                    span.expected_s = self._expected_step_s()
+                    span.expected_s = self._expected_step_s(saves=self._is_save_due(step))
                     taken = await self._collect()
                     batch = await self._prepare(taken, step)
                     if batch is not None:
@@ -241,7 +277,10 @@ class Controller:
             await self._finish()
         finally:
             await self.rollout.stop()
-            self._thread.shutdown(wait=True)
+
+    async def close(self) -> None:
+        """Wait for what the trainer's thread is computing, and end it."""
+        await asyncio.to_thread(self._thread.shutdown, wait=True)
 
     async def _collect(self) -> Taken:
         """Wait for the groups of this step. The engines generate them; scoring happens as they finish."""
@@ -374,15 +413,19 @@ class Controller:
             self.recorder.trajectories(step, finished + failed, loss_masks=masks)
 
     async def _evaluate(self, step: int) -> None:
-        """Held-out prompts, before the next step's groups take the engine."""
-        if self.evaluator.is_due(step + 1, is_last=self._is_last(step)):
-            with self.recorder.span("eval"):
-                self.recorder.metrics(await self.evaluator.run(self.router))
+        """Held-out prompts, before the next step's groups take the engine; before the first step, `step` is -1."""
+        is_first = step < 0
+        if self.evaluator.is_due(step + 1, is_last=is_first or self._is_last(step)):
+            with self.recorder.span("eval", expected_s=self._occasional_s("eval")):
+                values = await self.evaluator.run(self.router)
+            self.recorder.metrics(values, step=0 if is_first else None)
 
     async def _save(self, step: int) -> None:
-        if self.saver.is_due(step + 1, is_last=self._is_last(step) or self.is_stop_requested):
-            with self.recorder.span("checkpoint"):
-                await self._write_checkpoint(step + 1)
+        if self._is_save_due(step):
+            await self._write_checkpoint(step + 1)
+
+    def _is_save_due(self, step: int) -> bool:
+        return self.saver.is_due(step + 1, is_last=self._is_last(step) or self.is_stop_requested)
 
     async def _finish(self) -> None:
         """What a run leaves behind: the state it ended in and, if nothing is left to do, the model."""
@@ -405,11 +448,13 @@ class Controller:
             CheckpointError: it failed twice; earlier checkpoints are untouched.
         """
         counters = self.saver.counters(self, num_steps_done)
-        try:
-            await self.compute(lambda: self.saver.write(counters, self.switch))
-        except CheckpointError as error:
-            self.recorder.event("checkpoint_failed", num_steps_done=num_steps_done, error=error.what)
-            await self.compute(lambda: self.saver.write(counters, self.switch))
+        with self.recorder.span("checkpoint", expected_s=self._occasional_s("checkpoint")) as span:
+            try:
+                await self.compute(lambda: self.saver.write(counters, self.switch))
+            except CheckpointError as error:
+                self.recorder.event("checkpoint_failed", num_steps_done=num_steps_done, error=error.what)
+                await self.compute(lambda: self.saver.write(counters, self.switch))
+        self.saver.last_write_s = span.duration_s
 
     @property
     def is_complete(self) -> bool:
@@ -490,11 +535,17 @@ class Controller:
         entry = self.expected.get(stage)
         return None if entry is None else entry.seconds
 
-    def _expected_step_s(self) -> float | None:
+    def _occasional_s(self, stage: str) -> float | None:
+        entry = None if self.plan is None else self.plan.occasional.get(stage)
+        return None if entry is None else entry.seconds
+
+    def _expected_step_s(self, *, saves: bool = False) -> float | None:
         """The stages run one after the other unless generation goes on beside the training."""
         seconds = {name: entry.seconds for name, entry in self.expected.items()}
         if not seconds:
             return None
+        if saves:
+            seconds["checkpoint"] = self._occasional_s("checkpoint") or 0.0
         if self.schedule.pauses_for_training:
             return sum(seconds.values())
         rollout_s = seconds.pop("rollout", 0.0)

@@ -18,7 +18,7 @@ from rollbook.envs.rewards.scorer import Scorer
 from rollbook.envs.rewards.self_test import require_proven, self_test
 from rollbook.errors import ConfigError, RunError
 from rollbook.observe.recorder import Recorder
-from rollbook.types import Prompt, Trajectory
+from rollbook.types import Group, Prompt, Trajectory
 
 SIGNALS = ("reward by source", "weight version per replica", "logprob gap", "seconds of the weight sync")
 
@@ -44,7 +44,8 @@ async def preflight(
     """Run the checks; the publication was made before, by the same call that every step makes.
 
     Raises:
-        ConfigError: the scorer fails its own reference answers, or judges nothing of a data source.
+        ConfigError: the scorer fails its own reference answers, or judges nothing of a data source, or the filters
+            ask for a reward term that it does not give.
         RunError: the trial trajectory failed; the message is its failure.
     """
     by_source: dict[str, list[Prompt]] = {}
@@ -73,6 +74,7 @@ async def preflight(
             f"the trial trajectory of preflight failed as {trajectory.failure.kind}: {trajectory.failure.message}",
             "mend this before training: every trajectory would fail the same way",
         )
+    rollout.judge(Group(group_id=trial.group_id, prompt=trial.prompt, trajectories=(trajectory,)))
     recorder.event(
         "preflight",
         signals=SIGNALS,

@@ -22,6 +22,8 @@ from rollbook.buffer.buffer import GroupBuffer, Taken
 from rollbook.errors import DeadlineError, EnvError, RewardError, RolloutError
 from rollbook.types import Failure, FailureKind, Group, Prompt, Trajectory
 
+FIRST_GROUPS = 8
+"""Groups after which a reward that never varied is worth a word."""
 FAILURE_WINDOW = 512
 """Trajectories over which the failure rate is judged."""
 
@@ -87,6 +89,8 @@ class Rollout:
     """Members with a reward that a group needs to be trained."""
     max_failure_frac: float
     clock: Callable[[], float]
+    warn: Callable[[str, str], None]
+    """Told at once of a task that has nothing to learn from: what was seen, and a remedy."""
 
     def __post_init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -97,6 +101,8 @@ class Rollout:
         self.failed_trajectories: list[Trajectory] = []
         """Failures since the last step, for the record of trajectories."""
         self.num_failures: Counter[FailureKind] = Counter()
+        self._first_rewards: list[list[float]] | None = []
+        """Of the first groups; None once they were judged."""
         self._is_exhausted = False
         self._is_stopped = False
 
@@ -234,11 +240,29 @@ class Rollout:
         self.num_failures.update(kinds)
         self._recent.extend(kinds)
         self._recent.extend([None] * (len(group.trajectories) - len(kinds)))
+        self.note_rewards(group)
         if len(group.scored) < self.min_scored:
             self.buffer.fail(group.group_id, Counter(kinds).most_common(1)[0][0])
         else:
             self.buffer.finish(group, drop_reason=self.judge(group), refill=self.refill_judged)
         self._check_failure_rate(failures)
+
+    def note_rewards(self, group: Group) -> None:
+        """Warn once, as soon as the first groups of the run have all got one and the same reward."""
+        if self._first_rewards is None:
+            return
+        self._first_rewards.append([t.reward for t in group.scored if t.reward is not None])
+        if len(self._first_rewards) < min(FIRST_GROUPS, max(self.buffer.groups_per_step, 2)):
+            return
+        rewards = [reward for held in self._first_rewards for reward in held]
+        num_groups, self._first_rewards = len(self._first_rewards), None
+        if len(rewards) > 1 and len(set(rewards)) == 1:
+            self.warn(
+                f"all {len(rewards)} rewards of the first {num_groups} groups are {rewards[0]:g}: there is nothing to "
+                "learn from",
+                "look at some responses and at the scorer: the task may be too hard or too easy for this model, or its "
+                "answers in a form that the scorer does not see",
+            )
 
     def _check_failure_rate(self, failures: list[Trajectory]) -> None:
         """Judged once a window's worth (or a step's worth, if less) of trajectories has ended."""

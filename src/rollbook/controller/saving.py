@@ -19,6 +19,7 @@ from rollbook.checkpoint.checkpoint import (
     write_aside,
 )
 from rollbook.checkpoint.config import CheckpointConfig
+from rollbook.observe.run_dir import read_json_lines
 
 if TYPE_CHECKING:
     from rollbook.controller.loop import Controller
@@ -39,6 +40,8 @@ class Saver:
         self.config = config
         self.newest_step: int | None = None
         """Steps done of the checkpoint written or taken up last."""
+        self.last_write_s: float | None = None
+        """Seconds that writing the newest checkpoint took, in this process or an earlier one; None: not known."""
         self._prepared: int | None = None
 
     def is_due(self, num_steps_done: int, *, is_last: bool) -> bool:
@@ -89,3 +92,12 @@ class Saver:
         controller.weight_version = state["weight_version"]
         controller.num_steps_done = self.newest_step = state["num_steps_done"]
         return self.newest_step
+
+
+def last_span_s(events: Path, name: str) -> float | None:
+    """Seconds of the newest whole span of this name in a run's events."""
+    seconds = None
+    for line in read_json_lines(events):
+        if line.get("kind") == "span" and line.get("name") == name and "error" not in line:
+            seconds = float(line["duration_s"])
+    return seconds

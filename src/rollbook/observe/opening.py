@@ -22,12 +22,14 @@ def open_recorder(
     num_gpus: int = 0,
     decode: Callable[[Sequence[int]], str] | None = None,
     clock: Clock | None = None,
+    config_toml: str = "",
+    is_held: bool = False,
 ) -> Recorder:
     """The recorder of a run with every sink that its config asks for.
 
     Args:
         resolved: the whole config as plain tables, for trackers.
-        num_steps, resume, num_gpus, decode: see `TerminalView` and `Recorder`.
+        num_steps, resume, num_gpus, decode, config_toml, is_held: see `TerminalView` and `Recorder`.
     Raises:
         RunError: the run directory cannot be taken (see `RunDir.open`).
         ConfigError: a tracker is not installed, or the Prometheus port is taken.
@@ -47,17 +49,17 @@ def open_recorder(
                 print(f"metrics for Prometheus at {endpoint.url}", file=sys.stderr)
             target = SinkTarget(run_dir=path, project=config.project, name=path.name, config=resolved)
             made += [open_sink(tracker, target) for tracker in config.trackers]
-            if config.terminal != "off":
-                from rollbook.observe.terminal import TerminalView
-
-                is_live = config.terminal == "auto"
-                made.append(TerminalView(path, num_steps=num_steps, clock=clock, is_live=is_live))
         except BaseException:
             for sink in made:
                 sink.close()
             raise
         return made
 
+    view: Sink | None = None
+    if config.terminal != "off":
+        from rollbook.observe.terminal import TerminalView
+
+        view = TerminalView(run_dir, num_steps=num_steps, clock=clock, is_live=config.terminal == "auto")
     return Recorder(
         run_dir,
         sinks,
@@ -66,4 +68,7 @@ def open_recorder(
         strict=config.strict_metrics,
         num_gpus=num_gpus,
         decode=decode,
+        view=view,
+        config_toml=config_toml,
+        is_held=is_held,
     )

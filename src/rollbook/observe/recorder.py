@@ -14,6 +14,7 @@ reported from any thread or task; what arrives between steps goes into the next 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -60,12 +61,16 @@ class Recorder:
     Args:
         run_dir: the folder; see `RunDir.open` for what `resume` means and which errors it raises.
         sinks: told of every event and every step. A failing sink never stops the run. A function makes
-            them once the directory is held.
+            them once the run begins.
+        view: a sink that is told from the start, also of a run that never begins.
         clock: time, passed in.
         resume: take up the run that is there.
         strict: an unknown metric name is an error (tests) instead of a warning and a counter.
         num_gpus: all GPUs of the job (0: CPUs only), the denominator of `perf/throughput`.
         decode: text of token ids, for the page; each new id is written once to tokens.jsonl.
+        config_toml: the resolved config, written beside the readings.
+        is_held: write nothing before `accept`. A run that cannot start, or a resume that is refused, then leaves the
+            disk as it was.
     """
 
     def __init__(
@@ -78,18 +83,22 @@ class Recorder:
         strict: bool = False,
         num_gpus: int = 0,
         decode: Callable[[Sequence[int]], str] | None = None,
+        view: Sink | None = None,
+        config_toml: str = "",
+        is_held: bool = False,
     ) -> None:
-        self.run_dir = RunDir.open(Path(run_dir), resume=resume)
-        try:
-            self.sinks = list(sinks(self.run_dir.path) if callable(sinks) else sinks)
-        except BaseException:
-            self.run_dir.close()
-            raise
+        self.run_dir = RunDir.claim(Path(run_dir), resume=resume)
+        self.sinks: list[Sink] = [] if view is None else [view]
         self.clock = clock or SystemClock()
         self.strict = strict
         self.num_gpus = num_gpus
         self.decode = decode
         """May be set once the tokenizer is there."""
+        self._make_sinks = sinks
+        self._resume = resume
+        self._config_toml = config_toml
+        self._held_events: list[Event] | None = []
+        """Events before `accept`; None afterwards."""
         self._lock = threading.RLock()
         self._values: Values = {}
         self._step_span: Span | None = None
@@ -99,9 +108,45 @@ class Recorder:
         self._sink_failures: dict[tuple[int, str], int] = {}
         self._closed = False
         self.event("run_resumed" if resume else "run_started")
-        for file, fragment in self.run_dir.repaired.items():
-            self.event("repair", file=file, fragment=fragment)
-        if resume:
+        if not is_held:
+            try:
+                self.accept()
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def is_accepted(self) -> bool:
+        """The run began: something of it is on disk."""
+        return self._held_events is None
+
+    def accept(self) -> None:
+        """The run can start: from here on it is on disk, with what was said so far. A second call does nothing.
+
+        Raises:
+            RunError: the run directory cannot be written.
+            ConfigError: a sink cannot be opened; the run has not begun.
+        """
+        if self._held_events is None:
+            return
+        made = list(self._make_sinks(self.path) if callable(self._make_sinks) else self._make_sinks)
+        try:
+            self.run_dir.begin()
+            if self._config_toml:
+                self.run_dir.write_config(self._config_toml)
+        except BaseException:
+            for sink in made:
+                sink.close()
+            raise
+        with self._lock:
+            self.sinks += made
+            held, self._held_events = self._held_events, None
+            for event in held:
+                self.run_dir.events.append(_to_json(event))
+                self._tell("on_event", functools.partial(_pass_on, event), sinks=made)
+            for file, fragment in self.run_dir.repaired.items():
+                self.event("repair", file=file, fragment=fragment)
+        if self._resume:
             known = (line.get("id") for line in read_json_lines(self.run_dir.tokens.path))
             self._token_ids_written = {token_id for token_id in known if isinstance(token_id, int)}
 
@@ -309,7 +354,10 @@ class Recorder:
             event["step"] = step_span.step
         event.update(fields)
         with self._lock:
-            self.run_dir.events.append(_to_json(event))
+            if self._held_events is not None:
+                self._held_events.append(event)
+            else:
+                self.run_dir.events.append(_to_json(event))
         self._tell("on_event", lambda sink: sink.on_event(event))
 
     # -- trajectories
@@ -346,8 +394,10 @@ class Recorder:
 
     # -- sinks
 
-    def _tell(self, method: str, call: Callable[[Sink], None]) -> None:
-        for sink in list(self.sinks):
+    def _tell(
+        self, method: str, call: Callable[[Sink], None], *, sinks: Sequence[Sink] | None = None
+    ) -> None:
+        for sink in list(self.sinks if sinks is None else sinks):
             try:
                 call(sink)
             except Exception as error:  # border: a tracker that is down must not stop the run
@@ -366,22 +416,32 @@ class Recorder:
                 self._sink_failures.pop((id(sink), method), None)
 
     def close(self) -> None:
-        """Say that the run ended, close the sinks and release the directory. A second call does nothing."""
+        """Say that the run ended, close the sinks and release the directory. A second call does nothing.
+
+        A run that never began leaves no trace."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             try:
-                self.event("run_ended", unwritten_metrics=sorted(self._values))
+                if self.is_accepted:
+                    self.event("run_ended", unwritten_metrics=sorted(self._values))
                 self._tell("close", lambda sink: sink.close())
             finally:
-                self.run_dir.close()
+                if self.is_accepted:
+                    self.run_dir.close()
+                else:
+                    self.run_dir.abandon()
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _pass_on(event: Event, sink: Sink) -> None:
+    sink.on_event(event)
 
 
 def _track() -> str:

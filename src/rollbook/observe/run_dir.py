@@ -33,7 +33,12 @@ class AppendFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = -1
+
+    def open(self) -> AppendFile:
+        """Create the file or take it up. Raises OSError."""
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        return self
 
     def append(self, line: str) -> None:
         """Write `line` and its newline, or nothing. Raises RunError when the disk is full."""
@@ -112,20 +117,36 @@ def _drop_locks_in_forked_child() -> None:
 
 
 class RunDir:
-    """One run's folder, held by this process until `close`."""
+    """One run's folder, held by this process until `close`.
 
-    def __init__(self, path: Path, lock_fd: int, repaired: dict[str, str]) -> None:
+    `claim` only takes the lock: until `begin`, no file of the run is made or changed, and `abandon` leaves the disk as
+    `claim` found it.
+    """
+
+    def __init__(self, path: Path, lock_fd: int, made: list[Path]) -> None:
         self.path = path
-        self.repaired = repaired
+        self.repaired: dict[str, str] = {}
         """File name -> the fragment of a line that a killed process left there."""
         self.metrics = AppendFile(path / METRICS)
         self.events = AppendFile(path / EVENTS)
         self.tokens = AppendFile(path / TOKENS)
         self._lock_fd = lock_fd
+        self._made = made
 
     @classmethod
     def open(cls, path: Path, *, resume: bool = False) -> RunDir:
-        """Create `path`, or with `resume` take up the run that is there.
+        """`claim` and `begin` at once."""
+        run_dir = cls.claim(path, resume=resume)
+        try:
+            run_dir.begin()
+        except BaseException:
+            run_dir.close()
+            raise
+        return run_dir
+
+    @classmethod
+    def claim(cls, path: Path, *, resume: bool = False) -> RunDir:
+        """Take `path` for a new run, or with `resume` the run that is there.
 
         Raises:
             RunError: another process holds it; or it already holds finished steps or a checkpoint and
@@ -138,11 +159,14 @@ class RunDir:
             )
         if path.exists() and not path.is_dir():
             raise RunError(f"{path} is a file, not a run directory", "choose another run directory")
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        made = [*([] if (path / LOCK).exists() else [path / LOCK]), *made]
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock_fd = _lock(path)
         except OSError as error:
-            raise storage_error(path / LOCK, error) from error
+            _remove(made)
+            raise _cannot_take(path, error) from error
         try:
             metrics = path / METRICS
             holds_run = (metrics.exists() and metrics.stat().st_size) or any(path.glob("checkpoints/step_*"))
@@ -151,20 +175,36 @@ class RunDir:
                     f"run directory {path} already holds a run ({last_step_line(path)})",
                     f"continue it with `rollbook train --resume {path}`, or choose another run directory",
                 )
-            repaired = {}
-            for name in (METRICS, EVENTS, TOKENS):
-                fragment = repair_last_line(path / name)
-                if fragment:
-                    repaired[name] = fragment
-            for folder in ("trajectories", "checkpoints"):
-                (path / folder).mkdir(exist_ok=True)
-            return cls(path, lock_fd, repaired)
+            return cls(path, lock_fd, made)
         except OSError as error:
             _unlock(lock_fd)
+            _remove(made)
             raise storage_error(path, error) from error
         except BaseException:
             _unlock(lock_fd)
+            _remove(made)
             raise
+
+    def begin(self) -> None:
+        """Repair what a killed process left, and open the files to write. Raises RunError."""
+        try:
+            for file in (self.metrics, self.events, self.tokens):
+                fragment = repair_last_line(file.path)
+                if fragment:
+                    self.repaired[file.path.name] = fragment
+            for folder in ("trajectories", "checkpoints"):
+                (self.path / folder).mkdir(exist_ok=True)
+            for file in (self.metrics, self.events, self.tokens):
+                file.open()
+        except OSError as error:
+            raise storage_error(self.path, error) from error
+        self._made = []
+
+    def abandon(self) -> None:
+        """Release a directory in which nothing began, without a trace."""
+        made, self._made = self._made, []
+        self.close()
+        _remove(made)
 
     def write_config(self, toml: str) -> None:
         """Write the resolved config; a different one of an earlier start is kept as `config.N.toml`."""
@@ -215,6 +255,33 @@ def _lock(path: Path) -> int:
         _fork_hook_set = True
     _held_locks.add(lock_fd)
     return lock_fd
+
+
+def _remove(made: list[Path]) -> None:
+    """Take away what `claim` made, as far as nobody put anything into it since."""
+    for path in made:
+        with contextlib.suppress(OSError):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+def _cannot_take(path: Path, error: OSError) -> RunError:
+    """The nearest folder that exists is what stands in the way, not the file that would have lain below it."""
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and not (
+        there == path and os.access(path, os.W_OK | os.X_OK)
+    ):
+        owner = f"it belongs to user id {there.stat().st_uid}, this process runs as {os.geteuid()}"
+        reason = "it is on a read-only file system" if error.errno == errno.EROFS else owner
+        return RunError(
+            f"run directory {path} cannot be {'written' if there == path else 'made'}: no permission to write into "
+            f"{there} ({reason})",
+            "choose a folder of yours with run.dir, or change that folder's permissions",
+        )
+    if error.errno == errno.ENOTDIR or not there.is_dir():
+        return RunError(
+            f"run directory {path} cannot be made: {there} is a file, not a folder", "choose another run.dir"
+        )
+    return storage_error(path / LOCK, error)
 
 
 def _unlock(lock_fd: int) -> None:

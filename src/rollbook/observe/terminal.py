@@ -36,9 +36,26 @@ _NOTICES = {
     "quarantined": "why",
     "sink_failed": "error",
     "fault": "fault",
-    "interrupted": "",
+    "interrupted": "effect",
 }
 """Event kinds that are said aloud, and the field that says it."""
+PHASES = {
+    "import": "loading torch and the parts of the run",
+    "model": "making the model and its optimizer",
+    "data": "reading the prompts",
+    "scorer": "starting the scorers",
+    "engines": "starting the engines",
+    "publish": "publishing the first weights",
+    "preflight": "checking the scorer, a trial response and the deadlines",
+    "warmup": "supervised warm-up on reference answers",
+    "plan": "measuring this machine, and planning a step",
+    "eval": "evaluating on held-out prompts",
+    "checkpoint": "writing a checkpoint",
+}
+"""Spans outside the steps, in words."""
+MAX_LINE_CHARS = 120
+WARMUP_LINE_S = 5.0
+"""Least seconds between two lines of the warm-up."""
 
 
 @dataclass(slots=True)
@@ -60,11 +77,15 @@ class Progress:
     first_readings: dict[str, float] = field(default_factory=dict)
     warmup: dict[str, float] = field(default_factory=dict)
     """Last readings of the supervised warm-up."""
+    num_warmup_updates: int = 0
+    warmup_began_mono_s: float = 0.0
 
     def take_event(self, event: Event) -> None:
         kind, name, mono_s = event["kind"], str(event.get("name", "")), _number(event["mono_s"])
         if kind == "span_open":
             self.open_spans[name] = mono_s
+            if name == "warmup":
+                self.warmup_began_mono_s = mono_s
             if name == "step":
                 step = event.get("step")
                 self.step = step if isinstance(step, int) else None
@@ -76,6 +97,7 @@ class Progress:
             self.started_mono_s = mono_s
         elif kind == "warmup":
             self.warmup |= {"update": _number(event.get("update")), "loss": _number(event.get("loss"))}
+            self.num_warmup_updates = int(_number(event.get("num_updates")))
         elif kind == "warmup_check" and isinstance(exact := event.get("exact_match"), list):
             self.warmup["held-out"] = min(map(_number, exact), default=0.0)
 
@@ -89,6 +111,18 @@ class Progress:
         if "timing_s/step" in data:
             self.step = step
             self.num_done += 1
+
+    def warmup_line(self, now_mono_s: float) -> str:
+        """Where the warm-up is, and how long it may still take: it ends earlier once enough is answered."""
+        update, most = self.warmup.get("update", 0.0), self.num_warmup_updates
+        line = f"warm-up  update {count(update)}" + (f"/{most}" if most else "")
+        line += "".join(
+            f"  {name} {count(round(value, 3))}" for name, value in self.warmup.items() if name != "update"
+        )
+        if most and update:
+            left_s = (now_mono_s - self.warmup_began_mono_s) / update * (most - update)
+            line += f"  at most {seconds(left_s)} left"
+        return line
 
     def stages(self) -> list[tuple[str, float | None, float | None]]:
         """(span name, measured seconds, expected seconds) of the last step, in the order of a step."""
@@ -132,6 +166,9 @@ class TerminalView:
         self.progress = Progress(num_steps=num_steps)
         # The panel is drawn by a thread of its own. Never print while holding this: printing waits for the panel.
         self._lock = threading.Lock()
+        self._warmup_said_mono_s = -WARMUP_LINE_S
+        self._has_begun = False
+        """The run left something on disk: told by its last event."""
         self._live: Live | None = None
         if is_live and self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(
@@ -144,8 +181,11 @@ class TerminalView:
         with self._lock:
             self.progress.take_event(event)
         kind = str(event["kind"])
-        if kind == "warmup_check" and self._live is None:
-            print(_warmup_line(self.progress.warmup), file=self.console.file, flush=True)
+        self._has_begun |= kind == "run_ended"
+        if self._live is None:
+            self._say_phase(kind, event)
+        if kind == "plan":
+            self.console.print("\n".join(plan_lines(event)), soft_wrap=True, highlight=False)
         if kind in _NOTICES:
             style = "red" if event.get("severity") == "error" or kind == "step_failed" else "yellow"
             notice = Text(
@@ -155,6 +195,22 @@ class TerminalView:
                 notice.append(f"\n  hint: {event['remedy']}", style="dim")
             self.console.print(notice)
 
+    def _say_phase(self, kind: str, event: Event) -> None:
+        """Without a panel: a line for each thing that takes time before the first step."""
+        name, mono_s = str(event.get("name", "")), _number(event["mono_s"])
+        if kind in ("run_started", "run_resumed"):
+            self._print(f"{'run' if kind == 'run_started' else 'resuming'} {self.run_dir}")
+        elif kind == "span_open" and name in PHASES and self.progress.step is None:
+            self._print(f"  {PHASES[name]}")
+        elif kind == "warmup_check" or (
+            kind == "warmup" and mono_s - self._warmup_said_mono_s >= WARMUP_LINE_S
+        ):
+            self._warmup_said_mono_s = mono_s
+            self._print(f"  {self.progress.warmup_line(mono_s)}")
+
+    def _print(self, text: str) -> None:
+        print(text, file=self.console.file, flush=True)
+
     def on_step(self, step: int, data: Mapping[str, float]) -> None:
         with self._lock:
             self.progress.take_step(step, data)
@@ -162,39 +218,62 @@ class TerminalView:
             print(self.line(step, data), file=self.console.file, flush=True)
 
     def close(self) -> None:
-        """Leave the last view on the screen and print the summary."""
+        """Leave the last view on the screen and print the summary, if there was a run."""
         if self._live is not None and self._live.is_started:
             self._live.stop()
-        self.console.print(self.summary(), soft_wrap=True)
+        if self._has_begun:
+            self.console.print(self.summary(), soft_wrap=True)
 
     # -- one line a step
 
     def line(self, step: int, data: Mapping[str, float]) -> str:
-        """A step in one line, for logs.
+        """A step in one line of at most 120 characters, for logs; seconds are measured/planned.
 
-        `step 3/100  reward 0.71  length 5.2  step 3.31/3.10 s  rollout 1.92/1.80 s ...` (measured/planned)
+        `step 3/100  reward 0.710  length 5.25  3.31/3.1 s  rollout 1.92/1.8  train 1.2/1.1  tok/s 12.0k  gap 3.1e-06`
         """
-        parts = [f"step {step}" + (f"/{self.progress.num_steps}" if self.progress.num_steps else "")]
-        for name, value in data.items():
-            match = re.fullmatch(r"reward/(.+)/mean|(val/.+/exact_match)|(warmup/.+)", name)
-            if match:
-                label = f"reward {match[1]}" if match[1] else name.removesuffix("/exact_match")
-                parts.append(f"{label} {value:.3f}")
-        for label, name, show in (
-            ("length", "response_length/mean", count),
-            ("tokens/s", "perf/tokens_per_s/gen", count),
-            ("gap", "training/logprob_gap/mean", tiny),
-            ("stale", "training/off_policy/trajectory_staleness_worst/max", count),
-            ("failed", "failures/num", count),
+        of = f"/{self.progress.num_steps}" if self.progress.num_steps else ""
+        held_out = [
+            f"held-out {match[1]} {value:.3f}"
+            for name, value in data.items()
+            if (match := re.fullmatch(r"val/(.+)/exact_match", name))
+        ]
+        step_s = data.get("timing_s/step")
+        if step_s is None:  # readings of no step: the evaluation before the first
+            return _fitting([(0, f"before step {step}"), *((1, text) for text in held_out)])
+        parts = [(0, f"step {step}{of}"), *self._reward_parts(data)]
+        if "response_length/mean" in data:
+            parts.append((1, f"length {count(data['response_length/mean'])}"))
+        parts.append((0, _took(step_s, data.get("expected_s/step")) + " s"))
+        stages = [
+            (name, measured, data.get(f"expected_s/{suffix}"))
+            for name, suffix in STAGES.items()
+            if (measured := data.get(f"timing_s/{suffix}")) is not None and measured >= 0.02 * step_s
+        ]
+        by_size = sorted(stages, key=lambda stage: -stage[1])
+        parts += [(4 + by_size.index(stage), f"{stage[0]} {_took(*stage[1:])}") for stage in stages]
+        for rank, label, name, show in (
+            (2, "tok/s", "perf/tokens_per_s/gen", count),
+            (2, "gap", "training/logprob_gap/mean", tiny),
+            (3, "stale", "training/off_policy/trajectory_staleness_worst/max", count),
         ):
             if name in data:
-                parts.append(f"{label} {show(data[name])}")
-        for name, suffix in {"step": "step", **STAGES}.items():
-            measured, expected = data.get(f"timing_s/{suffix}"), data.get(f"expected_s/{suffix}")
-            if measured is not None and (name == "step" or measured >= 0.02 * data.get("timing_s/step", 0.0)):
-                planned = f"/{expected:.3g}" if expected is not None else ""
-                parts.append(f"{name} {measured:.3g}{planned} s")
-        return "  ".join(parts)
+                parts.append((rank, f"{label} {show(data[name])}"))
+        if data.get("failures/num"):
+            parts.append((1, f"failed {count(data['failures/num'])}"))
+        return _fitting([*parts, *((1, text) for text in held_out)])
+
+    @staticmethod
+    def _reward_parts(data: Mapping[str, float]) -> list[tuple[int, str]]:
+        """By source where there are few, else how far they lie apart."""
+        means = {m[1]: v for name, v in data.items() if (m := re.fullmatch(r"reward/(.+)/mean", name))}
+        if not means:
+            return []
+        if len(means) == 1:
+            return [(0, f"reward {next(iter(means.values())):.3f}")]
+        if len(means) <= MAX_SOURCES and sum(len(name) + 7 for name in means) <= MAX_LINE_CHARS // 3:
+            return [(0, "reward " + " ".join(f"{name} {value:.3f}" for name, value in means.items()))]
+        low, high = min(means.values()), max(means.values())
+        return [(0, f"reward {low:.3f} to {high:.3f} of {len(means)} sources")]
 
     # -- the panel
 
@@ -224,8 +303,8 @@ class TerminalView:
         p = self.progress
         title = Text(" rollbook ", style="bold")
         if p.step is None:
-            phase = next(iter(p.open_spans), None)
-            title.append(f"· {phase} " if phase else "· starting ", style="not bold")
+            phase = next(reversed(p.open_spans), "")
+            title.append(f"· {PHASES.get(phase, phase) or 'starting'} ", style="not bold")
         else:
             of = f"/{p.num_steps}" if p.num_steps else ""
             title.append(f"· step {p.step}{of} ", style="not bold")
@@ -239,7 +318,7 @@ class TerminalView:
         p = self.progress
         if not p.rewards:
             if p.warmup:
-                return [Text(_warmup_line(p.warmup))]
+                return [Text(p.warmup_line(self.clock.mono_s()))]
             return [Text("reward   waiting for the first step", style="dim")]
         names = list(p.rewards)
         shown = names if len(names) <= MAX_SOURCES else names[: MAX_SOURCES - 1]
@@ -346,8 +425,7 @@ class TerminalView:
                     what = f"reward of {match[1]}" if match[1] else f"held-out exact match of {match[2]}"
                     lines.append(f"  {what}: {p.first_readings[name]:.3f} -> {value:.3f}")
         else:
-            lines.append("no step finished")
-        lines.append(f"run directory: {self.run_dir}")
+            lines.append(f"no step finished in {self.run_dir}")
         return "\n".join(lines)
 
 
@@ -387,8 +465,29 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(SPARK[round((v - low) / spread * (len(SPARK) - 1)) if spread else 0] for v in values)
 
 
-def _warmup_line(readings: Mapping[str, float]) -> str:
-    return "warm-up  " + "  ".join(f"{name} {count(round(value, 3))}" for name, value in readings.items())
+def plan_lines(event: Event) -> list[str]:
+    """The plan in a few lines, from its event."""
+    held = event.get("stages")
+    stages = {str(k): _number(v) for k, v in held.items()} if isinstance(held, Mapping) else {}
+    rows = sorted(stages.items(), key=lambda stage: -stage[1])
+    return [
+        f"plan     {event.get('topology')}",
+        f"         a step takes {seconds(_number(event.get('step_s')))}, "
+        f"all that are left {seconds(_number(event.get('total_s')))}; seconds of a mean step:",
+        "         " + "  ".join(f"{name} {value:.3g}" for name, value in rows),
+    ]
+
+
+def _took(measured_s: float, expected_s: float | None) -> str:
+    return f"{measured_s:.3g}" + (f"/{expected_s:.3g}" if expected_s is not None else "")
+
+
+def _fitting(parts: list[tuple[int, str]]) -> str:
+    """The parts in their order, less the last in rank, as far as they fit a line."""
+    kept = list(parts)
+    while len("  ".join(text for _, text in kept)) > MAX_LINE_CHARS and len(kept) > 1:
+        kept.remove(max(reversed(kept), key=lambda part: part[0]))
+    return "  ".join(text for _, text in kept)[:MAX_LINE_CHARS]
 
 
 def _shortened(text: str, width: int) -> str:
