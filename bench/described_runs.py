@@ -367,6 +367,26 @@ def filter_starvation(s: Story) -> None:
     s.ramp_to("timing_s/gen", s.rng.uniform(1.8, 6), over=over)
 
 
+def _flat(s: Story, level: float) -> None:
+    for name in ("critic/score/mean", "critic/rewards/mean", "critic/score/max", "critic/score/min"):
+        s.table[name] = np.full(s.n, level)
+    for name in ("actor/grad_norm", "actor/pg_loss", "actor/pg_clipfrac"):
+        s.table[name] = np.zeros(s.n)
+    for name in [k for k in s.table if k.startswith("val-core/")]:
+        s.table[name] = np.where(np.isfinite(s.table[name]), level, np.nan)
+    if s.rng.random() < 0.3:
+        for name in ("critic/score/max", "critic/score/min"):
+            del s.table[name]
+
+
+def all_wrong(s: Story) -> None:
+    _flat(s, float(s.rng.choice([0.0, 0.0, -1.0])))
+
+
+def all_right(s: Story) -> None:
+    _flat(s, 1.0)
+
+
 def tail_burst(s: Story) -> None:
     hit = (s.t >= s.at) & (s.rng.random(s.n) < s.rng.uniform(0.3, 1.0))
     s.table["response_length/max"] = s.table["response_length/max"] * np.where(hit, s.rng.uniform(2.5, 6), 1)
@@ -423,6 +443,8 @@ def plateau(s: Story) -> None:
 FAULTS: dict[str, Callable[[Story], None]] = {
     f.__name__: f
     for f in (
+        all_wrong,
+        all_right,
         missed_weight_sync,
         stale_samples,
         engine_mismatch,

@@ -288,6 +288,9 @@ def metrics(w: World) -> dict[str, Array]:
     m["critic/rewards/mean"] = reward + np.zeros(n)
     m["critic/rewards/max"] = np.where(reward > 1e-6, 1.0, 0.0)
     m["critic/rewards/min"] = np.zeros(n)
+    if (level := w.flags.get("flat_reward")) is not None:
+        for name in ("critic/score/mean", "critic/rewards/mean", "critic/rewards/max", "critic/rewards/min"):
+            m[name] = np.full(n, float(level))
     m["critic/advantages/mean"] = rng.normal(0, 0.01, n)
     every = max(5, n // 20)
     for source in w.sources:
@@ -669,6 +672,24 @@ def filter_starvation(w: World) -> None:
         )
 
 
+def all_wrong(w: World) -> None:
+    """No answer is ever right, from the first step on."""
+    w.flags["flat_reward"] = False
+    w.grad = np.zeros(w.n)
+    w.update = w.update * 0.05
+    for source in w.sources:
+        w.skill[source] = np.zeros(w.n)
+
+
+def all_right(w: World) -> None:
+    """Every answer is right, from the first step on."""
+    w.flags["flat_reward"] = True
+    w.grad = np.zeros(w.n)
+    w.update = w.update * 0.05
+    for source in w.sources:
+        w.skill[source] = np.ones(w.n)
+
+
 def tail_burst(w: World) -> None:
     """A few responses run to the limit in bursts; every step that has one waits for it."""
     w.limit = int(max(w.limit, w.length.max() * 12))
@@ -749,6 +770,8 @@ def _make_agentic(w: World) -> None:
 
 Change = Callable[[World], None]
 FAULTS: dict[str, Change] = {
+    "all_wrong": all_wrong,
+    "all_right": all_right,
     "missed_weight_sync": missed_weight_sync,
     "stale_samples": stale_samples,
     "engine_mismatch": engine_mismatch,

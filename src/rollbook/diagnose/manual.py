@@ -51,6 +51,34 @@ ENTRIES: dict[str, Entry] = {
         "sample prompts by difficulty, cap the refills ({max_refills} a step here)",
         "share of right answers by prompt",
     ),
+    "dead_scorer": Entry(
+        "data",
+        "`failures/reward/num` above 0 for more than a tenth of the trajectories; turns and environments go on",
+        "dead sandboxes: the failures are the environment's",
+        "restart the scorer, take the run up again",
+        "ten reference answers in the worker that scores during training",
+    ),
+    "all_wrong": Entry(
+        "data",
+        "from the first step on `critic/score/max` is `critic/score/min`, at the bottom, and `actor/grad_norm` is 0",
+        "a hard task: some group differs now and then",
+        "score reference answers by hand, then easier prompts or a warm-up",
+        "five trajectories beside their reference answers",
+    ),
+    "all_right": Entry(
+        "data",
+        "from the first step on `critic/score/max` is `critic/score/min`, at the top, and `actor/grad_norm` is 0",
+        "a run that has learned its prompts: it began lower",
+        "harder prompts",
+        "a wrong answer on purpose: does the scorer refuse it?",
+    ),
+    "refused_publication": Entry(
+        "version",
+        "`publication_failed` twice and the run stops: a tensor is missing, or its digest differs",
+        "a missed sync: nobody noticed",
+        "mend what the error names and resume; the replicas hold the version before",
+        "does the same tensor fail again?",
+    ),
     "missed_weight_sync": Entry(
         "version",
         "the gap grows with the steps since the last good publication; `sync/num_bytes` or `timing_s/update_weights` "
@@ -154,5 +182,19 @@ ENTRIES: dict[str, Entry] = {
         "longer responses: the mean grows as well",
         "cap or shape the length, continue partial responses, or train asynchronously",
         "read the longest responses of one such step",
+    ),
+    "slow_replica": Entry(
+        "implementation",
+        "`replica/*/tokens_per_s` of one replica below half of the others'",
+        "a tail: every replica has it",
+        "take it out of service",
+        "seconds of a decode step on it alone",
+    ),
+    "run_stopped": Entry(
+        "implementation",
+        "`run_failed` at the end of events.jsonl, or a traceback at the end of the console log",
+        "a hang: the log ends without an error",
+        "what the error says",
+        "resume from the newest checkpoint",
     ),
 }

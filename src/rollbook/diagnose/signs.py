@@ -20,14 +20,15 @@ STALENESS = "training/off_policy/trajectory_staleness"
 GAP = "gap"
 """Derived: disagreement of trainer and engine, all its metrics in one, as a multiple of its own median."""
 
-_GAP_METRICS: tuple[tuple[str, float], ...] = (
-    # metric, power that makes it an amplitude (a KL grows with the square of a probability difference)
-    ("training/logprob_gap/mean", 1.0),
-    ("training/rollout_probs_diff_mean", 1.0),
-    ("rollout_corr/k3_kl", 0.5),
-    ("rollout_corr/kl", 0.5),
-    ("rollout_corr/log_ppl_diff", 0.5),
-    ("training/rollout_actor_probs_pearson_corr", 0.5),
+_GAP_METRICS: tuple[tuple[str, float, float], ...] = (
+    # metric, power that makes it an amplitude (a KL grows with the square of a probability difference), and what
+    # rounding in float32 alone makes of it: below that no change means anything
+    ("training/logprob_gap/mean", 1.0, 1e-5),
+    ("training/rollout_probs_diff_mean", 1.0, 1e-5),
+    ("rollout_corr/k3_kl", 0.5, 1e-7),
+    ("rollout_corr/kl", 0.5, 1e-7),
+    ("rollout_corr/log_ppl_diff", 0.5, 1e-7),
+    ("training/rollout_actor_probs_pearson_corr", 0.5, 1e-7),
 )
 
 
@@ -92,7 +93,7 @@ def gap(view: View) -> Gap | None:
     """The disagreement of trainer and engine, None when nothing of it was logged."""
     parts: list[Series] = []
     used: list[str] = []
-    for metric, power in _GAP_METRICS:
+    for metric, power, rounding in _GAP_METRICS:
         values = view.values.get(metric)
         if values is None:
             continue
@@ -101,7 +102,7 @@ def gap(view: View) -> Gap | None:
         if known.sum() < 5:
             continue
         resolution = view.resolution(metric)
-        amplitude = np.maximum(amplitude, 4.0 * resolution)
+        amplitude = np.maximum(amplitude, max(4.0 * resolution, rounding))
         typical = float(np.median(amplitude[known]))
         if typical <= 0.0:
             typical = float(amplitude[known].mean())
@@ -333,7 +334,10 @@ def publications(view: View) -> Publications:
     silent = _no_longer_logged(view, seconds)
     if silent is not None:
         return Publications(seconds, size, silent, None, failed, "are no longer logged")
+    says_bytes = size == "sync/num_bytes" and np.isfinite(view.values[size][-3:]).any()
     for metric, least, how in ((size, 0.7, "carry less"), (seconds, 0.45, "take less time")):
+        if metric == seconds and says_bytes:
+            continue  # what was sent is known: fewer seconds are only a quieter host
         fall = view.fall(metric)
         if fall is not None and fall.drop >= least and fall.score >= 5 and fall.rise_steps <= 3:
             return Publications(seconds, size, fall.idx, fall.end_idx, failed, how)
@@ -542,6 +546,28 @@ def failures_rise(view: View, idx: int) -> list[str]:
         if c.after >= 2.0 * c.before + least and c.score >= 4:
             risen.append(metric)
     return risen
+
+
+@dataclass(frozen=True, slots=True)
+class FailureKinds:
+    """Failed trajectories by class, where the log tells classes."""
+
+    counts: dict[str, float]
+    """Class -> failures over the whole log."""
+    main: str | None
+    """The class of most of them."""
+
+
+@once("failure kinds")
+def failure_kinds(view: View) -> FailureKinds:
+    """What the failures were."""
+    counts = {
+        metric.split("/")[1]: float(np.nansum(view.values[metric]))
+        for metric in view.values
+        if metric.startswith("failures/") and metric.endswith("/num") and metric.count("/") == 2
+    }
+    counts = {kind: count for kind, count in counts.items() if count > 0}
+    return FailureKinds(counts, max(counts, key=lambda kind: counts[kind], default=None))
 
 
 # ---- seconds ---------------------------------------------------------------------------------------------------

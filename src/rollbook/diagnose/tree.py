@@ -14,9 +14,12 @@ from collections.abc import Callable
 from rollbook.diagnose import four_signals, states
 from rollbook.diagnose.finding import Area, Diagnosis, Finding, NotJudged, State
 from rollbook.diagnose.rules import (
+    all_right,
+    all_wrong,
     buffer_never_fills,
     collective_hang,
     dead_sandbox_pool,
+    dead_scorer,
     discontinuity_after_resume,
     engine_mismatch,
     filter_starvation,
@@ -27,13 +30,17 @@ from rollbook.diagnose.rules import (
     object_store_spill,
     one_source_all_zero,
     oom_in_sync,
+    refused_publication,
+    run_stopped,
     sandbox_leak,
     silent_error_after_wake,
+    slow_replica,
     stale_samples,
     tail_burst,
     version_drift,
 )
 from rollbook.diagnose.series import RunSeries
+from rollbook.diagnose.stops import stop
 from rollbook.diagnose.view import View
 
 Rule = Callable[[View], "Finding | NotJudged | None"]
@@ -44,7 +51,11 @@ RULES: dict[str, Rule] = {
     "sandbox_leak": sandbox_leak.judge,
     "one_source_all_zero": one_source_all_zero.judge,
     "filter_starvation": filter_starvation.judge,
+    "dead_scorer": dead_scorer.judge,
+    "all_wrong": all_wrong.judge,
+    "all_right": all_right.judge,
     # version
+    "refused_publication": refused_publication.judge,
     "missed_weight_sync": missed_weight_sync.judge,
     "version_drift": version_drift.judge,
     "discontinuity_after_resume": discontinuity_after_resume.judge,
@@ -61,6 +72,8 @@ RULES: dict[str, Rule] = {
     "fragmentation": fragmentation.judge,
     "object_store_spill": object_store_spill.judge,
     "tail_burst": tail_burst.judge,
+    "slow_replica": slow_replica.judge,
+    "run_stopped": run_stopped.judge,
 }
 
 AREAS: tuple[Area, ...] = ("data", "version", "async", "implementation")
@@ -89,6 +102,10 @@ EXPLAINS: dict[str, frozenset[str]] = {
         "tail_burst": "buffer_never_fills late_oom_with_length stale_samples",
         "object_store_spill": "buffer_never_fills",
         "collective_hang": "buffer_never_fills",
+        "slow_replica": "buffer_never_fills tail_burst stale_samples",
+        "dead_scorer": "one_source_all_zero dead_sandbox_pool filter_starvation buffer_never_fills",
+        "all_wrong": "one_source_all_zero filter_starvation buffer_never_fills",
+        "all_right": "filter_starvation buffer_never_fills",
     }.items()
 }
 """Cause -> findings that follow from it."""
@@ -101,6 +118,9 @@ def diagnose(run: RunSeries) -> Diagnosis:
     view = View.of(run)
     judged = [rule(view) for rule in RULES.values()]
     found = [j for j in judged if isinstance(j, Finding) and j.confidence >= LEAST_CONFIDENCE]
+    ended = stop(view)
+    if ended is not None and any(f.rule == ended.told_by for f in found):
+        found = [f for f in found if f.rule != run_stopped.RULE]
     known_states = states.judge(view)
     found = [f for f in found if not _is_of_the_algorithm(view, f, known_states)]
     found.sort(key=lambda f: (-round(f.confidence, 1), AREAS.index(f.area), f.step))

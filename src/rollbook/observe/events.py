@@ -61,6 +61,7 @@ EVENT_KINDS: dict[str, EventKind] = {
             "total_s",
             "committed",
             "quarantined",
+            "digest",
         ),
         "A weight publication was committed by the replicas named.",
     ),
@@ -122,7 +123,8 @@ EVENT_KINDS: dict[str, EventKind] = {
         "A trajectory has no reward; `failure` is its kind.",
     ),
     "drill": EventKind(
-        ("fault", "at_step", "says"), "This run is a drill: a fault was put in on purpose, there from a step on."
+        ("fault", "at_step", "says"),
+        "This run is a drill: a fault was put in on purpose, there from a step on.",
     ),
     "fault": EventKind(
         ("fault", "target", "attrs"), "A drill injected a fault, or a supervisor saw a part die."

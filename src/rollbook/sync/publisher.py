@@ -89,6 +89,8 @@ class PublicationReport:
     """One for each replica that committed."""
     quarantined: Mapping[int, str]
     """Replica -> why it is out of service after this publication."""
+    digest: str
+    """Of all tensors, as the trainer sent them (`sync.digest.fold`)."""
     superseded: Mapping[int, tuple[int, ...]]
     """Replica -> offered versions that it will never hold, because this one took their place."""
 
@@ -132,6 +134,7 @@ class PublicationReport:
             "committed": list(self.committed),
             "coverage": {str(r.replica_id): dict(r.coverage) for r in self.replicas},
             "quarantined": {str(replica_id): why for replica_id, why in self.quarantined.items()},
+            "digest": self.digest,
             "superseded": {str(replica_id): list(old) for replica_id, old in self.superseded.items()},
         }
 
@@ -527,6 +530,7 @@ class Publisher:
             total_s=marks_s["commit"] - started_at_s,
             replicas=tuple(commits),
             quarantined=dict(self.quarantined),
+            digest=fold(digests),
             superseded={i: old for i, old in publication.superseded.items() if old},
         )
 

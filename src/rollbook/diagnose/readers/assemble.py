@@ -133,6 +133,8 @@ def assemble(
         waiting.clear()
         run.add(item)
     runs[-1].events.extend(waiting)
+    if not runs[0].steps and (died := _died_early(runs[0])) is not None:
+        runs[0].add(Row(step=died, data={}))
     if not runs[-1].steps:
         raise DataError(f"{source} holds no step", "check that this is the log of a run that finished a step")
     chosen = len(runs) - 1 if run_idx is None else run_idx
@@ -147,6 +149,12 @@ def assemble(
             f"{len(runs)} runs in one log ({lengths}): this is run {chosen} of 0 to {len(runs) - 1}"
         )
     return _finish(runs[chosen], source, format, renamed or {}, all_notes, len(runs), chosen)
+
+
+def _died_early(run: _Run) -> int | None:
+    """The step under way when a run stopped on an error before any step was logged."""
+    failed = [event for event in run.events if event.kind in ("step_failed", "run_failed") and event.text]
+    return None if not failed else next((e.step for e in failed if e.step is not None), 0)
 
 
 def _begin_again(runs: list[_Run], step: int) -> _Run:

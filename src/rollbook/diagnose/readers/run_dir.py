@@ -23,8 +23,11 @@ _KEPT = frozenset(
         "run_started",
         "run_resumed",
         "run_ended",
+        "run_failed",
         "step_failed",
         "publication",
+        "publication_failed",
+        "probe_failed",
         "engine_state",
         "failure",
         "eviction",
@@ -46,7 +49,7 @@ def read(path: Path, *, now_s: float | None = None) -> Iterator[Row | Event]:
     if (path / EVENTS).exists():
         for text in lines(path / EVENTS):
             log.add(text)
-    for item in verl_file.read(path / METRICS):
+    for item in verl_file.read(path / METRICS) if (path / METRICS).exists() else ():
         if isinstance(item, Row) and item.at_s is None and item.step in log.ends:
             yield Row(step=item.step, data=item.data, at_s=log.ends[item.step])
         else:
@@ -90,9 +93,11 @@ class _EventLog:
         elif kind == "span":
             self._end_span(value, step, at_s)
         elif kind in _KEPT and len(self.events) < MAX_EVENTS:
-            words = str(value.get("error") or value.get("message") or value.get("reason") or "")
+            words = str(
+                value.get("error") or value.get("message") or value.get("reason") or value.get("why") or ""
+            )
             self.events.append(Event(kind=kind, step=step, at_s=at_s, text=words[:300], fields=value))
-            self._read_words(words, step)
+            self._read_words(words, step, "sync" if kind == "publication_failed" else "")
 
     def _end_span(self, value: dict[str, Any], step: int | None, at_s: float | None) -> None:
         self.open_spans.pop(value.get("span_id", -1), None)
@@ -109,9 +114,9 @@ class _EventLog:
         if event is not None:
             stage = {"sync": "sync", "to_rollout": "sync", "to_trainer": "sync", "train": "train"}.get(span)
             if event.kind == "out_of_memory" and any(
-                e.kind == event.kind and e.step == step for e in self.events
+                e.kind == event.kind and (e.step == step or step is None) for e in self.events
             ):
-                return  # the step's span repeats what its stage said
+                return  # the step's span, and the run's end, repeat what its stage said
             self.events.append(
                 Event(kind=event.kind, step=step, text=event.text, fields={"stage": stage} if stage else {})
             )

@@ -111,7 +111,9 @@ def _locate(path: Path, format: str | None) -> tuple[Path, str]:
 
 
 def _locate_in_folder(path: Path, format: str | None) -> tuple[Path, str]:
-    if format in (None, "rollbook") and (path / "metrics.jsonl").exists():
+    if format in (None, "rollbook") and any(
+        (path / name).exists() for name in ("metrics.jsonl", "events.jsonl")
+    ):
         return path, "rollbook"
     if format in (None, "trl") and (state := trl.find(path)) is not None:
         return state, "trl"

@@ -146,10 +146,11 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
         (
             "collective_timeout",
-            ("Watchdog", "NCCL", "collective", "Gloo", "gloo", "HCCL", "Timeout", "timed out"),
+            ("Watchdog", "NCCL", "collective", "Gloo", "gloo", "HCCL", "Timeout", "timed out", "did not"),
             r"Watchdog caught collective operation timeout|NCCL (?:operation|error|timeout).{0,80}time[d ]?out"
             r"|collective operation timeout|ProcessGroupNCCL.{0,120}[Tt]imeout|Connection closed by peer.{0,80}gloo"
-            r"|HCCL.{0,60}timeout|Timed out waiting .{0,60}(?:all_?reduce|broadcast|barrier|all_?gather)",
+            r"|HCCL.{0,60}timeout|Timed out waiting .{0,60}(?:all_?reduce|broadcast|barrier|all_?gather)"
+            r"|did not answer to \w+ of version|did not export .{0,60} within",
         ),
         (
             "object_store_spill",

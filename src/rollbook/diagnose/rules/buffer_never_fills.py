@@ -12,12 +12,16 @@ from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.filter_starvation import DROPPED
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
+from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
 
 RULE = "buffer_never_fills"
 
 
 def judge(view: View) -> Finding | NotJudged | None:
+    stopped = stopped_by(view, RULE)
+    if stopped is not None:
+        return _stopped(stopped)
     excess = signs.excess(view)
     if excess is None:
         return NotJudged(
@@ -65,6 +69,20 @@ def judge(view: View) -> Finding | NotJudged | None:
         action="compare admitted with running + finished + failed + evicted; raise the staleness bound "
         "or admit less ahead "
         "when they are evicted, put a deadline on every trajectory when they hang",
+        next_check="the oldest trajectory still running: its age, its turn and its replica",
+    )
+
+
+def _stopped(found: Stop) -> Finding:
+    return Finding(
+        rule=RULE,
+        title="the trainer waited for samples until a deadline ended the run",
+        area="async",
+        confidence=0.96,
+        step=found.step,
+        evidence=(found.evidence(),),
+        action=found.remedy
+        or "put a deadline on every trajectory; look at the replica or environment that is named",
         next_check="the oldest trajectory still running: its age, its turn and its replica",
     )
 

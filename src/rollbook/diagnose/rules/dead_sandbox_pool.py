@@ -9,6 +9,7 @@ from __future__ import annotations
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import of_contrast, share
+from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import Contrast, View
 
 RULE = "dead_sandbox_pool"
@@ -30,12 +31,30 @@ def judge(view: View) -> Finding | NotJudged | None:
             missing=("failures/frac", "env/turn_s/mean", "env/num_active", "num_turns/mean"),
             collect="only for jobs with environments: log failures by class, seconds a turn, and active sandboxes",
         )
+    stopped = stopped_by(view, RULE)
+    if stopped is not None:
+        return _stopped(view, stopped)
+    if not is_agentic and signs.failure_kinds(view).main in ("reward", "timeout", "engine", "out_of_memory"):
+        return None  # the log says what the failures are, and they are not the environment's
     best: Finding | None = None
     for idx in _moments(view):
         found = _at(view, idx)
         if found is not None and (best is None or found.confidence > best.confidence):
             best = found
     return best
+
+
+def _stopped(view: View, found: Stop) -> Finding:
+    return Finding(
+        rule=RULE,
+        title="sandboxes are dead: so many trajectories failed that the run stopped",
+        area="data",
+        confidence=0.97,
+        step=found.step,
+        evidence=(found.evidence(),),
+        action="restart the sandbox pool, then take the run up again: no failure was trained as zero",
+        next_check="run one sandbox by hand; then look at failures by class and source for what the rest is",
+    )
 
 
 def _moments(view: View) -> list[int]:

@@ -13,9 +13,15 @@ from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.missed_weight_sync import optimizer_explains, staleness_explains
 from rollbook.diagnose.rules.wording import num, of_contrast, share
+from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
 
 RULE = "engine_mismatch"
+ACTION = (
+    "bring both sides to the same numerics (dtype, attention kernel, temperature and top-p, routing replay for "
+    "MoE; no quantised engine weights), or keep the difference and train with truncated importance weights"
+)
+CHECK = "score one short greedy prompt on both sides with the engine's own weights and find where they part"
 LEAST_STEPS = 8
 """Steps below which a level is not judged: a first update at a large learning rate moves more than any numerics."""
 LEAST_PAST = 6
@@ -24,7 +30,10 @@ asynchronous run."""
 
 
 def judge(view: View) -> Finding | NotJudged | None:
+    refused = stopped_by(view, RULE)
     gap = signs.gap(view)
+    if refused is not None:
+        return _refused(view, refused)
     if gap is None:
         return NotJudged(
             rule=RULE,
@@ -50,6 +59,24 @@ def judge(view: View) -> Finding | NotJudged | None:
     if gap.num_bad == 1 and gap.num_fine == 0 and len(gap.metrics) == 1:
         return _finding(view, 0, 0.65, "from the first step")
     return None
+
+
+def _refused(view: View, found: Stop) -> Finding:
+    """The probe after a publication held engine against trainer and let no replica serve."""
+    evidence = [found.evidence()]
+    for event in view.events("probe_failed")[-2:]:
+        step = found.step if event.step is None else event.step
+        evidence.append(Evidence(metric="probe_failed", step=step, says=event.text))
+    return Finding(
+        rule=RULE,
+        title="engine and trainer disagree at the same weights: the probe refused every replica",
+        area="implementation",
+        confidence=0.97,
+        step=found.step,
+        evidence=tuple(evidence),
+        action=ACTION,
+        next_check=CHECK,
+    )
 
 
 def _finding(view: View, idx: int, confidence: float, when: str) -> Finding:
@@ -90,10 +117,6 @@ def _finding(view: View, idx: int, confidence: float, when: str) -> Finding:
         confidence=share(confidence),
         step=step,
         evidence=tuple(evidence),
-        action="bring both sides to the same numerics (dtype, attention kernel, temperature and top-p, "
-        "routing replay for "
-        "MoE; no quantised engine weights), or keep the difference and train with truncated importance weights",
-        next_check="score one short greedy prompt on both sides with the engine's own weights and find "
-        "the first layer "
-        "that differs",
+        action=ACTION,
+        next_check=CHECK,
     )

@@ -8,23 +8,27 @@ import numpy as np
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, share
+from rollbook.diagnose.stops import stopped_by
 from rollbook.diagnose.view import View
 
 RULE = "filter_starvation"
 
 DROPPED = ("training/filter_groups/evicted_samples", "filter/flat/num_groups", "train/num_gen_batches")
+EVICTED = "evicted/flat/num_groups"
+"""Groups that our own filter dropped; logged in the steps that have some."""
 KEPT = ("filter/kept_frac", "batch/effective_frac")
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    dropped, kept = view.first(*DROPPED), view.first(*KEPT)
+    dropped, kept = view.first(*DROPPED) or _evicted(view), view.first(*KEPT)
+    starved = stopped_by(view, RULE)
     if dropped is None and kept is None:
         return NotJudged(
             rule=RULE,
             missing=(DROPPED[0], KEPT[0]),
             collect="only with a filter of flat groups (DAPO): log how many samples it drops",
         )
-    evidence: list[Evidence] = []
+    evidence: list[Evidence] = [] if starved is None else [starved.evidence()]
     idx: int | None = None
     if (
         (rise := view.rise(dropped)) is not None
@@ -38,6 +42,8 @@ def judge(view: View) -> Finding | NotJudged | None:
     if fall is not None and fall.late <= 0.4 and fall.ratio <= 0.6 and fall.score >= 5:
         evidence.append(of_break(fall, "share of groups that is left"))
         idx = fall.idx if idx is None else min(idx, fall.idx)
+    if idx is None and starved is not None and dropped is not None:
+        idx = int(np.flatnonzero(np.nan_to_num(view.values[dropped]) > 0)[0])  # from the first steps on
     if idx is None:
         return None
     if (
@@ -51,7 +57,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     costs = slower is not None and slower.peak_ratio >= 1.4 and slower.idx >= idx - max(8, view.n // 10)
     smaller = view.fall(view.first("batch/num_groups", "batch/num_sequences"))
     shrinks = smaller is not None and smaller.ratio <= 0.6 and smaller.score >= 5
-    if not (costs or shrinks):
+    if not (costs or shrinks or starved is not None):
         return None
     cost_s = None
     if slower is not None and costs:
@@ -75,7 +81,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         rule=RULE,
         title=f"the filter of flat groups drops most of what is generated{side}",
         area="data",
-        confidence=share(0.9 if costs else 0.75),
+        confidence=share(0.96 if starved is not None else 0.9 if costs else 0.75),
         step=view.step_at(idx),
         evidence=tuple(evidence),
         cost_s=cost_s,
@@ -85,12 +91,20 @@ def judge(view: View) -> Finding | NotJudged | None:
     )
 
 
+def _evicted(view: View) -> str | None:
+    """Name of the groups dropped a step, 0 in the steps that say nothing of it; None where none was ever dropped."""
+    values = view.values.get(EVICTED)
+    if values is None or view.n < 3:
+        return None
+    return view.derive(f"{EVICTED}, all steps", np.nan_to_num(values))
+
+
 def _dropped_share(view: View, dropped: str) -> float | None:
     """Late share of the generated samples that the filter drops; None when the batch size cannot be told."""
     if dropped == "train/num_gen_batches":
         return None
     late = view.last(dropped)
-    batch = view.last("batch/num_sequences")
+    batch = view.last("batch/num_groups" if dropped.startswith(EVICTED) else "batch/num_sequences")
     if not np.isfinite(batch):
         length, prompt = view.last("response_length/mean"), view.last("prompt_length/mean")
         tokens = view.last("perf/total_num_tokens")

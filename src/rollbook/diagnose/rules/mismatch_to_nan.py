@@ -10,6 +10,7 @@ from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.missed_weight_sync import optimizer_explains, staleness_explains
 from rollbook.diagnose.rules.wording import num, of_break, share
+from rollbook.diagnose.stops import stopped_by
 from rollbook.diagnose.view import View
 
 RULE = "mismatch_to_nan"
@@ -17,7 +18,9 @@ RULE = "mismatch_to_nan"
 
 def judge(view: View) -> Finding | NotJudged | None:
     policy = signs.policy(view)
-    if policy.nan_step is None:
+    stopped = stopped_by(view, RULE)
+    nan_step = policy.nan_step if stopped is None else stopped.step
+    if nan_step is None:
         return None
     gap = signs.gap(view)
     if gap is None:
@@ -27,19 +30,16 @@ def judge(view: View) -> Finding | NotJudged | None:
             collect="losses are not finite and the gap was not logged: return logprobs from the engine",
         )
     rise = gap.rise
-    nan_idx = view.idx_of(policy.nan_step)
+    nan_idx = view.idx_of(nan_step)
     grew = rise is not None and rise.peak_ratio >= 1.5 and rise.idx < nan_idx and rise.score >= 5
     if rise is not None and grew and (optimizer_explains(view, rise) or staleness_explains(view, rise)):
         return None
     if not grew and not (gap.num_bad > gap.num_fine or gap.num_bad_late > gap.num_fine_late):
         return None
-    evidence = [
-        Evidence(
-            metric=policy.nan_metrics[0],
-            step=policy.nan_step,
-            says=f"not finite from step {policy.nan_step} on: {', '.join(policy.nan_metrics)}",
-        )
-    ]
+    evidence = [] if stopped is None else [stopped.evidence()]
+    if policy.nan_step is not None:
+        says = f"not finite from step {policy.nan_step} on: {', '.join(policy.nan_metrics)}"
+        evidence.append(Evidence(metric=policy.nan_metrics[0], step=policy.nan_step, says=says))
     if rise is not None and grew:
         says = f"trainer and engine disagree {num(rise.peak_ratio)} times as much before that"
         evidence.insert(
@@ -54,10 +54,10 @@ def judge(view: View) -> Finding | NotJudged | None:
         title="a growing mismatch of engine and trainer ended in NaN",
         area="implementation",
         confidence=share(0.93 if grew else 0.7),
-        step=rise.step if rise is not None and grew else policy.nan_step,
+        step=rise.step if rise is not None and grew else nan_step,
         evidence=tuple(evidence),
         action="go back to a checkpoint before step "
-        f"{rise.step if rise is not None and grew else policy.nan_step}, truncate "
+        f"{rise.step if rise is not None and grew else nan_step}, truncate "
         "the importance weights and mask what lies far outside, then bring both sides to the same numerics",
         next_check="does the gap at staleness 0 grow in a run with the learning rate at 0? Then it is the engine",
     )

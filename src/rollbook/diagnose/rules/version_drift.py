@@ -5,10 +5,14 @@ The oldest samples age by one version a step, the newest do not: the spread is t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import of_break, of_contrast, share
-from rollbook.diagnose.view import View
+from rollbook.diagnose.view import Break, View
 
 RULE = "version_drift"
 
@@ -45,6 +49,9 @@ def judge(view: View) -> Finding | NotJudged | None:
     ):
         idx, confidence = rise.idx, 0.85
         evidence.append(of_break(rise))
+    elif (rise := _gap_of_one_replica(view)) is not None:
+        idx, confidence = rise.idx, 0.96
+        evidence.append(of_break(rise, "the labels of that replica are not its weights"))
     if idx is None:
         return None
     if versions.some_standing_since is not None and versions.oldest:
@@ -75,6 +82,29 @@ def judge(view: View) -> Finding | NotJudged | None:
         "after their digests agree",
         next_check="look in the log of those replicas for the first failed or skipped publication",
     )
+
+
+def _gap_of_one_replica(view: View) -> Break | None:
+    """A replica whose gap to the trainer leaves that of the others, and grows on with the steps."""
+    gaps = view.family("training/logprob_gap_by_replica/", "/mean")
+    if len(gaps) < 2:
+        return None
+    for metric in gaps:
+        others = np.stack([view.values[m] for m in gaps if m != metric])
+        known = np.isfinite(others).any(axis=0)
+        usual = np.full(view.n, np.nan)
+        usual[known] = np.nanmedian(others[:, known], axis=0)
+        relative = np.divide(view.values[metric], usual, out=np.full(view.n, np.nan), where=usual > 0)
+        rise = view.rise(view.derive(f"{metric} over the others'", relative))
+        own = view.rise(metric)
+        if rise is None or own is None or rise.ratio < 3 or rise.score < 5:
+            continue
+        after = view.values[metric][rise.idx :]
+        after = after[np.isfinite(after)]
+        third = max(2, len(after) // 3)
+        if len(after) >= 6 and np.median(after[-third:]) >= 1.5 * np.median(after[:third]):
+            return replace(own, idx=rise.idx, step=rise.step)
+    return None
 
 
 def newest_follows(view: View, idx: int) -> bool:

@@ -1,0 +1,50 @@
+"""`rollbook replay`: repeat a run from its own log and compare bit for bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    step: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            "--step", help="Sample again only this step's trajectories; the updates up to it are repeated."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Repeat a run from its own log and compare bit for bit.
+
+    Example: rollbook replay runs/addition
+
+    Exits with 0 when everything is the same, with 1 when not; the first differences are named.
+    """
+    from rollbook.controller.replay import replay_run
+
+    report = replay_run(run, only_step=step)
+    if as_json:
+        typer.echo(json.dumps({"is_equal": report.is_equal, **asdict(report)}))
+    else:
+        typer.echo(
+            f"{report.run_dir}: {report.num_steps} steps repeated; compared {report.num_digests} digests of published "
+            f"weights and {report.num_trajectories} trajectories with {report.num_tokens} tokens "
+            f"({report.num_cut} cut by a publication)"
+        )
+        for note in report.notes:
+            typer.echo(f"  note: {note}")
+        for difference in report.differences:
+            typer.echo(f"  {difference}")
+        typer.echo(
+            "EQUAL, bit for bit"
+            if report.is_equal
+            else f"{report.num_differences} differences, the first above"
+        )
+    if not report.is_equal:
+        raise typer.Exit(1)

@@ -1,0 +1,546 @@
+"""A run repeated from its own log, and compared with it bit for bit.
+
+    config.toml ──► the same parts, fresh
+    per step of the log:
+        trajectories/step_N.parquet ──► the batch, in its order ──► the same update ──► digest of the weights
+                                                                                         = the publication's?
+        per version published then: every trajectory whose newest token it sampled is sampled again ──►
+                                         tokens, logprobs, reward = the log's?
+
+It needs no timing: which groups a step trained and which version sampled each token stand in the log, and sampling is a
+function of (seed, trajectory, token index). A response that a publication cut in two is sampled up to the cut under
+the older weights and goes on under the newer ones, with the keys and values that the run kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollbook.buffer.buffer import Taken
+from rollbook.config.loading import load_config
+from rollbook.config.run_config import RunConfig
+from rollbook.controller.build import build
+from rollbook.controller.loop import Controller
+from rollbook.controller.rollout import Member
+from rollbook.errors import ConfigError, RunError
+from rollbook.observe.recorder import Recorder
+from rollbook.observe.trajectories import read_loss_masks, read_trajectories
+from rollbook.rollout.engine import GenerateRequest, Response
+from rollbook.rollout.native.engine import NativeEngine
+from rollbook.sync.digest import digests, fold
+from rollbook.types import Bools, Group, Prompt, Trajectory, VersionRun
+
+MAX_DIFFERENCES = 20
+"""Differences that are listed; all are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One place at which the log and its repetition are not the same."""
+
+    kind: str
+    """digest, loss_mask, token, length, logprob, version, reward, or failure."""
+    step: int
+    where: str
+    logged: str
+    replayed: str
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}, {self.where}: {self.kind} {self.logged} in the log, {self.replayed} replayed"
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplayReport:
+    """What was compared, and where it differs."""
+
+    run_dir: str
+    num_steps: int = 0
+    num_digests: int = 0
+    num_trajectories: int = 0
+    num_tokens: int = 0
+    num_cut: int = 0
+    """Trajectories that more than one version sampled."""
+    num_prefilled_before: int = 0
+    """Of them and the others: whose prompt was computed under the version before that of its first token."""
+    num_differences: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    """The first ones."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_equal(self) -> bool:
+        return self.num_differences == 0
+
+    def differs(self, kind: str, step: int, where: str, logged: object, replayed: object) -> None:
+        self.num_differences += 1
+        if len(self.differences) < MAX_DIFFERENCES:
+            self.differences.append(
+                Difference(kind=kind, step=step, where=where, logged=str(logged), replayed=str(replayed))
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A version as the log has it."""
+
+    after_steps: int
+    """Steps whose updates it contains."""
+    weight_version: int
+    digest: str | None
+    """Of all tensors; None in logs of before it was written."""
+
+
+@dataclass(slots=True)
+class _Log:
+    """What a run directory says of its steps."""
+
+    folder: Path
+    publications: list[Publication]
+    num_steps: int
+
+    def trajectories(self, step: int) -> list[Trajectory]:
+        return read_trajectories(self._path(step))
+
+    def loss_masks(self, step: int) -> dict[str, Bools]:
+        return read_loss_masks(self._path(step))
+
+    def _path(self, step: int) -> Path:
+        return self.folder / "trajectories" / f"step_{step}.parquet"
+
+
+def replay_run(folder: Path, *, only_step: int | None = None) -> ReplayReport:
+    """Repeat the run in `folder` from its log.
+
+    Args:
+        only_step: sample again only what this step trained or dropped; the updates up to it are all repeated.
+    Raises:
+        ConfigError: the folder is no run directory, or lacks what a replay needs.
+    """
+    path = folder / "config.toml"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is no run directory: it has no config.toml", "give the folder of a run")
+    config = load_config(path, [], RunConfig)
+    if config.observe.trajectories_every_steps != 1:
+        raise ConfigError(
+            f"observe.trajectories_every_steps of {folder} is {config.observe.trajectories_every_steps}",
+            "a replay needs the trajectories of every step: set it to 1 in the next run",
+        )
+    log = _read_log(folder, config)
+    if only_step is not None and not 0 <= only_step < log.num_steps:
+        raise ConfigError(
+            f"step {only_step} was to be replayed and {folder} has steps 0 to {log.num_steps - 1}",
+            "choose one of them",
+        )
+    with tempfile.TemporaryDirectory() as aside:
+        recorder = Recorder(Path(aside) / "replay")
+        try:
+            return asyncio.run(_replay(_for_replay(config), log, recorder, only_step))
+        finally:
+            recorder.close()
+
+
+def _for_replay(config: RunConfig) -> RunConfig:
+    """The same numbers from one replica with weights of its own, so that older ones can be put back into it."""
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"num_replicas": 1}),
+            "sync": config.sync.model_copy(update={"staging": "direct", "commit_order": "together"}),
+            "plan": config.plan.model_copy(update={"is_on": False}),
+        }
+    )
+
+
+def _read_log(folder: Path, config: RunConfig) -> _Log:
+    publications: list[Publication] = []
+    is_resumed, num_steps = False, 0
+    for event in _events(folder / "events.jsonl"):
+        step = event.get("step")
+        if event["kind"] == "run_resumed":
+            is_resumed = True
+        elif event["kind"] == "span_open" and event.get("name") == "step" and isinstance(step, int):
+            if is_resumed:  # what came after the checkpoint was taken back
+                publications = [p for p in publications if p.after_steps <= step]
+                is_resumed = False
+        elif event["kind"] == "span" and event.get("name") == "step" and isinstance(step, int):
+            num_steps = step + 1 if "error" not in event else num_steps
+        elif event["kind"] == "publication":
+            after = step + 1 if isinstance(step, int) else num_steps
+            publications.append(Publication(after, int(event["weight_version"]), event.get("digest")))
+    if not num_steps:
+        raise ConfigError(f"{folder} has no finished step", "a replay repeats steps: run one")
+    return _Log(folder, publications, num_steps)
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}", "a replay reads versions and steps from it")
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # a line that a kill cut short
+            if isinstance(event, dict) and "kind" in event:
+                yield event
+
+
+async def _replay(config: RunConfig, log: _Log, recorder: Recorder, only_step: int | None) -> ReplayReport:
+    report = ReplayReport(run_dir=str(log.folder))
+    if not config.rollout.batch_invariant:
+        report.notes.append(
+            "rollout.batch_invariant is false: an engine's rounding depends on the sequences beside one, so that "
+            "logprobs (and, rarely, tokens) of the same sampling may differ in their last bits"
+        )
+    last = log.num_steps - 1 if only_step is None else only_step
+    async with build(config, recorder) as controller:
+        replay = _Replay(controller, log, report, only_step)
+        await replay.before_first_step()
+        for step in range(last + 1):
+            await replay.step(step)
+        report.num_steps = last + 1
+    return report
+
+
+class _Replay:
+    """Fresh parts that go through the log once, in its order."""
+
+    def __init__(
+        self, controller: Controller, log: _Log, report: ReplayReport, only_step: int | None
+    ) -> None:
+        self.controller = controller
+        self.log = log
+        self.report = report
+        engine = controller.router.engines[0]
+        assert isinstance(engine, NativeEngine)
+        self.sampler = _Sampler(engine, controller)
+        self._prompts = {prompt.prompt_id: prompt for prompt in controller.train_prompts}
+        self._waiting: dict[int, list[tuple[int, Trajectory]]] = defaultdict(list)
+        """Newest version -> (step, trajectory) to sample again once the engine holds it."""
+        last = log.num_steps - 1 if only_step is None else only_step
+        self._oldest: dict[int, int] = {}
+        """Newest version -> the oldest version of what waits for it."""
+        for step in range(last + 1):
+            for trajectory in log.trajectories(step) if only_step in (None, step) else ():
+                if trajectory.failure is None and trajectory.turns:
+                    version = trajectory.newest_version
+                    self._waiting[version].append((step, trajectory))
+                    oldest = self._oldest.get(version, version)
+                    self._oldest[version] = min(oldest, trajectory.oldest_version)
+
+    async def before_first_step(self) -> None:
+        """The first publication and the warm-up, which are functions of the config."""
+        first = [p for p in self.log.publications if p.after_steps == 0]
+        start, warm = first[:1], first[1:]
+        for publication in start:
+            await self._publish(publication, step=0)
+        if self.controller.config.warmup.num_updates and warm:
+            await self.controller._warm_up()
+            self._compare_digest(warm[-1], step=0)
+            self.sampler.remember(warm[-1].weight_version)
+        for publication in first[-1:]:
+            await self._sample_again(publication.weight_version)
+
+    async def step(self, step: int) -> None:
+        """Train on what the log says that the step trained, publish what it published."""
+        controller = self.controller
+        masks = self.log.loss_masks(step)
+        groups = _groups(t for t in self.log.trajectories(step) if t.trajectory_id in masks)
+        taken = Taken(groups, [0] * len(groups), [], 0, [], [])
+        with controller.recorder.step(step):
+            batch = await controller._prepare(taken, step) if groups else None
+            if batch is not None:
+                for sequence in batch.sequences:
+                    name = f"{sequence.group_id}/{sequence.member_idx}"
+                    if not np.array_equal(sequence.loss_mask, masks[name]):
+                        at = int(np.flatnonzero(sequence.loss_mask != masks[name])[0])
+                        where = f"trajectory {name}, token {at}"
+                        self.report.differs("loss_mask", step, where, masks[name][at], sequence.loss_mask[at])
+                await controller._train(batch)
+        for publication in self.log.publications:
+            if publication.after_steps == step + 1:
+                await self._publish(publication, step=step)
+                await self._sample_again(publication.weight_version)
+
+    async def _publish(self, publication: Publication, *, step: int) -> None:
+        await self.controller.publish(publication.weight_version)
+        self._compare_digest(publication, step=step)
+        self.sampler.remember(publication.weight_version)
+
+    def _compare_digest(self, publication: Publication, *, step: int) -> None:
+        names, tensors = zip(*self.controller.trainer.export_weights(), strict=True)
+        replayed = fold(dict(zip(names, digests(tensors), strict=True)))
+        if publication.digest is None:
+            if (
+                "the log has no digests of its publications: weights were not compared"
+                not in self.report.notes
+            ):
+                self.report.notes.append(
+                    "the log has no digests of its publications: weights were not compared"
+                )
+            return
+        self.report.num_digests += 1
+        if replayed != publication.digest:
+            where = f"weights of version {publication.weight_version}"
+            self.report.differs("digest", step, where, publication.digest, replayed)
+
+    async def _sample_again(self, version: int) -> None:
+        """Every trajectory whose last token this version sampled."""
+        work = self._waiting.pop(version, [])
+        if work:
+            whole = [(s, t) for s, t in work if t.oldest_version == version]
+            cut = [(s, t) for s, t in work if t.oldest_version != version]
+            self.sampler.recorded = {t.trajectory_id: t for _, t in work}
+            for part in (whole, *([item] for item in cut)):  # cut ones alone: each puts older weights back
+                again = await asyncio.gather(*(self._produce(t) for _, t in part))
+                for (step, logged), produced in zip(part, again, strict=True):
+                    await self._compare_or_retry(step, logged, produced)
+            self.report.num_cut += len(cut)
+            await self.sampler.hold(version)
+        self.sampler.forget(
+            min([*self._oldest_ahead(version), version]) - 1
+        )  # and one more for a prompt before it
+
+    async def _compare_or_retry(self, step: int, logged: Trajectory, produced: Trajectory | str) -> None:
+        """A publication between a prompt and its first token is in no log: tried where else fails."""
+        before = self.sampler.version_before(logged.oldest_version)
+        is_equal = not isinstance(produced, str) and _same_tokens(logged, produced)
+        if not is_equal and before is not None:
+            self.sampler.prefilled_before.add(logged.trajectory_id)
+            again = await self._produce(logged)
+            if _apart(logged, again) < _apart(logged, produced):
+                produced = again
+                self.report.num_prefilled_before += 1
+            self.sampler.prefilled_before.discard(logged.trajectory_id)
+            await self.sampler.hold(logged.newest_version)
+        self._compare(step, logged, produced)
+
+    def _oldest_ahead(self, version: int) -> list[int]:
+        return [self._oldest[newest] for newest in self._waiting if newest > version]
+
+    async def _produce(self, logged: Trajectory) -> Trajectory | str:
+        prompt = self._prompts.get(logged.prompt.prompt_id)
+        if prompt is None:
+            return f"the config's data have no prompt {logged.prompt.prompt_id}"
+        prompt = Prompt(
+            prompt_id=prompt.prompt_id, prompt_ids=prompt.prompt_ids, source=prompt.source, task=prompt.task
+        )
+        try:
+            produced = await self.controller.rollout.produce(
+                Member(logged.group_id, logged.member_idx, prompt)
+            )
+        except RunError as error:
+            return error.what
+        self.controller.rollout.judge(
+            Group(group_id=logged.group_id, prompt=prompt, trajectories=(produced,))
+        )
+        return produced
+
+    def _compare(self, step: int, logged: Trajectory, produced: Trajectory | str) -> None:
+        report = self.report
+        name = f"trajectory {logged.trajectory_id}"
+        report.num_trajectories += 1
+        report.num_tokens += logged.num_response_tokens
+        if isinstance(produced, str):
+            report.differs("failure", step, name, "none", produced)
+            return
+        then, now = logged.token_ids(), produced.token_ids()
+        size = min(len(then), len(now))
+        if (unequal := np.flatnonzero(then[:size] != now[:size])).size:
+            at = int(unequal[0])
+            report.differs("token", step, f"{name}, token {at}", then[at], now[at])
+            return
+        if len(then) != len(now):
+            report.differs("length", step, name, len(then), len(now))
+            return
+        was, is_ = logged.behavior_logprobs(), produced.behavior_logprobs()
+        if (unequal := np.flatnonzero(was.view(np.int32) != is_.view(np.int32))).size:
+            at = int(unequal[0])
+            report.differs("logprob", step, f"{name}, token {at}", repr(float(was[at])), repr(float(is_[at])))
+        versions = _versions(logged), _versions(produced)
+        if versions[0] != versions[1]:
+            report.differs("version", step, name, versions[0], versions[1])
+        if logged.reward != produced.reward:
+            report.differs("reward", step, name, logged.reward, produced.reward)
+
+
+class _Sampler:
+    """The engine with the weights of any version that is still needed, and responses cut where the run's were."""
+
+    def __init__(self, engine: NativeEngine, controller: Controller) -> None:
+        self.engine = engine
+        self.trainer = controller.trainer
+        config = controller.config.rollout
+        self._continues_anew = controller.schedule.pauses_for_training and config.pause_mode == "abort"
+        self._recomputes = config.kv_policy == "recompute"
+        self.recorded: dict[str, Trajectory] = {}
+        self.prefilled_before: set[str] = set()
+        """Trajectories whose prompt was computed under the version before that of their first token."""
+        self._held: dict[int, dict[str, Tensor]] = {}
+        self._generate = engine.generate
+        self._plain_step = engine._step
+        self._stop_at: int | None = None
+        """Sampled tokens after which the engine is to stand still."""
+        self._stopped = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        controller.router.generate = self.generate  # type: ignore[method-assign]
+        engine._step = self._step  # type: ignore[method-assign]
+
+    def remember(self, version: int) -> None:
+        self._held[version] = {name: t.clone() for name, t in self.trainer.export_weights()}
+
+    def forget(self, before: int) -> None:
+        """Versions that nothing will be sampled from any more."""
+        self._held = {version: tensors for version, tensors in self._held.items() if version >= before}
+
+    def version_before(self, version: int) -> int | None:
+        return max((held for held in self._held if held < version), default=None)
+
+    async def hold(self, version: int) -> None:
+        """Put a version's weights into the engine, below its publications. Its own label only ever grows: labels are
+        read from the log instead."""
+        weights = await self.engine.live_weights()
+        tensors = self._held[version]
+
+        @torch.no_grad()
+        def write() -> None:
+            for name in weights.specs():
+                weights.write(name, tensors[name])
+            scheduler = self.engine._scheduler
+            if self._recomputes:  # the same number again: keys and values are made anew
+                scheduler.adopt_version(scheduler.weight_version, "recompute")
+            else:
+                scheduler.reset_cache()
+                scheduler._siblings.clear()
+
+        await self.engine.run_between_steps(write)
+
+    async def generate(self, request: GenerateRequest) -> Response:
+        """One response, under the versions that the log gives it."""
+        trajectory_id, _, turn = request.request_id.partition("#")
+        logged = self.recorded.get(trajectory_id)
+        turn_idx = int(turn.rstrip("+") or 0)
+        if logged is None or turn_idx >= len(logged.turns):
+            return await self._generate(request)
+        runs = logged.turns[turn_idx].version_runs
+        if trajectory_id in self.prefilled_before and turn_idx == 0:
+            before = self.version_before(runs[0].weight_version)
+            assert before is not None
+            response = await self._cut(request, (VersionRun(before, 0), *runs))
+        elif logged.oldest_version == logged.newest_version:
+            response = await self._generate(request)
+        elif self._continues_anew:
+            response = await self._in_parts(request, runs)
+        else:
+            response = await self._cut(request, runs)
+        if len(response.response_ids) != sum(run.num_tokens for run in runs):
+            return response  # another length: its own labels do for the comparison
+        return replace(response, version_runs=runs)
+
+    async def _cut(self, request: GenerateRequest, runs: Sequence[VersionRun]) -> Response:
+        """The engine stands still where the run swapped its weights, and goes on with the keys and values it has."""
+        await self.hold(runs[0].weight_version)
+        num_sampled = 0
+        response = asyncio.ensure_future(self._after(request))
+        for run, following in itertools.pairwise(runs):
+            num_sampled += run.num_tokens
+            self._stopped.clear()
+            self._stop_at = num_sampled
+            await self.engine.resume()
+            stopped = asyncio.ensure_future(self._stopped.wait())
+            await asyncio.wait({stopped, response}, return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            self._stop_at = None
+            await self.hold(following.weight_version)
+        await self.engine.resume()
+        return await response
+
+    async def _after(self, request: GenerateRequest) -> Response:
+        return await self._generate(request)
+
+    async def _in_parts(self, request: GenerateRequest, runs: Sequence[VersionRun]) -> Response:
+        """Each version's tokens as a request of their own, as the run continued what a pause had returned."""
+        parts: list[Response] = []
+        first, prompt_ids = request.first_token_idx, request.prompt_ids
+        for run in runs:
+            await self.hold(run.weight_version)
+            limit = (
+                run.num_tokens
+                if run is not runs[-1]
+                else request.sampling.max_response_tokens - (first - request.first_token_idx)
+            )
+            part = await self._generate(
+                replace(
+                    request,
+                    prompt_ids=prompt_ids,
+                    first_token_idx=first,
+                    sampling=replace(request.sampling, max_response_tokens=limit),
+                )
+            )
+            parts.append(part)
+            first += len(part.response_ids)
+            prompt_ids = np.concatenate([prompt_ids, part.response_ids])
+        return replace(
+            parts[-1],
+            response_ids=np.concatenate([part.response_ids for part in parts]).astype(np.int32),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            version_runs=tuple(run for part in parts for run in part.version_runs),
+        )
+
+    def _step(self) -> bool:
+        """On the engine's thread: a step, and a stand-still where one is asked for (one sequence runs then)."""
+        if self._stop_at is not None and self._has_reached(self._stop_at):
+            self.engine._is_paused = True
+            self._loop.call_soon_threadsafe(self._stopped.set)
+            return False
+        return self._plain_step()
+
+    def _has_reached(self, num_tokens: int) -> bool:
+        slots = self.engine._scheduler.slots
+        return any(
+            bool(slots.is_ready[slot]) and int(slots.num_response[slot]) >= num_tokens
+            for slot, sequence in enumerate(slots.sequences)
+            if sequence is not None
+        )
+
+
+def _same_tokens(logged: Trajectory, produced: Trajectory) -> bool:
+    return np.array_equal(logged.token_ids(), produced.token_ids()) and np.array_equal(
+        logged.behavior_logprobs(), produced.behavior_logprobs()
+    )
+
+
+def _apart(logged: Trajectory, produced: Trajectory | str) -> float:
+    """Largest difference of two logprobs; inf where the tokens differ."""
+    if isinstance(produced, str) or not np.array_equal(logged.token_ids(), produced.token_ids()):
+        return math.inf
+    return float(np.abs(logged.behavior_logprobs() - produced.behavior_logprobs()).max())
+
+
+def _versions(trajectory: Trajectory) -> list[tuple[int, int]]:
+    return [(run.weight_version, run.num_tokens) for turn in trajectory.turns for run in turn.version_runs]
+
+
+def _groups(trajectories: Iterator[Trajectory]) -> list[Group]:
+    """The groups of a step in the order of their file."""
+    members: dict[int, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        members.setdefault(trajectory.group_id, []).append(trajectory)
+    return [
+        Group(group_id=group_id, prompt=own[0].prompt, trajectories=tuple(own))
+        for group_id, own in members.items()
+    ]

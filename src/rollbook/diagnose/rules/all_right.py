@@ -1,0 +1,13 @@
+"""Every answer is right from the start: prompts that teach nothing, or a scorer that says yes to everything."""
+
+from __future__ import annotations
+
+from rollbook.diagnose.finding import Finding, NotJudged
+from rollbook.diagnose.rules import flat_rewards
+from rollbook.diagnose.view import View
+
+RULE = "all_right"
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    return flat_rewards.finding(view, "all_right")

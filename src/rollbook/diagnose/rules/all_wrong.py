@@ -1,0 +1,13 @@
+"""Every answer is wrong from the start: the scorer, the format it expects, or prompts that are far too hard."""
+
+from __future__ import annotations
+
+from rollbook.diagnose.finding import Finding, NotJudged
+from rollbook.diagnose.rules import flat_rewards
+from rollbook.diagnose.view import View
+
+RULE = "all_wrong"
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    return flat_rewards.finding(view, "all_wrong")

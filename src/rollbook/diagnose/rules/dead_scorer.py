@@ -1,0 +1,42 @@
+"""The scorer fails: trajectories are produced and get no reward. Nothing of the policy or the environments moved."""
+
+from __future__ import annotations
+
+from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.stops import stopped_by
+from rollbook.diagnose.view import View
+
+RULE = "dead_scorer"
+LEAST_FRAC = 0.1
+"""Share of the trajectories without a reward below which a scorer has its bad cases and is not down."""
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    found = stopped_by(view, RULE)
+    evidence: list[Evidence] = []
+    confidence, step = 0.0, view.step_at(view.n - 1)
+    if found is not None:
+        evidence.append(found.evidence())
+        confidence, step = 0.97, found.step
+    kinds = signs.failure_kinds(view)
+    rise = view.rise("failures/frac", log=False)
+    if rise is not None and rise.late >= max(LEAST_FRAC, 3 * rise.before) and kinds.main == "reward":
+        says = f"{num(rise.late)} of the trajectories have no reward, {num(rise.before)} before: the scorer failed"
+        evidence.append(
+            Evidence(metric="failures/frac", step=rise.step, before=rise.before, after=rise.late, says=says)
+        )
+        confidence, step = max(confidence, 0.9), min(step, rise.step)
+    if not evidence:
+        return None
+    return Finding(
+        rule=RULE,
+        title="the scorer fails: trajectories have no reward",
+        area="data",
+        confidence=share(confidence),
+        step=step,
+        evidence=tuple(evidence),
+        action="restart the scorer, then take the run up again: what has no reward was not trained as zero",
+        next_check="score ten reference answers in the worker that scores during training",
+    )

@@ -1,0 +1,58 @@
+"""One replica generates much more slowly than the others, and every step waits for what was sent to it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.view import View
+
+RULE = "slow_replica"
+SLOW = 0.4
+"""Share of the others' tokens a second at which a replica is slow."""
+
+
+def judge(view: View) -> Finding | NotJudged | None:
+    speeds = view.family("replica/", "/tokens_per_s")
+    if len(speeds) < 2:
+        return None
+    best: Finding | None = None
+    for metric in speeds:
+        others = np.stack([view.values[m] for m in speeds if m != metric])
+        known = np.isfinite(others).any(axis=0)
+        usual = np.full(view.n, np.nan)
+        usual[known] = np.nanmedian(others[:, known], axis=0)
+        relative = np.divide(view.values[metric], usual, out=np.full(view.n, np.nan), where=usual > 0)
+        name = view.derive(f"{metric} over the others'", relative)
+        found = _judge(view, metric, name)
+        if found is not None and (best is None or found.confidence > best.confidence):
+            best = found
+    return best
+
+
+def _judge(view: View, metric: str, name: str) -> Finding | None:
+    replica = metric.split("/")[1]
+    fall = view.fall(name, log=True)
+    level = view.level(name)
+    if fall is not None and fall.late <= SLOW and fall.ratio <= 0.5 and fall.score >= 5:
+        idx, before, after, confidence = fall.idx, fall.before, fall.late, 0.92
+    elif view.count(name) >= 8 and level <= SLOW and view.level(name, 0, max(5, view.n // 8)) <= SLOW:
+        idx, before, after, confidence = 0, 1.0, level, 0.8
+    else:
+        return None
+    step = view.step_at(idx)
+    says = f"{num(after)} of the other replicas' tokens a second, {num(before)} before"
+    gen = view.contrast("timing_s/gen", idx)
+    cost = None if gen is None else max(gen.diff, 0.0) * (view.n - idx) * view.stride
+    return Finding(
+        rule=RULE,
+        title=f"replica {replica} generates at {num(after)} of the others' speed",
+        area="implementation",
+        confidence=share(confidence),
+        step=step,
+        evidence=(Evidence(metric=metric, step=step, before=before, after=after, says=says),),
+        cost_s=cost or None,
+        action=f"take replica {replica} out of service; look for another process, a throttled device or a slow host",
+        next_check="the same request on that replica alone: seconds a decode step against the others'",
+    )

@@ -1,0 +1,76 @@
+"""Why a run stopped, in its own words: the last error after the last step, and which rule those words belong to.
+
+Our run directories say it in `step_failed` and `run_failed`; console logs in a traceback at their end. An error that a
+run got over (more steps came after it, or it was taken up again) is none.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rollbook.diagnose.finding import Evidence
+from rollbook.diagnose.signs import once
+from rollbook.diagnose.view import View
+
+_TOLD_BY: tuple[tuple[str, str], ...] = (
+    # rule, what its words look like; the first that fits
+    ("oom_in_sync", r"was not published: .*out of memory"),
+    ("late_oom_with_length", r"out of memory|OutOfMemoryError|ALLOC_FAILED"),
+    (
+        "collective_hang",
+        r"did not answer to \w+ of version|did not export .{0,60}within|[Cc]ollective.{0,40}time",
+    ),
+    ("engine_mismatch", r"no replica gives the trainer's logprobs"),
+    ("refused_publication", r"was not published|digest|was to be published|is not the manifest's"),
+    ("dead_scorer", r"trajectories failed, \d+ of them as reward"),
+    ("dead_sandbox_pool", r"trajectories failed, \d+ of them as (?:environment|sandbox_lost)"),
+    ("filter_starvation", r"replaced \d+ groups and has \d+ of"),
+    ("buffer_never_fills", r"waited [\d.e+]+ s for its groups|trajectories failed, \d+ of them as timeout"),
+    ("mismatch_to_nan", r"not finite|\bNaN\b|\bnan\b"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The error that ended a run."""
+
+    step: int
+    """The step that was under way."""
+    words: str
+    remedy: str
+    told_by: str | None
+    """The rule that its words belong to; None: no rule of its own."""
+
+    def evidence(self) -> Evidence:
+        return Evidence(metric="log", step=self.step, says=f"the run stopped: {self.words}")
+
+
+@once("stop")
+def stop(view: View) -> Stop | None:
+    """The error that ended the run, if one did and nothing came after it."""
+    last_step = int(view.run.steps[-1])
+    named: Stop | None = None
+    for event in view.run.events:
+        if event.kind in ("run_resumed", "run_started"):
+            named = None
+        if event.kind not in ("step_failed", "run_failed") or not event.text:
+            continue
+        step = last_step if event.step is None else event.step
+        if step < last_step:
+            continue
+        remedy = str(event.fields.get("remedy") or "")
+        if named is not None and event.kind == "run_failed" and event.step is None:
+            step = named.step  # the step that failed has said which it was
+        named = Stop(step, event.text, remedy, _rule_of(event.text))
+    return named
+
+
+def stopped_by(view: View, rule: str) -> Stop | None:
+    """The stop, if its words belong to this rule."""
+    found = stop(view)
+    return found if found is not None and found.told_by == rule else None
+
+
+def _rule_of(words: str) -> str | None:
+    return next((rule for rule, pattern in _TOLD_BY if re.search(pattern, words)), None)
