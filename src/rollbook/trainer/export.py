@@ -4,8 +4,8 @@
     rank 1: rows of a, b, c ─┴─ one gather ──► bucket ──► a, b, c joined one by one ──► publisher
                                                (used again for the next one)
 
-The whole model never exists: beside the bucket there is only what the reader still holds of the tensors joined from it.
-Every rank takes part and sees the same stream; rank 0 publishes it.
+The whole model never exists: beside the bucket and this rank's rows of it there is only what the reader still holds of
+the tensors joined from it. Every rank takes part and sees the same stream; rank 0 publishes it.
 """
 
 from __future__ import annotations
@@ -29,52 +29,59 @@ def gathered(
         bucket_bytes: of the buffers of one gather; a larger tensor has one of its own.
     """
     own_share = bucket_bytes * ranks.size // (ranks.size + 1)  # this rank's rows need a buffer too
-    waiting: list[tuple[str, Tensor]] = []
-    waiting_bytes = 0
+    groups: list[list[tuple[str, Tensor]]] = [[]]
+    group_bytes = 0
     for name, tensor in tensors.items():
-        if not ranks.is_sharded(tensor):
-            yield from _gather(waiting, ranks, dtype)
-            waiting, waiting_bytes = [], 0
-            yield name, tensor.detach().to(dtype)
-            continue
-        num_bytes = ranks.size * _most_elements(tensor.shape, ranks.size) * dtype.itemsize
-        if waiting and waiting_bytes + num_bytes > own_share:
-            yield from _gather(waiting, ranks, dtype)
-            waiting, waiting_bytes = [], 0
-        waiting.append((name, tensor))
-        waiting_bytes += num_bytes
-    yield from _gather(waiting, ranks, dtype)
+        num_bytes = 0
+        if ranks.is_sharded(tensor):
+            num_bytes = ranks.size * _most_elements(tensor.shape, ranks.size) * dtype.itemsize
+        if groups[-1] and group_bytes + num_bytes > own_share:
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append((name, tensor))
+        group_bytes += num_bytes
+    widest = max(sum(_widths(group, ranks)) for group in groups)
+    rows = allocate((widest,), dtype, ranks.device)
+    bucket = allocate((ranks.size * widest,), dtype, ranks.device)
+    for group in groups:
+        width = sum(_widths(group, ranks))
+        yield from _gather(group, ranks, rows[:width], bucket[: ranks.size * width].view(ranks.size, width))
 
 
 def _gather(
-    tensors: list[tuple[str, Tensor]], ranks: Ranks, dtype: torch.dtype
+    group: list[tuple[str, Tensor]], ranks: Ranks, rows: Tensor, bucket: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    if not tensors:
-        return
     import torch.distributed as dist
 
-    most = [_most_elements(tensor.shape, ranks.size) for _, tensor in tensors]
-    rows = allocate((sum(most),), dtype, ranks.device)
+    widths = _widths(group, ranks)
     start = 0
-    for (_, tensor), width in zip(tensors, most):
-        local = ranks.local(tensor.detach()).reshape(-1)
-        rows[start : start + local.numel()].copy_(local)
-        start += width
-    bucket = allocate((ranks.size, sum(most)), dtype, ranks.device)
-    dist.all_gather_into_tensor(
-        bucket.view(-1).view(torch.uint8), rows.view(torch.uint8), group=ranks.group
-    )  # bytes: some backends lack some dtypes
-    del rows
+    for (_, tensor), width in zip(group, widths):
+        if width:
+            local = ranks.local(tensor.detach()).reshape(-1)
+            rows[start : start + local.numel()].copy_(local)
+            start += width
+    if start:  # bytes: some backends lack some dtypes
+        dist.all_gather_into_tensor(
+            bucket.view(-1).view(torch.uint8), rows.view(torch.uint8), group=ranks.group
+        )
     start = 0
-    for (name, tensor), width in zip(tensors, most):
+    for (name, tensor), width in zip(group, widths):
+        if not width:
+            yield name, tensor.detach().to(rows.dtype)
+            continue
         row_elements = math.prod(tensor.shape[1:])
-        whole = allocate((tensor.numel(),), dtype, ranks.device)
+        whole = allocate((tensor.numel(),), rows.dtype, ranks.device)
         bounds = row_bounds(tensor.shape[0], ranks.size)
         parts = [bucket[r, start : start + (b - a) * row_elements] for r, (a, b) in enumerate(bounds)]
         torch.cat(parts, out=whole)
         start += width
         yield name, whole.view(tensor.shape)
         del whole
+
+
+def _widths(group: list[tuple[str, Tensor]], ranks: Ranks) -> list[int]:
+    """Elements of each tensor in a rank's rows; 0 for one that is not divided."""
+    return [_most_elements(t.shape, ranks.size) if ranks.is_sharded(t) else 0 for _, t in group]
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
