@@ -225,6 +225,7 @@ def _json(result: SimResult, candidate: Candidate) -> dict[str, Any]:
         "num_trained": result.num_trained,
         "num_failed": result.num_failed,
         "num_evicted": result.num_evicted,
+        "num_preemptions": result.num_preemptions,
         "num_running": result.num_running,
         "lost_tokens": result.lost_tokens,
         "trained_mean_tokens": result.trained_mean_tokens,

@@ -37,6 +37,8 @@ class SyncWork:
     lora_rank: int = 0
     """Above 0: only adapters of this rank on all matrices are sent."""
     bucket_bytes: float = 1e9
+    max_buckets: int = 2
+    """Buckets that exist at a time, as `sync.max_buckets`."""
     splits_experts: bool = False
     """Every expert's matrices are tensors of their own, as Hugging Face checkpoints name them."""
     shares_devices: bool = False
@@ -130,7 +132,7 @@ def sync_account(
         bytes_per_sender=per_sender,
         bytes_per_receiver=per_receiver,
         num_tensors=tensors,
-        peak_bytes=2 * bucket + 2.0 * model.embedding_params,
+        peak_bytes=work.max_buckets * bucket + 2.0 * model.embedding_params,
         seconds=seconds,
         error_frac=assumptions.error_frac[work.method],
         slowest=slowest,
@@ -184,7 +186,7 @@ def _delta(assumptions: SyncAssumptions, work: SyncWork, total: float, tensors: 
         bytes_per_sender=sent / work.num_train_gpus,
         bytes_per_receiver=sent,
         num_tensors=tensors,
-        peak_bytes=min(2 * work.bucket_bytes, 2 * sent) + local,
+        peak_bytes=min(work.max_buckets * work.bucket_bytes, 2 * sent) + local,
         seconds=assumptions.delta_base_s + scan_s + send_s + apply_s,
         error_frac=assumptions.error_frac["delta"],
         slowest=max(parts, key=lambda stage: parts[stage]),

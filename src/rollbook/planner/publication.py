@@ -11,6 +11,8 @@ from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate
 from rollbook.planner.words import format_bytes, percent, seconds
 
+MAX_BUCKETS = 2
+"""Written into the config as `sync.max_buckets`: one is filled while the other travels."""
 _METHOD_TITLES: dict[SyncMethod, str] = {
     "in_process": "CUDA IPC on the shared devices",
     "broadcast": "NCCL broadcast in buckets",
@@ -59,6 +61,7 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
         num_rollout_gpus=chosen.account.rollout.num_gpus,
         replica_gpus=chosen.rollout_layout.num_gpus,
         weight_dtype=chosen.rollout_layout.weight_dtype,
+        max_buckets=MAX_BUCKETS,
     )
     methods: tuple[SyncMethod, ...] = ("in_process",) if colocated else ("broadcast", "delta", "disk")
     accounts = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from rollbook.ledger.step import is_colocated
 from rollbook.planner.plan import Plan, staleness_bound
-from rollbook.planner.publication import Publication
+from rollbook.planner.publication import MAX_BUCKETS, Publication
 from rollbook.planner.search import Candidate
 from rollbook.planner.staleness import batch_latency_s
 from rollbook.planner.words import MODE_TITLES, capitalized, count, format_bytes, percent, seconds, split
@@ -288,6 +288,7 @@ def _sync(plan: Plan, chosen: Candidate, publication: Publication) -> _Table:
     if publication.method == "delta" and not _is_cpu(plan) and chosen.rollout_layout.num_gpus == 1:
         table.put("delta", True)
     table.put("bucket_bytes", _MOST_BUCKET_BYTES)
+    table.put("max_buckets", MAX_BUCKETS)
     return table
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+from rollbook.ledger.decode import kv_shards
 from rollbook.planner.decoding import decode_step_s, prefill_token_s
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate
@@ -27,6 +29,12 @@ def scenario_of(request: PlanRequest, candidate: Candidate, *, num_steps: int = 
     is_agent = agent.num_turns > 1
     slots = rollout.slots_per_replica if candidate.is_on_policy else in_flight_slots(request, rollout)
     context = work.prompt_tokens + work.response_tokens
+    # The pool in tokens of typical sequences: with windows or a latent cache a token's bytes depend on its place.
+    layout, held = candidate.rollout_layout, work.prompt_tokens + work.response_tokens / 2
+    copies = layout.tp_size / kv_shards(request.model, layout.tp_size)
+    if request.assumptions.method == "paper":
+        copies = 1.0
+    token_bytes = request.model.kv_bytes(held, request.assumptions.kv_bytes_per_number) / held * copies
     return Scenario(
         mode=candidate.mode,
         num_replicas=rollout.num_replicas,
@@ -37,6 +45,7 @@ def scenario_of(request: PlanRequest, candidate: Candidate, *, num_steps: int = 
         groups_per_step=work.num_prompts,
         group_size=work.group_size,
         prompt_tokens=work.prompt_tokens,
+        kv_pool_tokens=max(rollout.kv_pool_bytes / token_bytes, 1.0) if token_bytes else math.inf,
         response_tokens=lengths(work.lengths()),
         prefill_token_s=prefill_token_s(request, candidate.rollout_layout),
         num_turns=constant(agent.num_turns) if is_agent else None,

@@ -83,6 +83,7 @@ def _averages(result: SimResult, candidate: Candidate) -> Table:
     counts = [
         ("trajectories failed", result.num_failed),
         ("trajectories evicted as too old", result.num_evicted),
+        ("preemptions, KV pool full", result.num_preemptions),
         ("tokens sampled and lost", result.lost_tokens),
     ]
     for name, number in counts:

@@ -6,6 +6,9 @@ The trainer is the main line, `Simulation.run`; everything else is an event betw
       ▲          (all sequences of a replica grow by one token a decode step)                      │
       └── staleness bound ◄── version + 1 ◄── publish ◄── train ◄── wait for this update's groups ◄┘
 
+When the KV pool of a replica is full, the youngest of its sequences goes back to the front of the queue and is
+prefilled again where it finds room.
+
 Between two events of a replica its number of live sequences is constant, so the seconds of k decode steps are
 a closed form (a quadratic in k), and a turn costs one event rather than one for each token.
 """
@@ -114,6 +117,9 @@ class Scenario:
     response_tokens: Draw
     """Sampled tokens of a trajectory, over all its turns."""
     prompt_tokens: float = 0.0
+    kv_pool_tokens: float = math.inf
+    """Tokens of context that a replica holds; when they are used up its youngest sequence is preempted. One sequence
+    goes on in any case."""
     prefill_token_s: float = 0.0
     """Seconds a replica's decoding stands still for each token it prefills."""
     num_turns: Draw | None = None
@@ -175,6 +181,10 @@ class Scenario:
             require_number(name, getattr(self, name), least=1, remedy="use at least 1")
         for name in _NOT_NEGATIVE:
             require_number(name, getattr(self, name), least=0, remedy="use zero or more")
+        if not self.kv_pool_tokens >= 1:
+            raise PlanError(
+                f"kv_pool_tokens is {self.kv_pool_tokens}", "use at least 1, or infinity: no limit"
+            )
         if not self.replica_mtbf_s > 0:
             raise PlanError(
                 f"replica_mtbf_s is {self.replica_mtbf_s}", "use seconds above 0, or infinity: never"
@@ -290,6 +300,8 @@ class SimResult:
     num_evicted: int
     num_running: int
     """Trajectories admitted and not yet trained, failed or evicted when the simulation ended."""
+    num_preemptions: int
+    """Running sequences that gave up their KV because the pool was full."""
     num_events: int
     lost_tokens: int
     """Sampled tokens thrown away: aborted at a publication or lost with a replica."""
@@ -360,7 +372,7 @@ class _Group:
 
 class _Sequence:
     __slots__ = (
-        "context", "fails", "group", "num_tokens", "num_turns", "order", "replica", "sampled", "turn_left",
+        "context", "fails", "group", "is_parked", "num_tokens", "num_turns", "order", "replica", "sampled", "turn_left",
         "turn_tokens", "turns_left", "version",
     )  # fmt: skip
 
@@ -377,11 +389,13 @@ class _Sequence:
         self.version = -1
         self.replica: _Replica | None = None
         self.fails = False
+        self.is_parked = False
+        """Holds slot and KV while its environment works."""
 
 
 class _Replica:
     __slots__ = (
-        "busy_s", "clock", "context", "free", "heap", "held_at_s", "idx", "is_down", "is_held", "num_live",
+        "busy_s", "clock", "context", "free", "heap", "held_at_s", "idx", "is_down", "is_held", "num_live", "parked",
         "ready_at_s", "residents", "slot_s", "stamp", "time_s", "work_from_s",
     )  # fmt: skip
 
@@ -395,6 +409,8 @@ class _Replica:
         """Prefill keeps decoding standing until then."""
         self.num_live = 0
         self.context = 0.0
+        self.parked = 0.0
+        """Context held for sequences whose environment works."""
         self.heap: list[tuple[float, int, _Sequence]] = []
         self.residents: set[_Sequence] = set()
         self.stamp = 0
@@ -406,7 +422,9 @@ class _Replica:
         self.work_from_s = math.nan
 
 
-_TURN_ENDS, _ENV_ANSWERS, _REWARDED, _FAILS, _RECOVERS, _LENT = range(6)
+_TURN_ENDS, _ENV_ANSWERS, _REWARDED, _FAILS, _RECOVERS, _LENT, _POOL_FULL = range(7)
+_POOL_WATERMARK = 0.99
+"""A sequence is admitted while the pool is filled up to this share, so that it does not push out another at once."""
 
 
 @dataclass(slots=True)
@@ -418,6 +436,7 @@ class _Totals:
     trained: int = 0
     trained_tokens: float = 0.0
     lost_tokens: float = 0.0
+    preemptions: int = 0
     events: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
 
@@ -484,6 +503,7 @@ class Simulation:
             num_failed=totals.failed,
             num_evicted=totals.evicted,
             num_running=num_admitted - totals.trained - totals.failed - totals.evicted,
+            num_preemptions=totals.preemptions,
             num_events=totals.events,
             lost_tokens=round(totals.lost_tokens),
             trained_mean_tokens=totals.trained_tokens / max(totals.trained, 1),
@@ -707,16 +727,45 @@ class Simulation:
         touched: set[int] = set()
         while self._queue and open_replicas:
             replica = self._replicas[heapq.heappop(open_replicas)[1]]
+            if not self._has_room(replica, self._queue[0]):
+                continue  # it takes none now; the next emptiest may
             if replica.idx not in touched:
                 self._advance(replica, self._now)
                 touched.add(replica.idx)
             group = self._queue[0].group
-            while self._queue and replica.free and self._queue[0].group is group:
+            while (
+                self._queue
+                and replica.free
+                and self._queue[0].group is group
+                and self._has_room(replica, self._queue[0])
+            ):
                 self._place(self._queue.popleft(), replica)
             if replica.free:
                 heapq.heappush(open_replicas, (-replica.free, replica.idx))
         for idx in touched:
             self._schedule(self._replicas[idx])
+
+    def _has_room(self, replica: _Replica, sequence: _Sequence) -> bool:
+        """Whether the pool of `replica` takes the context of `sequence`."""
+        held = replica.context + replica.parked + sequence.context
+        return replica.num_live == 0 or held <= _POOL_WATERMARK * self.scenario.kv_pool_tokens
+
+    def _preempt(self, replica: _Replica) -> None:
+        """The youngest sequence gives up slot and KV, and waits at the front of the queue with its tokens."""
+        self._advance(replica, self._now)
+        replica.stamp += 1
+        if replica.num_live > 1:
+            youngest = max(replica.heap, key=lambda entry: entry[1])
+            replica.heap.remove(youngest)
+            heapq.heapify(replica.heap)
+            end, _, sequence = youngest
+            self._leave(sequence, replica, sequence.turn_left - (end - replica.clock))
+            self._free(sequence, replica)
+            sequence.group.replicas.discard(replica.idx)
+            self._queue.appendleft(sequence)
+            self._totals.preemptions += 1
+        self._schedule(replica)
+        self._fill_all()
 
     def _place(self, sequence: _Sequence, replica: _Replica) -> None:
         """Give `sequence` a slot on `replica`, which stands at now, and prefill what it does not hold."""
@@ -794,8 +843,12 @@ class Simulation:
         replica.stamp += 1
         if replica.num_live and not (replica.is_held or replica.is_down):
             start_s = max(replica.time_s, replica.ready_at_s)
-            end_s = start_s + self._seconds(replica, replica.heap[0][0] - replica.clock)
-            self._push(end_s, _TURN_ENDS, replica, replica.stamp)
+            num_steps = replica.heap[0][0] - replica.clock
+            kind = _TURN_ENDS
+            room = self.scenario.kv_pool_tokens - replica.context - replica.parked
+            if replica.num_live > 1 and room < replica.num_live * num_steps * (1 - 1e-9):
+                num_steps, kind = max(room, 0.0) / replica.num_live, _POOL_FULL
+            self._push(start_s + self._seconds(replica, num_steps), kind, replica, replica.stamp)
 
     def _hold(self) -> None:
         for replica in self._replicas:
@@ -850,11 +903,11 @@ class Simulation:
 
     def _handle_next(self) -> None:
         at_s, _, kind, subject, stamp = heapq.heappop(self._events)
-        if kind == _TURN_ENDS:
+        if kind in (_TURN_ENDS, _POOL_FULL):
             assert isinstance(subject, _Replica)
             if subject.stamp == stamp:
                 self._now = at_s
-                self._end_turns(subject)
+                self._end_turns(subject) if kind == _TURN_ENDS else self._preempt(subject)
             return
         self._now = at_s
         self._totals.events += 1
@@ -899,7 +952,10 @@ class Simulation:
             sequence.turns_left -= 1
             if sequence.turns_left and not sequence.fails:
                 wait_s = float(s.env_s(self._rng, 1)[0]) if s.env_s is not None else 0.0
-                if not s.holds_slot_in_env:
+                if s.holds_slot_in_env:
+                    sequence.is_parked = True
+                    replica.parked += sequence.context
+                else:
                     self._free(sequence, replica)
                 self._push(self._now + wait_s, _ENV_ANSWERS, sequence)
                 continue
@@ -909,7 +965,7 @@ class Simulation:
             else:
                 self._push(self._now + float(s.reward_s(self._rng, 1)[0]), _REWARDED, sequence)
         if self._is_queue_open and not replica.is_down:
-            while self._queue and replica.free:
+            while self._queue and replica.free and self._has_room(replica, self._queue[0]):
                 self._place(self._queue.popleft(), replica)
         self._note_live()
         self._schedule(replica)
@@ -917,14 +973,22 @@ class Simulation:
     def _free(self, sequence: _Sequence, replica: _Replica) -> None:
         replica.free += 1
         replica.residents.discard(sequence)
+        self._unpark(sequence, replica)
         sequence.replica = None
+
+    def _unpark(self, sequence: _Sequence, replica: _Replica) -> None:
+        if sequence.is_parked:
+            sequence.is_parked = False
+            replica.parked -= sequence.context
 
     def _continue(self, sequence: _Sequence) -> None:
         """The environment answered: its tokens are prefilled and the next turn begins."""
         observed = self.scenario.observation_tokens
+        replica = sequence.replica
+        if replica is not None:
+            self._unpark(sequence, replica)
         sequence.context += observed
         sequence.turn_left = sequence.turn_tokens
-        replica = sequence.replica
         if replica is None:
             self._queue.append(sequence)
             self._fill_all()
