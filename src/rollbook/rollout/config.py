@@ -67,6 +67,9 @@ class RolloutConfig(Section):
     what the gap shows and what corrections do. int8, int4, fp8: the layers' matrices, one scale a row; bf16: the same
     matrices. Costs a second copy of the weights."""
 
+    cuda_graphs: bool = True
+    """Record decode steps as CUDA graphs (native engine, built-in decoder, on CUDA): a step of a small model then costs
+    its kernels instead of their launches. Memory for recorded steps is taken while the engine runs."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the engine's weights, keys and values; "auto" takes the model's."""
     device: str = "cpu"

@@ -430,6 +430,7 @@ class NativeEngine:
             num_pages=self._scheduler.pool.num_pages,
             page_tokens=config.page_tokens,
             invariant_rows=self._scheduler.most_rows,
+            graph_rows=config.num_slots if config.cuda_graphs and not config.batch_invariant else 0,
         )
         self._given_model = None
 

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollbook.errors import EngineError
+from rollbook.modeling.decoder import Decoder
 from rollbook.modeling.load import LoadedModel
+from rollbook.rollout.native.decode_graphs import DecodeGraphs
 from rollbook.rollout.native.live_weights import NativeWeights
 from rollbook.rollout.native.paged_attention import (
     ATTENTION_NAME,
@@ -72,6 +74,8 @@ class ModelRunner:
         live: the model that publications write and prove, where it is not `model` (see mismatch.py).
         invariant_rows: when set, a step has at most this many rows, and is filled up to a number of rows at which the
             model gives each row the same bits as among `invariant_rows`: a row never depends on its neighbors.
+        graph_rows: record decode steps of up to this many rows as CUDA graphs; 0: never. Only the built-in decoder on
+            CUDA is recorded: other models may ask the device for a number in the middle of a step.
     Raises:
         EngineError: the model keeps state that isn't attention's keys and values, or shares layers' keys and values.
     """
@@ -84,6 +88,7 @@ class ModelRunner:
         num_pages: int,
         page_tokens: int,
         invariant_rows: int | None,
+        graph_rows: int = 0,
     ) -> None:
         self.model = model
         self.live = model if live is None else live
@@ -96,6 +101,12 @@ class ModelRunner:
         # For bfloat16 on a CPU oneDNN compiles a kernel for every shape it meets: 0.6 ms and 0.7 MB each.
         compiles = self.device.type == "cpu" and self.dtype == torch.bfloat16
         self._few_shapes = compiles and not self._row_sizes
+        can_record = self.device.type == "cuda" and isinstance(model.module, Decoder)
+        self.graphs = (
+            DecodeGraphs(self.compute, self.device, most_rows=graph_rows)
+            if graph_rows and can_record
+            else None
+        )
         self.pool: KVPool | None = None
         self.make_pool()
 
@@ -109,6 +120,8 @@ class ModelRunner:
         )
 
     def drop_pool(self) -> None:
+        if self.graphs is not None:
+            self.graphs.drop()
         self.pool = None
 
     def weight_tensors(self) -> list[Tensor]:
@@ -184,18 +197,27 @@ class ModelRunner:
         """
         assert self.pool is not None, "the engine doesn't step while it sleeps"
         with torch.inference_mode():
-            ids, positions, step = self._tensors(plan, self.pool)
-            with running_step(step):
-                hidden = self.model.hidden_states(ids, positions)[0]
-            if plan.num_decode == 0:
-                return np.zeros(0, np.int64), np.zeros(0, np.float32)
-            kept = hidden if self._row_sizes else hidden[: self._num_rows(plan.num_decode)]
-            logits = self.model.lm_head().logits(kept)
+            if self.graphs is not None and plan.num_decode and not plan.spans:
+                logits = self.graphs.logits(plan, self.pool)
+            else:
+                ids, positions, step = self._tensors(plan, self.pool)
+                with running_step(step):
+                    hidden = self.model.hidden_states(ids, positions)[0]
+                if plan.num_decode == 0:
+                    return np.zeros(0, np.int64), np.zeros(0, np.float32)
+                kept = hidden if self._row_sizes else hidden[: self._num_rows(plan.num_decode)]
+                logits = self.model.lm_head().logits(kept)
             tokens, logprobs = sample(logits[: plan.num_decode], draws)
             if self.device.type == "cpu":
                 return tokens.numpy(), logprobs.numpy()
             both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()  # one copy, exact for both
             return both[0].astype(np.int64), both[1].astype(np.float32)
+
+    def compute(self, ids: Tensor, positions: Tensor, step: StepTensors) -> Tensor:
+        """[R, V] logits of the rows of `step`."""
+        with running_step(step):
+            hidden = self.model.hidden_states(ids, positions)[0]
+        return self.model.lm_head().logits(hidden)
 
     def _num_rows(self, wanted: int) -> int:
         """Rows that the model runs for `wanted` ones."""

@@ -30,6 +30,7 @@ from rollbook.rollout.native.pages import CopyPages, PageOperation, merged
 ATTENTION_NAME = "rollbook_paged"
 
 _SUM, _MAX = 0, 2  # modes of torch.embedding_bag
+TINY = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ class PageBatch:
     """[num_rows]."""
     gather: Tensor | None = None
     """[N] pool page of each page of the batch; None when the batch is the first N pages of the pool, in place."""
+    has_padding: bool = False
+    """Some rows list no page; what attention gives them is not read, but must be finite."""
     _masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def mask(self, num_kv_heads: int, page_tokens: int, window: int, dtype: torch.dtype) -> Tensor:
@@ -313,6 +316,8 @@ def attend_pages(
     total = torch.embedding_bag(page_weight, batch.lists, batch.list_starts, False, _SUM)[0]
     if sinks is not None:
         total = total + torch.exp(sinks.float() - row_max)
+    if batch.has_padding:
+        total = total.clamp_min(TINY)  # a real row's is at least the 1 of its largest score
     return (out.view(num_rows, num_heads, value_dim) / total[:, :, None]).to(queries.dtype)
 
 
