@@ -200,7 +200,7 @@ def expectation_of_run(folder: Path) -> Expectation:
     step_s = (
         float(step["seconds"])
         if step is not None
-        else sum(e.seconds for name, e in stages.items() if name not in _INSIDE_ROLLOUT)
+        else sum(e.seconds for name, e in stages.items() if _is_in_step(name))
     )
     peak, note = _peak_of_run(folder, plan)
     return Expectation(
@@ -342,7 +342,7 @@ def means_of(
         )
     means = {}
     for name, series in values.items():
-        if name.startswith("timing_s/"):
+        if name.startswith(("timing_s/", "expected_s/")):
             means[name] = float(np.nan_to_num(series[keep]).mean())
         elif np.isfinite(series[keep]).any():
             means[name] = float(np.nanmean(series[keep]))
@@ -397,6 +397,8 @@ def _with_peak(expectation: Expectation, means: Means) -> Expectation:
     return replace(expectation, peak_flops_per_s=flops / (means["timing_s/step"] * mfu_frac), notes=())
 
 
+_OCCASIONAL = frozenset({"checkpoint", "eval"})
+"""Stages that only some steps have: how many of the steps looked at is no drift."""
 _DRIFT_FRAC = 0.05
 """Work that differs from the plan's by more than this is worth a note."""
 
@@ -419,9 +421,13 @@ def _for_the_work(expectation: Expectation, means: Means) -> Expectation:
             high=planned.high * factor,
             flops=planned.flops * factor,
         )
-        if abs(factor - 1) > _DRIFT_FRAC:
+        if abs(factor - 1) > _DRIFT_FRAC and stage not in _OCCASIONAL:
             drifted.append(f"{stage} {factor:.2f} x")
-    changed_s = sum(stages[name].seconds - old.seconds for name, old in expectation.stages.items())
+    changed_s = sum(
+        stages[name].seconds - old.seconds
+        for name, old in expectation.stages.items()
+        if name not in STAGES_OUTSIDE_STEP
+    )
     notes = expectation.notes
     if drifted:
         notes += (
@@ -430,9 +436,14 @@ def _for_the_work(expectation: Expectation, means: Means) -> Expectation:
     return replace(expectation, stages=stages, step_s=expectation.step_s + changed_s, notes=notes)
 
 
+def _is_in_step(stage: str) -> bool:
+    """Whether its seconds add to the step's: not inside another stage, nor outside of steps."""
+    return stage not in _INSIDE_ROLLOUT and stage not in STAGES_OUTSIDE_STEP
+
+
 def _share(expectation: Expectation, end: str) -> float:
     """How far the ends of the stages' ranges lie from their middles, over the whole step."""
-    in_step = [e for name, e in expectation.stages.items() if name not in _INSIDE_ROLLOUT]
+    in_step = [e for name, e in expectation.stages.items() if _is_in_step(name)]
     middle = sum(e.seconds for e in in_step)
     return sum(getattr(e, end) for e in in_step) / middle if middle > 0 else 1.0
 
