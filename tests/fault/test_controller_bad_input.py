@@ -204,6 +204,45 @@ def test_a_cuda_engine_without_cuda_is_refused(refused: Any, monkeypatch: pytest
     assert "model.device is 'cuda' and torch sees no CUDA device" in refused(**{"model.device": "cuda"})[0]
 
 
+def test_what_keeps_a_config_from_starting_is_reported_with_the_contradictions(refused: Any) -> None:
+    """Installation and machine too: one try, no run directory."""
+    overrides = {"rollout.device": "cuda:7", "model.device": "cuda:9", "rollout.group_size": 1}
+    error, _ = refused(**overrides)
+    assert error.startswith("3 problems:")
+    assert "rollout.device is 'cuda:7'" in error
+    assert "model.device is 'cuda:9'" in error
+
+
+def test_a_hub_model_that_cannot_be_reached_is_said_in_words(
+    refused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(*_: Any, **__: Any) -> str:
+        raise LocalEntryNotFoundError("Got: ConnectError: [Errno -2] Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    error, hint = refused(config={"model": {"path": "someone/some-model"}})
+    assert "model.path 'someone/some-model' is no folder (seen from " in error
+    assert "it cannot be reached (no network, or offline mode) and is not in the local cache" in error
+    assert "download the model first" in hint
+
+
+def test_a_folder_that_may_not_be_written_is_named_and_not_what_would_lie_below_it(
+    refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs").mkdir()
+
+    def denied(path: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    error, hint = refused(**{"run.dir": str(tmp_path / "theirs" / "runs")})
+    assert f"no permission to write into {tmp_path / 'theirs'} (it belongs to user id " in error
+    assert "lock" not in error
+    assert "run.dir" in hint
+
+
 def test_every_contradiction_is_reported_at_once(refused: Any) -> None:
     error, hint = refused(
         **{
@@ -321,6 +360,9 @@ def test_a_run_directory_is_not_overwritten_and_a_run_that_is_none_not_resumed(
     assert (run.folder / "metrics.jsonl").read_bytes() == before
     assert "has no config.toml" in train(["--resume", str(tmp_path)], capsys)[0]
     assert "needs either a config file or --resume" in train([], capsys)[0]
+    error, hint = train([str(tmp_path / "run.toml"), "--resume", str(run.folder)], capsys)
+    assert f"run.toml) and --resume {run.folder} exclude each other" in error
+    assert f"to go on: rollbook train --resume {run.folder}" in hint
     assert "there is no config file" in train([str(tmp_path / "rn.toml")], capsys)[0]
     (tmp_path / "file").write_text("")
     assert train([str(tmp_path / "run.toml")], capsys, overrides={"run.dir": str(tmp_path / "file")})[1]
@@ -523,6 +565,9 @@ def test_ctrl_c_ends_the_step_with_a_checkpoint_and_a_second_one_ends_at_once(
     error, _ = train(arguments, capsys, faults=[fault], overrides=exact, exit_code=130)
     assert error.endswith(f"interrupted: `rollbook train --resume {tmp_path / 'run'}` continues\n")
     run = RunResult(tmp_path / "run")
+    effects = [event["effect"] for event in run.events_of("interrupted")]
+    assert effects[0] == "ending after the step in progress, with a checkpoint"
+    assert effects[1:] == ["stopping at once, without the step in progress"][: times - 1]
     assert run.state["num_steps_done"] == num_steps_done
     assert len(run.metrics) == (2 if times == 1 else 1)
     cli_resume(run.folder, capsys)

@@ -247,7 +247,7 @@ def test_br053_kills_at_random_moments_skip_no_prompt_and_repeat_none(tmp_path: 
 
 def test_killed_before_the_first_checkpoint_it_starts_again(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert in_fresh_process(start_and_die, tmp_path, 3, EXACT, log=log) == -signal.SIGKILL
+    assert in_fresh_process(start_and_die, tmp_path, 20, EXACT, log=log) == -signal.SIGKILL
     assert (tmp_path / "run" / "checkpoints" / "step_0.partial").is_dir()
     assert resume_tiny(tmp_path / "run", **{"run.num_steps": 2}).num_steps == 2
 

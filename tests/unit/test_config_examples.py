@@ -98,10 +98,15 @@ def test_the_config_that_a_run_writes_down_is_equal_and_gives_the_same_run(
     first = tiny_run(num_steps=3, **overrides)
     written = load_config(first.folder / "config.toml", [], RunConfig)
     given = load_config(tmp_path / "run.toml", as_set(overrides), RunConfig)
-    assert written == given
+    folders = (str(tmp_path), str(Path.cwd()))  # where its reward function was looked for
+    assert written.reward.search_path == folders
+    assert written == given.model_copy(
+        update={"reward": given.reward.model_copy(update={"search_path": folders})}
+    )
     again = RunResult(start_run(first.folder / "config.toml", [f"run.dir={tmp_path / 'again'}"]))
     assert again.trained == first.trained
     for name, tensor in first.parameters.items():
         assert tensor.equal(again.parameters[name]), name
     text = (first.folder / "config.toml").read_text()
-    assert (again.folder / "config.toml").read_text() == text.replace(str(tmp_path), str(tmp_path / "again"))
+    here, there = (f'dir = "{folder}"' for folder in (tmp_path, tmp_path / "again"))
+    assert (again.folder / "config.toml").read_text() == text.replace(here, there)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import math
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, field_validator, model_validator
 
-from rollbook.config.loading import config_to_toml, load_config, write_config
+import rollbook.section
+from rollbook.config.loading import config_to_toml, load_config, validate, write_config
+from rollbook.config.run_config import RunConfig
 from rollbook.errors import ConfigError
 from rollbook.section import Section
 
@@ -210,3 +213,56 @@ def test_a_none_that_toml_cannot_say_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="limit cannot be written"):
         config_to_toml(Odd(limit=None))
+
+
+def test_a_contradiction_within_a_table_gives_values_and_remedy_not_the_table() -> None:
+    """Its validator has the whole table as input; only the values it names belong into the message."""
+    data = {
+        "run": {"num_steps": 1, "groups_per_step": 1},
+        "model": {"new": {"num_heads": 3, "num_kv_heads": 2, "hidden_size": 48}},
+        "data": {"sources": [{"task": "addition", "path": "x.jsonl"}]},
+        "rollout": {"kv_pool_tokens": 4, "max_response_tokens": 77},
+        "algorithm": {"kl": {"placement": "loss"}},
+    }
+    with pytest.raises(ConfigError) as refused:
+        validate(data, RunConfig, origin="run.toml")
+    lines = refused.value.what.splitlines()
+    assert lines[0].endswith("problems in run.toml:")
+    assert (
+        "  rollout.kv_pool_tokens is 4, less than one page of 32 tokens (raise it, or lower rollout.page_tokens)"
+        in lines
+    )
+    assert "  [model.new] num_heads is 3 and num_kv_heads 2 (use a divisor of num_heads)" in lines
+    assert (
+        "  [data.sources.0] a source names task and path (give exactly one of task, reasoning_gym, path and hub)"
+        in lines
+    )
+    assert "77" not in refused.value.what
+    with pytest.raises(ConfigError) as alone:
+        validate(
+            data | {"model": {"path": "m"}, "data": {"sources": [{"task": "addition"}]}, "algorithm": {}},
+            RunConfig,
+            origin="run.toml",
+        )
+    assert alone.value.what == "rollout.kv_pool_tokens is 4, less than one page of 32 tokens (in run.toml)"
+    assert alone.value.remedy == "raise it, or lower rollout.page_tokens"
+
+
+def test_every_validator_of_a_section_ends_in_its_remedy() -> None:
+    """After "; " or ": ", so that the message can be split into what is wrong and what to do."""
+    found = 0
+    for path in sorted((Path(rollbook.section.__file__).parent).glob("*/config.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Raise)
+                and isinstance(node.exc, ast.Call)
+                and ast.unparse(node.exc.func) == "ValueError"
+            ):
+                text = "".join(
+                    part.value
+                    for part in ast.walk(node.exc.args[0])
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str)
+                )
+                found += 1
+                assert "; " in text or ": " in text or "\nhint: " in text, f"{path}:{node.lineno} {text!r}"
+    assert found > 25

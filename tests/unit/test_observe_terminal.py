@@ -147,9 +147,7 @@ def test_a_line_keeps_what_matters_most_within_120_characters(tmp_path: Path) ->
     data |= {"response_length/mean": 812.25, "training/logprob_gap/mean": 1e-7, "perf/tokens_per_s/gen": 1e6}
     line = view.line(1234, data)
     assert len(line) <= 120
-    assert line.startswith(
-        "step 1234/10  reward 0.000 to 0.800 of 9 sources  length 812  1.23e+03/1.2e+03 s  "
-    )
+    assert line.startswith("step 1234/10  reward 0.000 to 0.800 of 9 sources  length 812  1234/1199 s  ")
     two = {
         "reward/maths/mean": 0.25,
         "reward/code/mean": 0.5,
@@ -186,7 +184,7 @@ def test_what_happens_before_the_first_step_is_said_as_it_begins(tmp_path: Path)
         "  warm-up  update 1/40  loss 1.25  at most 78.0 s left",
         "  warm-up  update 4/40  loss 1.25  at most 72.0 s left",
         "plan     sync: 1 engine",
-        "         a step takes 3.00 s, all that are left 32.5 s; seconds of a mean step:",
+        "         a step takes 3.00 s, all that are left 32.5 s; mean seconds by stage (below: measured/planned):",
         "         rollout 2.5  train 0.5  eval 0.25",
     ]
 

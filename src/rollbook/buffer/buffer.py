@@ -107,6 +107,8 @@ class GroupBuffer:
     _num_finished: int = 0
     _lost: Counter[str] = field(default_factory=Counter)
     """Groups that gave their place back since the last `take`, by cause."""
+    _flat_scores: Counter[float] = field(default_factory=Counter)
+    """Of those that were flat: the one score of all members."""
     _evictions: list[Eviction] = field(default_factory=list)
     _dropped: list[Group] = field(default_factory=list)
     _prompts_done: list[Prompt] = field(default_factory=list)
@@ -196,7 +198,10 @@ class GroupBuffer:
         entry.group = group
         if drop_reason is not None and refill:
             self._leave(entry, GroupState.EVICTED, drop_reason)
-            self._release(entry, _drop_in_words(drop_reason, group))
+            self._release(entry, drop_reason)
+            scores = {t.reward_terms.get("score", t.reward or 0.0) for t in group.scored}
+            if len(scores) == 1:
+                self._flat_scores.update(scores)
         else:
             entry.drop_reason = drop_reason
             entry.finish_idx = self._num_finished
@@ -234,7 +239,7 @@ class GroupBuffer:
         if chosen is None:
             raise DataError(f"step {self.step} is not ready", "ask is_ready() before take()")
         if self.is_starved and self.config.on_starvation == "stop":
-            lost = ", ".join(f"{count} {cause}" for cause, count in self._lost.most_common())
+            lost = _losses_in_words(self._lost, self._flat_scores)
             raise StarvedError(
                 f"step {self.step} has {len(chosen)} of {self.groups_per_step} groups and lost {self.num_refills} "
                 f"(buffer.max_refills_per_step is {self.config.max_refills_per_step}): {lost}; {self.num_admitted} "
@@ -272,6 +277,7 @@ class GroupBuffer:
         self.step += 1
         self.num_refills = 0
         self._lost.clear()
+        self._flat_scores.clear()
         self._forget_old_versions()
         self.check()
         return taken
@@ -388,18 +394,20 @@ class GroupBuffer:
             )
 
 
-def _drop_in_words(reason: str, group: Group) -> str:
-    """A flat group with the value that all its rewards have."""
-    values = {t.reward for t in group.scored}
-    if reason == "flat" and len(values) == 1:
-        return f"flat (every reward {values.pop():g})"
-    return reason
+def _losses_in_words(lost: Counter[str], flat_scores: Counter[float]) -> str:
+    """ "430 flat (score in all their members 0: 420, 1: 10), 82 failed as timeout"."""
+    values = [f"{score:g}: {count}" for score, count in flat_scores.most_common(3)]
+    causes = []
+    for cause, count in lost.most_common():
+        which = f" (score in all their members {', '.join(values)})" if cause == "flat" and values else ""
+        causes.append(f"{count} {cause}{which}")
+    return ", ".join(causes)
 
 
 def _starved_remedy(lost: Counter[str]) -> str:
     """What to look at first, by what took most groups."""
     cause = lost.most_common(1)[0][0] if lost else ""
-    if cause.startswith("flat"):
+    if cause == "flat":
         look = "the task is too easy, too hard, or its scorer gives one value to everything: look at some responses"
     elif cause.startswith("failed"):
         look = "mend that failure first: events and trajectories hold its messages"

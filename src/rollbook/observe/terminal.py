@@ -119,7 +119,7 @@ class Progress:
         line += "".join(
             f"  {name} {count(round(value, 3))}" for name, value in self.warmup.items() if name != "update"
         )
-        if most and update:
+        if 0 < update < most:
             left_s = (now_mono_s - self.warmup_began_mono_s) / update * (most - update)
             line += f"  at most {seconds(left_s)} left"
         return line
@@ -473,13 +473,22 @@ def plan_lines(event: Event) -> list[str]:
     return [
         f"plan     {event.get('topology')}",
         f"         a step takes {seconds(_number(event.get('step_s')))}, "
-        f"all that are left {seconds(_number(event.get('total_s')))}; seconds of a mean step:",
+        f"all that are left {seconds(_number(event.get('total_s')))}; mean seconds by stage (below: measured/planned):",
         "         " + "  ".join(f"{name} {value:.3g}" for name, value in rows),
     ]
 
 
 def _took(measured_s: float, expected_s: float | None) -> str:
-    return f"{measured_s:.3g}" + (f"/{expected_s:.3g}" if expected_s is not None else "")
+    return _brief(measured_s) + (f"/{_brief(expected_s)}" if expected_s is not None else "")
+
+
+def _brief(value_s: float) -> str:
+    """Two digits are enough in a line.
+
+    >>> [_brief(s) for s in (0.00123, 0.318, 3.0, 12.34, 1234.5)]
+    ['0.0012', '0.32', '3', '12', '1234']
+    """
+    return f"{value_s:.2g}" if value_s < 99.5 else f"{value_s:.0f}"
 
 
 def _fitting(parts: list[tuple[int, str]]) -> str:

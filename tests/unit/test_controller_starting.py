@@ -1,0 +1,156 @@
+"""What a user meets before and around the first step: where rewards are found, what is said, what is planned."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollbook.controller.entry import resume_run, start_run
+from rollbook.envs.config import RewardConfig
+from rollbook.envs.rewards.functions import REWARDS, prepare
+from rollbook.envs.rewards.math_verify import _library
+from rollbook.envs.rewards.result import RewardResult
+from rollbook.envs.rewards.scorer import Scorer
+from rollbook.envs.rewards.self_test import require_proven, self_test
+from rollbook.errors import ConfigError
+from rollbook.types import Failure, FailureKind, Prompt
+from tiny_run import RunResult, TinyRun, as_set, write_tiny
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_reward_module_is_found_beside_the_config_and_again_by_a_resume_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
+) -> None:
+    name = f"beside_the_config_{isolation}"
+    (tmp_path / "job").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "job" / f"{name}.py").write_text(
+        "def half(response, task, **_):\n    return len(response) / 8\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    path = write_tiny(tmp_path / "job", num_steps=1)
+    overrides = as_set(
+        {"reward.terms.0": {"function": f"{name}:half", "isolation": isolation, "is_tested": False}}
+    )
+    run = RunResult(start_run(path, overrides))
+    assert f'search_path = ["{tmp_path / "job"}", "{tmp_path}"]' in (run.folder / "config.toml").read_text()
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    resume_run(run.folder, ["run.num_steps=2"])
+    assert len(run.metrics) == 2
+
+
+def test_a_reward_module_that_is_nowhere_is_reported_with_the_folders_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = write_tiny(tmp_path / "job")
+    for isolation in ("thread", "process"):
+        overrides = as_set({"reward.terms.0": {"function": "nowhere_at_all:f", "isolation": isolation}})
+        with pytest.raises(ConfigError) as refused:
+            start_run(path, overrides)
+        assert f"searched: {tmp_path / 'job'}, {tmp_path}, PYTHONPATH" in refused.value.what
+        assert "put nowhere_at_all.py beside the config" in refused.value.remedy
+
+
+def test_libraries_of_built_in_scorers_are_loaded_before_the_first_call() -> None:
+    """A call's deadline is for the call; imports take seconds on a busy machine."""
+    heavy = {name for name, built_in in REWARDS.items() if built_in.prepare is not None}
+    assert heavy == {"math_verify", "reasoning_gym"}
+    prepare("math_verify")
+    assert _library.cache_info().currsize == 1
+    prepare("reasoning_gym")
+    assert "reasoning_gym.factory" in sys.modules
+    prepare("exact")
+    prepare("some.module:function")
+
+
+class Failing(Scorer):
+    """A scorer whose grader is broken, with a long message."""
+
+    async def score(self, response: str, prompt: Prompt) -> RewardResult:
+        message = "KeyError: 'tests' " + "x" * 900 + "\nsecond line"
+        return RewardResult(reward=None, failure=Failure(kind=FailureKind.REWARD, message=message))
+
+
+async def test_a_failed_self_test_is_one_example_and_a_count() -> None:
+    prompts = [
+        Prompt(
+            prompt_id=f"{source}/{n}",
+            prompt_ids=np.zeros(1, np.int32),
+            source=source,
+            task={"answer": f"{n}"},
+        )
+        for source in ("code", "maths")
+        for n in range(4)
+    ]
+    tests = await self_test(Failing(RewardConfig()), prompts)
+    with pytest.raises(ConfigError) as refused:
+        require_proven(tests)
+    what = refused.value.what
+    assert what.count("KeyError") == 1
+    assert "the reference answer '0' of code/0 fails: KeyError: 'tests'" in what
+    assert "(4 of 4 reference answers); and so for 'maths'" in what
+    assert len(what) < 400
+    assert "second line" not in what
+
+
+def test_a_reward_that_never_varies_is_a_finding_before_the_first_step(tiny_run: TinyRun) -> None:
+    run = tiny_run(num_steps=1, **{"reward.terms.0.function": "tiny_rewards:zero", "plan.is_on": True})
+    (finding,) = run.events_of("finding")
+    assert finding["rule"] == "one_reward"
+    assert finding["summary"] == ("all 8 rewards of the first 4 groups are 0: there is nothing to learn from")
+    kinds = [event["kind"] for event in run.events]
+    first_step = next(i for i, e in enumerate(run.events) if e["kind"] == "span_open" and e["name"] == "step")
+    assert kinds.index("finding") < first_step
+
+
+def test_without_a_plan_the_finding_comes_with_the_first_groups_and_a_starved_step_counts_its_losses(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        Exception, match="lost 12 .*: 12 flat .score in all their members 0: 12.; 12 groups were admitted"
+    ) as starved:
+        tiny_run(
+            **{
+                "reward.terms.0.function": "tiny_rewards:zero",
+                "algorithm.filter.drop_flat": True,
+                "algorithm.filter.refill": True,
+                "buffer.max_refills_per_step": 8,
+            }
+        )
+    assert "gives one value to everything" in str(starved.value)
+    run = RunResult(tmp_path / "run")
+    assert len(run.events_of("finding")) == 1
+    assert run.events_of("step_failed")
+
+
+def test_every_stage_that_takes_time_is_planned_also_those_of_some_steps(tiny_run: TinyRun) -> None:
+    """Evaluation and checkpoint stand in plan.json as their share of a mean step, and beside each measurement."""
+    run = tiny_run(
+        num_steps=2,
+        **{
+            "plan.is_on": True,
+            "data.held_out_frac": 0.2,
+            "eval.num_prompts": 2,
+            "eval.every_steps": 2,
+            "checkpoint.every_steps": 1,
+        },
+    )
+    stages = json.loads((run.folder / "plan.json").read_text())["stages"]
+    (plan,) = run.events_of("plan")
+    for stage, suffix, num_due in (("eval", "testing", 1), ("checkpoint", "save_checkpoint", 2)):
+        expected = [m[f"expected_s/{suffix}"] for m in run.metrics if f"timing_s/{suffix}" in m]
+        assert len(expected) == num_due
+        assert stages[stage]["seconds"] == pytest.approx(expected[0] * num_due / 2)
+        assert plan["stages"][stage] == stages[stage]["seconds"]
+    assert plan["topology"] == "sync: 1 native engine on cpu, in turn with the trainer on cpu"
+    again = RunResult(resume_run(run.folder, ["run.num_steps=3"]))
+    assert again.metrics[2]["expected_s/save_checkpoint"] > 0  # from the checkpoint written last
