@@ -165,7 +165,7 @@ class DecodeGraphs:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         if self._memory is None:
-            self._memory = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+            self._memory = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
