@@ -229,6 +229,8 @@ class _Replay:
         assert isinstance(engine, NativeEngine)
         self.sampler = _Sampler(engine, controller)
         self._prompts = {prompt.prompt_id: prompt for prompt in controller.train_prompts}
+        self._newest_version = -1
+        """Published here."""
         self._waiting: dict[int, list[tuple[int, Trajectory]]] = defaultdict(list)
         """Newest version -> (step, trajectory) to sample again once the engine holds it."""
         last = log.num_steps - 1 if only_step is None else only_step
@@ -277,7 +279,11 @@ class _Replay:
                 await self._sample_again(publication.weight_version)
 
     async def _publish(self, publication: Publication, *, step: int) -> None:
-        await self.controller.publish(publication.weight_version)
+        if publication.weight_version > self._newest_version:
+            self._newest_version = publication.weight_version
+            await self.controller.publish(
+                publication.weight_version
+            )  # else a resumed run gave out what it had
         self._compare_digest(publication, step=step)
         self.sampler.remember(publication.weight_version)
 

@@ -280,9 +280,17 @@ def _unit_ramp(view: View, metric: str | None) -> int | None:
         if (
             rise >= 0.75 * (view.steps[known[end]] - view.steps[known[start]])
             and values[known[end]] >= before + 4
+            and not _levels_off(values[known[end:]])
         ):
             return int(known[start]) + 1
     return None
+
+
+def _levels_off(values: Series) -> bool:
+    """Whether an age stops growing at its height: a bound holds it, so somebody still takes new versions."""
+    top = int(np.argmax(values))
+    after = values[top:]
+    return len(after) >= 6 and bool(after.min() >= 0.75 * values[top] and values[top] - after[-1] <= 2)
 
 
 def _standing_replicas(view: View) -> tuple[tuple[str, ...], int | None]:

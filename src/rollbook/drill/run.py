@@ -165,7 +165,7 @@ def _report(
         verdict=whole.verdict,
         is_found=is_found,
         onset_step=None if finding is None else finding.step,
-        found_at_step=_found_at(fault, series, at_step) if is_found else None,
+        found_at_step=max(_found_at(fault, series, at_step), at_step) if is_found else None,
         control_verdict="not_judged" if control is None else diagnose(control).verdict,
     )
 

@@ -16,6 +16,8 @@ from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
 
 RULE = "buffer_never_fills"
+HICCUP_S = 30.0
+"""Seconds that any host may stand still for once."""
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -96,7 +98,7 @@ def _ends_waiting(view: View) -> int | None:
     usual = float(np.median(gen[known[:-3]]))
     largest = float(np.quantile(gen[known[:-3]], 0.98))
     last = known[-3:]
-    high = last[gen[last] >= max(6 * usual, 3 * largest)]
+    high = last[gen[last] >= max(6 * usual, 3 * largest, usual + HICCUP_S)]
     return int(high[0]) if len(high) and high[-1] == known[-1] else None
 
 

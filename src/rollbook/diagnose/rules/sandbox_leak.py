@@ -6,6 +6,8 @@ turns and lengths stay. Failures come last, when the quota is used up.
 
 from __future__ import annotations
 
+import numpy as np
+
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
@@ -58,6 +60,9 @@ def judge(view: View) -> Finding | NotJudged | None:
                 says=f"grows step by step from {num(early)} to {num(late)}",
             )
         )
+    unreturned = _grows_every_step(view, "env/num_leased")
+    if unreturned:
+        points += 1.0  # leases are counted, not timed: this is the fault itself
     excess = signs.excess(view)
     if is_agentic and excess is not None:
         ratio, steadiness = view.trend(excess)
@@ -69,7 +74,7 @@ def judge(view: View) -> Finding | NotJudged | None:
             evidence.append(
                 Evidence(metric="timing_s/gen", step=view.step_at(min(begin, view.n - 1)), says=says)
             )
-    if points < (2.5 if env else 2.2) or len(evidence) < 2:
+    if points < (2.5 if env else 2.2) or len(evidence) < (1 if unreturned else 2):
         return None
     late_failures = [m for m in signs.ENV_FAILURES if view.trend(m)[0] >= 2 and view.last(m) > 0]
     return Finding(
@@ -85,9 +90,21 @@ def judge(view: View) -> Finding | NotJudged | None:
     )
 
 
+def _grows_every_step(view: View, metric: str) -> bool:
+    """Whether a count goes up in nearly every step since it began to, by more than all it ever was before."""
+    rise = view.rise(metric, log=False)
+    if rise is None or rise.late < 2 * rise.before + 3:
+        return False
+    values = view.values[metric][rise.idx :]
+    gained = np.diff(values[np.isfinite(values)])
+    return len(gained) >= 8 and float((gained > 0).mean()) >= 0.9
+
+
 def _is_gradual(view: View, metric: str) -> bool:
     """No single step accounts for most of the growth."""
     rise = view.rise(metric)
+    if rise is not None and rise.before == 0.0:
+        rise = view.rise(metric, log=False)  # from nothing every first step is a leap in multiples
     return rise is None or rise.early_share < 0.65
 
 

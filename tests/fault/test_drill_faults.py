@@ -1,0 +1,57 @@
+"""Every fault of the registry, put into the real parts of a running job: the right rule comes first, and the steps
+before it are well."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drill_tiny import AT_STEP, NUM_STEPS, write_job
+from rollbook.cli.main import main
+from rollbook.drill.faults import FAULTS
+from rollbook.drill.run import find_fault, run_drill
+from rollbook.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", sorted(FAULTS))
+def test_a_drilled_fault_is_found_by_its_rule(name: str, tmp_path: Path) -> None:
+    report = run_drill(find_fault(name), write_job(tmp_path), [], num_steps=NUM_STEPS, at_step=AT_STEP)
+    assert report.is_found, report
+    assert report.control_verdict not in report.expects
+    assert report.onset_step is not None and report.found_at_step is not None
+    assert (report.ended_with is not None) == FAULTS[name].ends_run
+    events = [json.loads(line) for line in (Path(report.run_dir) / "events.jsonl").read_text().splitlines()]
+    assert [e["fault"] for e in events if e["kind"] == "drill"] == [name]
+
+
+def test_a_drill_that_the_config_cannot_carry_says_what_is_missing(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    with pytest.raises(ConfigError, match="needs 2 data sources"):
+        one = ["data.sources=[{task = 'addition', num_prompts = 40}]"]
+        run_drill(find_fault("source_all_zero"), job, one, num_steps=20, at_step=None)
+    with pytest.raises(ConfigError, match="leave 4 or more"):
+        run_drill(find_fault("scorer_down"), job, [], num_steps=20, at_step=18)
+    assert list(tmp_path.iterdir()) == [job]
+
+
+def test_the_command_exits_with_0_when_the_fault_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["drill", "scorer_down", str(write_job(tmp_path)), "--steps", "20", "--json"])
+    printed = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert ended.value.code in (0, None)
+    assert (printed["verdict"], printed["at_step"], printed["is_found"]) == ("dead_scorer", 6, True)
+
+
+def test_the_list_names_every_fault_and_an_unknown_one_its_neighbors(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["drill", "--list"])
+    listed = capsys.readouterr().out
+    assert all(f"{name}\n" in listed for name in FAULTS)
+    with pytest.raises(ConfigError, match="stale_replica"):
+        find_fault("stale_replika")

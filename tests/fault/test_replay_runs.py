@@ -1,0 +1,162 @@
+"""A run repeats from its own log bit for bit, whatever its schedule, and what was changed in the log is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rollbook.cli.main import main
+from rollbook.controller.replay import replay_run
+from rollbook.errors import ConfigError
+from tiny_run import RunResult, resume_tiny, run_tiny
+
+EXACT = {"rollout.batch_invariant": True}
+ASYNC = {
+    **EXACT,
+    "run.schedule": "separate_async",
+    "buffer.max_staleness_steps": 2,
+    "rollout.max_response_tokens": 16,
+}
+
+
+def test_a_synchronous_run_repeats(tmp_path: Path) -> None:
+    run = run_tiny(tmp_path, num_steps=4, **EXACT)
+    report = replay_run(run.folder)
+    assert report.is_equal, report.differences
+    assert (report.num_steps, report.num_digests) == (4, 5)  # the first publication and one a step
+    assert report.num_trajectories == 4 * 4 * 2
+    assert report.num_tokens == sum(
+        sum(r["action_mask"]) for step in range(4) for r in run.trajectories(step)
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"rollout.num_replicas": 2},
+        {"rollout.kv_policy": "recompute"},
+        {"sync.every_steps": 2},
+        {"buffer.order": "arrival", "buffer.when_stale": "drop"},
+        {"algorithm.filter.drop_flat": True, "algorithm.filter.refill": True, "trainer.lr": 1e-3},
+        {"run.schedule": "colocate_async"},
+        {"run.schedule": "colocate_async", "rollout.pause_mode": "abort"},
+        {"trainer.num_mini_batches": 2, "trainer.shuffle": True},
+    ],
+    ids=[
+        "plain",
+        "replicas",
+        "recompute",
+        "every_2",
+        "arrival",
+        "filter",
+        "colocated",
+        "abort",
+        "mini_batches",
+    ],
+)
+def test_an_asynchronous_run_repeats_from_its_log(more: dict[str, Any], tmp_path: Path) -> None:
+    run = run_tiny(tmp_path, num_steps=6, **{**ASYNC, **more})
+    report = replay_run(run.folder)
+    assert report.is_equal, report.differences
+    assert report.num_digests == len(run.events_of("publication"))
+    assert report.num_trajectories == sum(len(run.trajectories(step)) for step in range(6))
+
+
+def test_responses_that_a_publication_cut_are_among_them(tmp_path: Path) -> None:
+    """Colocated, the pause of a step comes while responses are half done."""
+    run = run_tiny(tmp_path, num_steps=6, **{**ASYNC, "run.schedule": "colocate_async"})
+    report = replay_run(run.folder)
+    assert report.num_cut > 0
+    assert report.is_equal, report.differences
+
+
+def test_a_run_with_a_warm_up_and_one_that_was_taken_up_again_repeat(tmp_path: Path) -> None:
+    warm = {"warmup.num_updates": 2, "warmup.check_every_updates": 1, "warmup.batch_sequences": 8}
+    run = run_tiny(tmp_path, num_steps=2, **{**EXACT, **warm})
+    resumed = resume_tiny(run, **{"run.num_steps": 4})
+    report = replay_run(resumed.folder)
+    assert report.is_equal, report.differences
+    assert report.num_steps == 4
+
+
+def _rows(run: RunResult, step: int, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    path = run.folder / "trajectories" / f"step_{step}.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    change(rows)
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+
+
+def _flip_token(rows: list[dict[str, Any]]) -> None:
+    ids = rows[0]["token_ids"]
+    ids[-1] = 8 if ids[-1] != 8 else 9
+
+
+def _nudge_logprob(rows: list[dict[str, Any]]) -> None:
+    rows[0]["behavior_logprobs"][-1] *= 1 + 2e-7  # an ulp or two of float32
+
+
+def _raise_reward(rows: list[dict[str, Any]]) -> None:
+    rows[0]["reward"] += 0.25
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"), [(_flip_token, "token"), (_nudge_logprob, "logprob"), (_raise_reward, "reward")]
+)
+def test_one_changed_number_in_the_log_is_named_with_its_place(
+    change: Callable[[list[dict[str, Any]]], None], kind: str, tmp_path: Path
+) -> None:
+    run = run_tiny(tmp_path, num_steps=3, **EXACT)
+    first = run.trajectories(1)[0]
+    _rows(run, 1, change)
+    report = replay_run(run.folder)
+    named = [d for d in report.differences if d.kind == kind]
+    assert named and named[0].step == 1
+    assert f"trajectory {first['group_id']}/{first['member_idx']}" in named[0].where
+    if kind != "reward":
+        assert named[0].where.endswith(f"token {len(first['token_ids']) - 1}")
+
+
+def test_a_changed_digest_is_named_and_the_command_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_tiny(tmp_path, num_steps=3, **EXACT)
+    path = run.folder / "events.jsonl"
+    events = run.events
+    changed = next(e for e in events if e["kind"] == "publication" and e.get("step") == 1)
+    changed["digest"] = "0" * 32
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(run.folder), "--json"])
+    printed = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert ended.value.code == 1
+    assert [(d["kind"], d["step"]) for d in printed["differences"]] == [("digest", 1)]
+    assert printed["differences"][0]["where"] == f"weights of version {changed['weight_version']}"
+
+
+def test_one_step_alone_is_sampled_again(tmp_path: Path) -> None:
+    run = run_tiny(tmp_path, num_steps=4, **EXACT)
+    _rows(run, 0, _flip_token)  # its updates count all the same: the weights differ from then on
+    report = replay_run(run.folder, only_step=2)
+    assert report.num_trajectories == len(run.trajectories(2))
+    assert report.num_steps == 3
+    with pytest.raises(ConfigError, match="has steps 0 to 3"):
+        replay_run(run.folder, only_step=4)
+
+
+def test_without_invariant_numerics_the_report_says_why_bits_may_differ(tmp_path: Path) -> None:
+    run = run_tiny(tmp_path, num_steps=2)
+    assert "rollout.batch_invariant is false" in replay_run(run.folder).notes[0]
+
+
+def test_a_run_whose_trajectories_were_not_all_kept_is_refused(tmp_path: Path) -> None:
+    run = run_tiny(tmp_path, num_steps=2, **{"observe.trajectories_every_steps": 2})
+    with pytest.raises(ConfigError, match="trajectories_every_steps"):
+        replay_run(run.folder)
