@@ -3,7 +3,9 @@
     python bench/diagnose.py                       # 20 seeds of everything, about ten minutes on one core
     python bench/diagnose.py --seeds 3             # a glance
     python bench/diagnose.py --only healthy --seeds 300 --first-seed 5000
-    python bench/diagnose.py --runs FOLDER         # also real runs: FOLDER/<fault>-<anything>/ (from `rollbook drill`)
+    python bench/diagnose.py --real 3              # and real runs: every fault of `rollbook drill` on three seeds
+    python bench/diagnose.py --seeds 0 --real 3    # these alone, about five minutes on one core
+    python bench/diagnose.py --runs FOLDER         # also runs of your own: FOLDER/<fault>-<anything>/
 
 Logs come from two generators with different assumptions (`synthetic_runs.py`, `described_runs.py`), the first of
 them in verl's JSON lines, in verl's console format, and in our own names. Prints a Markdown report; exits with 1
@@ -29,7 +31,7 @@ from rollbook.diagnose.tree import RULES, diagnose
 
 RIGHT_FIRST, NO_ALARM, MAX_S = 0.95, 0.99, 5.0
 STATES = sorted(synthetic_runs.STATES)
-NAMES = [*sorted(RULES), "healthy", *STATES]
+NAMES = [*sorted(synthetic_runs.FAULTS), "healthy", *STATES]
 
 Writer = Callable[[str, int, Path], Path]
 
@@ -92,7 +94,7 @@ def run_suite(writer: Writer, names: list[str], seeds: range) -> Tally:
     return tally
 
 
-def real_runs(folder: Path) -> Tally:
+def own_runs(folder: Path) -> Tally:
     """Run directories and logs named by what was put in: `missed_weight_sync-seed3/`, `healthy-seed1.log`."""
     tally = Tally()
     for path in sorted(folder.iterdir()):
@@ -144,16 +146,32 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=NAMES, help="names of what to put in")
+    parser.add_argument("--real", type=int, default=0, help="seeds of real runs, drilled and well")
     parser.add_argument("--runs", type=Path, help="folder of real runs, named by what was put in")
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     tallies = {name: run_suite(writer, list(args.only), seeds) for name, writer in SUITES.items()}
     if args.runs is not None:
-        tallies["real runs"] = real_runs(args.runs)
+        tallies["own runs"] = own_runs(args.runs)
     machine = platform.processor() or platform.machine()
-    print(f"`python bench/diagnose.py --seeds {args.seeds} --first-seed {args.first_seed}` on {machine}\n")
-    print("\n".join(table(tallies)) + "\n")
+    command = (
+        f"python bench/diagnose.py --seeds {args.seeds} --first-seed {args.first_seed} --real {args.real}"
+    )
+    print(f"`{command}` on {machine}\n")
+    if args.seeds:
+        print("\n".join(table(tallies)) + "\n")
     ok = True
+    if args.real:
+        from drilled_runs import real_runs
+
+        real = real_runs(range(args.first_seed, args.first_seed + args.real))
+        print("\n".join(real.table()) + "\n")
+        for (right, total), target, what in (
+            (real.faults, RIGHT_FIRST, "real runs: right cause first"),
+            (real.well, NO_ALARM, "real runs: no alarm"),
+        ):
+            print(f"{what}: {right}/{total} = {right / total:.1%} (target {target:.0%})")
+            ok &= right / total >= target
     for faults, target, what in ((True, RIGHT_FIRST, "right cause first"), (False, NO_ALARM, "no alarm")):
         right = sum(t.total(faults=faults)[0] for t in tallies.values())
         total = sum(t.total(faults=faults)[1] for t in tallies.values())

@@ -38,13 +38,52 @@ _STATE = (
 )
 
 
+ACTION = (
+    "take the run up again from the last whole checkpoint with weights, optimizer, schedule, data position and "
+    "random state, and compare the first step with the one that was logged"
+)
+CHECK = (
+    "what the checkpoint holds against what the trainer loads: optimizer state, scheduler step, data cursor"
+)
+
+
 def judge(view: View) -> Finding | NotJudged | None:
-    best: Finding | None = None
+    best: Finding | None = _other_weights(view)
     for restart in _restarts(view):
         found = _at(view, restart)
         if found is not None and (best is None or found.confidence > best.confidence):
             best = found
     return best
+
+
+def _other_weights(view: View) -> Finding | None:
+    """The first publication after a restart has the version of an earlier one and other weights: told by digests."""
+    digest_of: dict[int, str] = {}
+    is_first = False
+    for event in view.events("publication", "run_resumed"):
+        if event.kind == "run_resumed":
+            is_first = True
+            continue
+        version, digest = event.fields.get("weight_version"), event.fields.get("digest")
+        if not isinstance(version, int) or not isinstance(digest, str):
+            continue
+        if is_first and digest_of.get(version, digest) != digest:
+            restarted = [e.step for e in view.events("run_resumed") if e.step is not None]
+            step = restarted[-1] + 1 if restarted else view.step_at(0)
+            says = f"version {version} was published with digest {digest_of[version][:8]}…, and now with {digest[:8]}…"
+            return Finding(
+                rule=RULE,
+                title="the run did not take up where it had stopped: the weights are not those of the checkpoint",
+                area="version",
+                confidence=0.98,
+                step=step,
+                evidence=(Evidence(metric="publication", step=step, says=says),),
+                action=ACTION,
+                next_check=CHECK,
+            )
+        is_first = False
+        digest_of[version] = digest
+    return None
 
 
 def _restarts(view: View) -> list[Restart]:
@@ -177,11 +216,8 @@ def _at(view: View, restart: Restart) -> Finding | None:
         step=view.step_at(restart.idx),
         evidence=tuple(evidence),
         cost_reward=max(0.0, -reward.diff) if reward is not None else None,
-        action="take the run up again from the last whole checkpoint with weights, optimizer, schedule, "
-        "data position and "
-        "random state, and compare the first step with the one that was logged",
-        next_check="what the checkpoint holds against what the trainer loads: optimizer state, scheduler "
-        "step, data cursor",
+        action=ACTION,
+        next_check=CHECK,
     )
 
 
