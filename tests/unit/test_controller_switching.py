@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollbook.controller.loop import Controller
 from rollbook.controller.startable import unstartable
 from rollbook.errors import ConfigError
 from tiny_run import RunResult, resume_tiny, run_tiny, tiny_config
@@ -191,3 +192,24 @@ def test_a_device_that_torch_does_not_see_is_named() -> None:
 
 def test_a_startable_config_has_no_problem() -> None:
     assert unstartable(tiny_config()) == []
+
+
+def test_moves_stand_beside_the_ledgers_on_a_device_of_its_table(tmp_path: Path) -> None:
+    """The names of the moves are the ledger's; bytes are those that lie in host memory."""
+    seen: dict[str, Any] = {}
+
+    def look(controller: Controller) -> None:
+        seen["state"] = {parking.name: parking.num_bytes for parking in controller.switch._parked()}
+        seen["expected"] = controller.switch.by_ledger("NVIDIA H200")
+        assert controller.switch.by_ledger("a device of no table") == {}
+
+    kl = {"algorithm.kl": {"placement": "loss", "coef": 0.01}}
+    moves = {"memory.offload": True, "memory.sleep_level": 1}
+    run = run_tiny(tmp_path, num_steps=2, faults=[look], **BF16, **kl, **moves)
+    state, expected = seen["state"], seen["expected"]
+    assert set(state) == {"training state", "frozen models"}
+    assert expected["training state to host"].bytes == pytest.approx(state["training state"])
+    assert expected["frozen models to device"].bytes == pytest.approx(state["frozen models"])
+    assert expected["engine sleeps"].bytes > 0 and expected["engine wakes"].seconds > 0
+    moved = {name for step in range(2) for _, name, _ in stages_of(run, step)}
+    assert moved >= {name for name in expected if "caches" not in name and "graphs" not in name}

@@ -69,6 +69,27 @@ def test_parked_tensors_come_back_into_the_same_objects() -> None:
     adam.step()  # the optimizer never noticed
 
 
+def test_what_nobody_writes_is_copied_to_the_host_once() -> None:
+    frozen = torch.arange(8, dtype=torch.float32)
+    parking = Parking("frozen models", [frozen], is_constant=True)
+    moved = [(parking.to_host(), parking.to_device()) for _ in range(3)]
+    assert moved == [(32, 32), (0, 32), (0, 32)]
+    assert frozen.tolist() == list(range(8))
+
+
+def test_parked_tensors_can_be_read_where_they_lie() -> None:
+    base = torch.arange(24, dtype=torch.float32)
+    view, other = base[4:16].view(3, 4).t(), torch.ones(3)
+    parking = Parking("training state", [base])
+    wanted = view.clone()
+    parking.to_host()
+    assert torch.equal(parking.readable(view), wanted)
+    assert parking.readable(view).stride() == view.stride()
+    assert parking.readable(other) is other  # of no owner here
+    parking.to_device()
+    assert parking.readable(view) is view
+
+
 def test_training_goes_on_bit_for_bit_after_a_switch() -> None:
     torch.manual_seed(0)
     moved, moved_adam = optimizer()

@@ -38,8 +38,9 @@ from rollbook.observe.recorder import Recorder
 from rollbook.rollout.router import Router
 from rollbook.trainer.trainer import Trainer
 
-TRAINING_STATE = "training state"
-"""The ledger's name for what moves together."""
+TRAINING_STATE, FROZEN_MODELS = "training state", "frozen models"
+"""The ledger's names for what moves together."""
+FROZEN: tuple[Owner, ...] = ("reference", "teacher")
 
 
 class DeviceSwitch:
@@ -109,9 +110,13 @@ class DeviceSwitch:
     def _parked(self) -> list[Parking]:
         """Made at the first hand-over: until then a warm-up may replace the reference."""
         if self._state is None:
-            tensors = [t for owned in self._training_state().values() for t in owned]
-            here = [tensor for tensor in tensors if tensor.device == self.device]
-            self._state = [Parking(TRAINING_STATE, here)] if self.config.memory.offload and here else []
+            owned = self._training_state() if self.config.memory.offload else {}
+            self._state = []
+            for name, is_frozen in ((TRAINING_STATE, False), (FROZEN_MODELS, True)):
+                chosen = [t for owner, held in owned.items() if (owner in FROZEN) == is_frozen for t in held]
+                here = [tensor for tensor in chosen if tensor.device == self.device]
+                if here:
+                    self._state.append(Parking(name, here, is_constant=is_frozen))
         return self._state
 
     def _training_state(self) -> dict[Owner, list[Tensor]]:
@@ -151,7 +156,8 @@ class DeviceSwitch:
 
     async def _carry_out(self, moves: Sequence[Move]) -> None:
         if self._expected is None:
-            self._expected = self._by_ledger()
+            is_cuda = self.device.type == "cuda"
+            self._expected = self.by_ledger(torch.cuda.get_device_name(self.device)) if is_cuda else {}
         deadline_s = self.config.memory.move_deadline_s
         await hand_over([self._recorded(move) for move in moves], self.device, deadline_s=deadline_s)
 
@@ -170,25 +176,24 @@ class DeviceSwitch:
 
         return replace(move, run=run)
 
-    def _by_ledger(self) -> dict[str, Expectation]:
+    def by_ledger(self, device_name: str) -> dict[str, Expectation]:
         """Bytes and seconds of the moves on a device of the ledger's table; empty for any other."""
-        if self.device.type != "cuda":
-            return {}
         try:
-            accelerator = load_accelerator(torch.cuda.get_device_name(self.device))
+            accelerator = load_accelerator(device_name)
         except ConfigError:
             return {}
         model = ModelSpec.from_hf_config(self.trainer.model.hf_config())
-        parked = sum(parking.num_bytes for parking in self._parked())
+        parked = {parking.name: parking.num_bytes for parking in self._parked()}
         moves = expected_moves(
             model,
             Cluster(accelerator=accelerator, num_gpus=1),
             load_assumptions("default").switch,
             num_gpus=1,
             rollout_weights_bytes_per_gpu=float(self._weight_bytes * len(self._router.engines)),
-            state_bytes_per_param=parked / model.params,
+            state_bytes_per_param=parked.get(TRAINING_STATE, 0) / model.params,
+            frozen_bytes_per_param=parked.get(FROZEN_MODELS, 0) / model.params,
             sleep_level=self.config.memory.sleep_level,
-            offloads_state=parked > 0,
+            offloads_state=bool(parked),
         )
         return {move.name: Expectation(move.bytes, move.seconds) for move in moves}
 

@@ -25,10 +25,12 @@ class Parking:
     Args:
         name: for messages, e.g. "optimizer moments".
         tensors: contiguous storages of one device; two views of one storage move it once.
+        is_constant: nobody writes them, so the first copy on the host stays good and later ones are not made.
     """
 
-    def __init__(self, name: str, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, name: str, tensors: Iterable[Tensor], *, is_constant: bool = False) -> None:
         self.name = name
+        self.is_constant = is_constant
         storages = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -51,6 +53,8 @@ class Parking:
         self.pin_s = 0.0
         """Seconds spent on pinning, once."""
         self._host: Tensor | None = None
+        self._is_good = False
+        """The host buffer holds what the tensors hold."""
 
     def pin(self) -> None:
         """Allocate the host buffer now rather than inside the first hand-over."""
@@ -60,17 +64,20 @@ class Parking:
             self.pin_s = time.perf_counter() - began_at_s
 
     def to_host(self) -> int:
-        """Copy everything to the host and give the device's memory back to the allocator. Returns the bytes."""
+        """Copy everything to the host and give the device's memory back to the allocator. Returns the bytes copied."""
         if self.is_parked:
             return 0
-        self.pin()
-        for storage, slot in self._slots():
-            slot.copy_(_as_bytes(storage), non_blocking=True)
-        self._finish()
+        needs_copy = self._host is None or not self._is_good
+        if needs_copy:
+            self.pin()
+            for storage, slot in self._slots():
+                slot.copy_(_as_bytes(storage), non_blocking=True)
+            self._finish()
+            self._is_good = self.is_constant
         for storage in self._storages:
             storage.resize_(0)
         self.is_parked = True
-        return self.num_bytes
+        return self.num_bytes if needs_copy else 0
 
     def to_device(self) -> int:
         """Allocate again and copy back, into the same tensors. Returns the bytes."""
