@@ -603,6 +603,19 @@ def excess(view: View) -> str | None:
     return view.derive(EXCESS, np.exp(out - np.median(out[known])))
 
 
+def host_slows(view: View, idx: int) -> bool:
+    """Whether stages that wait for nobody became slower with the others, at the same lengths: a slow host."""
+    length = view.contrast("response_length/mean", idx)
+    if length is not None and length.ratio >= 1.25:
+        return False
+    slower = [
+        stage
+        for stage in ("update_actor", "old_log_prob", "ref", "adv", "values", "update_critic")
+        if view.moved(f"timing_s/{stage}", idx, 1, factor=1.4)
+    ]
+    return len(slower) >= 2
+
+
 RESIDUAL = "seconds of no stage"
 _STAGES = (
     "gen",

@@ -46,7 +46,8 @@ def open_binary(path: Path) -> BinaryIO:
 
 TROUBLE_BYTES = (
     b"emory", b"imeout", b"imed out", b"TIMEOUT", b"atchdog", b"pill", b"esum", b"ecover", b"heckpoint", b"global step",
-    b"andbox", b"nv_server", b"ctor", b"Crash", b"OOM", b"oom", b"ALLOC", b"ull", b", line ",
+    b"andbox", b"nv_server", b"ctor", b"Crash", b"OOM", b"oom", b"ALLOC", b"ull", b", line ", b"Error", b"xception",
+    b"Traceback", b"Final ",
 )  # fmt: skip
 """Every line in which a log reports trouble, or in which stage it was, holds one of these."""
 
@@ -184,6 +185,39 @@ _SYNC_WORDS = re.compile(
 _TRAIN_WORDS = re.compile(
     r"update_actor|update_policy|\bbackward\b|compute_log_prob|update_critic|train_step|forward_backward"
 )
+
+
+_FATAL = re.compile(r"Error executing job with overrides|RayTaskError\(|^Traceback \(most recent call last\)")
+_ERROR_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:\([^)]*\))?: .+")
+_AT_ITS_END = re.compile(r"Final validation metrics|Training finished|Final checkpoint")
+
+
+class EndWatcher:
+    """Notices how a console log ends: on a traceback, after which no step came, or as it should."""
+
+    def __init__(self) -> None:
+        self._is_fatal = False
+        self._is_over = False
+        self._words = ""
+
+    def step(self) -> None:
+        """A step was logged: whatever failed before it was got over."""
+        self._is_fatal, self._words = False, ""
+
+    def watch(self, line: str) -> None:
+        """A line, already plain."""
+        self._is_over |= _AT_ITS_END.search(line) is not None
+        if _FATAL.search(line):
+            self._is_fatal = True
+        text = line.strip()
+        if _ERROR_LINE.match(text) and ("RayTaskError(" not in text or not self._words):
+            self._words = text[:300]
+
+    def event(self, step: int | None) -> Event | None:
+        """What ended the run; None where it ended as it should, or goes on."""
+        if not self._is_fatal or self._is_over or not self._words:
+            return None
+        return Event(kind="run_failed", step=step, text=self._words)
 
 
 MAX_WATCHED = 2000

@@ -11,7 +11,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.text import NUMBER, TROUBLE_BYTES, TroubleWatcher, lines, number, plain
+from rollbook.diagnose.readers.text import (
+    NUMBER,
+    TROUBLE_BYTES,
+    EndWatcher,
+    TroubleWatcher,
+    lines,
+    number,
+    plain,
+)
 from rollbook.diagnose.series import Event, Row
 
 _STEP = re.compile(r"(?:^|[^\w/])step:\s?(\d+)(?=\s+-\s|\s*$)")
@@ -23,12 +31,14 @@ _PAIR = re.compile(
 def recognizes(head: str) -> float:
     """0 to 1: how much the beginning of a file looks like this format."""
     found = len(re.findall(r"step:\s?\d+ - \S+:", head))
+    if not found and re.search(r"Error executing job with overrides|RayTaskError\(|main_ppo", head):
+        return 0.05  # it may have died before its first step
     return min(1.0, 0.6 + 0.1 * found) if found else 0.0
 
 
 def read(path: Path) -> Iterator[Row | Event]:
     """Rows and trouble of a console log, in its order."""
-    watcher = TroubleWatcher()
+    watcher, ending = TroubleWatcher(), EndWatcher()
     step: int | None = None
     data: dict[str, float] = {}
     for raw in lines(path, (b"step:", b" - ", *TROUBLE_BYTES)):
@@ -38,9 +48,11 @@ def read(path: Path) -> Iterator[Row | Event]:
             if step is not None and " - " in line and _is_continuation(line):
                 data.update(_pairs(line))
                 continue
+            ending.watch(line)
             if event := watcher.watch(line, step):
                 yield event
             continue
+        ending.step()
         for i, match in enumerate(begins):
             if step is not None and data:
                 yield Row(step=step, data=data)
@@ -51,6 +63,8 @@ def read(path: Path) -> Iterator[Row | Event]:
             yield event
     if step is not None and data:
         yield Row(step=step, data=data)
+    if event := ending.event(step):
+        yield event
 
 
 def _is_continuation(line: str) -> bool:

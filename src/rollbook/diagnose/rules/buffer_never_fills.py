@@ -115,6 +115,8 @@ def _has_another_reason(view: View, idx: int) -> bool:
     ):
         if view.moved(metric, idx, 1, factor=factor):
             return True
+    if signs.host_slows(view, idx):
+        return True
     clip = view.contrast("response_length/clip_ratio", idx)
     if clip is not None and clip.after >= clip.before + 0.02 and clip.ratio >= 2 and clip.score >= 4:
         return True
