@@ -11,6 +11,7 @@ RunError
 │   └── RewardError    the scorer
 ├── SyncError          the step is retried once, then the run stops, resumable
 ├── CheckpointError    likewise
+├── TrainerDownError   a process of the trainer is gone: the run goes on from its last checkpoint
 └── DeadlineError      a wait that passed its deadline; names what it waited for
 """
 
@@ -76,6 +77,10 @@ class SyncError(RunError):
 
 class CheckpointError(RunError):
     """A checkpoint could not be written or read."""
+
+
+class TrainerDownError(RunError):
+    """A process of the trainer is gone, and with it what the others were computing."""
 
 
 class DeadlineError(RunError):

@@ -52,6 +52,7 @@ ALLOWED_BESIDE = {
 }
 ALLOWED_UP = {
     ("config", "checkpoint.config"): "a section",
+    ("config", "cluster.config"): "a section",
     ("config", "controller.config"): "sections",
     ("config", "controller.schedule"): "data: what a schedule is, for the checks of its relations",
     ("rollout/vllm", "sync"): "the worker inside vLLM's process is the replica's side of the transaction",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from rollbook.algos.config import AlgorithmConfig
 from rollbook.buffer.config import BufferConfig
 from rollbook.checkpoint.config import CheckpointConfig
+from rollbook.cluster.config import ClusterConfig
 from rollbook.controller.config import EvalSection, PlanSection, RunSection, WarmupSection
 from rollbook.controller.schedule import SCHEDULES
 from rollbook.envs.config import DataConfig, RewardConfig
@@ -46,6 +47,8 @@ class RunConfig(Section):
     """Staleness and the life of groups."""
     sync: SyncConfig = SyncConfig()
     """Weight publications."""
+    cluster: ClusterConfig = ClusterConfig()
+    """In which processes trainer and engines run."""
     memory: MemoryConfig = MemoryConfig()
     """What leaves a device that engine and trainer own in turn."""
     warmup: WarmupSection = WarmupSection()
@@ -79,6 +82,7 @@ class RunConfig(Section):
         yield from self._group_problems()
         yield from self._sampling_problems()
         yield from self._device_problems()
+        yield from self._cluster_problems()
         yield from self._memory_problems()
 
     def _schedule_problems(self) -> Iterator[tuple[str, str]]:
@@ -140,6 +144,28 @@ class RunConfig(Section):
             yield (
                 "there is a [teacher] table and algorithm.distill.placement is 'none': it would never be asked",
                 "set algorithm.name = 'distill' (or algorithm.distill), or remove the table",
+            )
+
+    def _cluster_problems(self) -> Iterator[tuple[str, str]]:
+        if self.cluster.kind == "inproc" and self.cluster.num_trainer_ranks > 1:
+            yield (
+                f"cluster.num_trainer_ranks is {self.cluster.num_trainer_ranks} and cluster.kind 'inproc'",
+                "ranks are processes: set cluster.kind = 'ray'",
+            )
+        if self.cluster.kind == "ray" and self.sync.transport in ("ipc", "broadcast"):
+            yield (
+                f"sync.transport is '{self.sync.transport}' and cluster.kind 'ray'",
+                "use 'shm' on one host and 'disk' on several",
+            )
+        if self.cluster.kind == "ray" and self.rollout.engine != "native":
+            yield (
+                f"rollout.engine is '{self.rollout.engine}' and cluster.kind 'ray'",
+                "replicas on Ray are native engines: use engine = 'native', or kind = 'inproc'",
+            )
+        if self.cluster.num_trainer_ranks > 1 and self.model.lora is not None:
+            yield (
+                f"cluster.num_trainer_ranks is {self.cluster.num_trainer_ranks} with model.lora",
+                "adapters are trained by one rank: set it to 1",
             )
 
     def _device_problems(self) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rollbook.algos.filters import drop_reason
 from rollbook.algos.shaping import shape_rewards
@@ -40,6 +41,9 @@ from rollbook.sync.publisher import Publisher
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import Group, Prompt, SamplingParams, Trajectory
 
+if TYPE_CHECKING:
+    from rollbook.cluster.ray import RayParts
+
 
 @asynccontextmanager
 async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controller]:
@@ -49,19 +53,8 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
     async with AsyncExitStack() as stack:
         schedule = SCHEDULES[config.run.schedule]
         with recorder.span("model"):
-            trainer = Trainer(
-                config.trainer,
-                config.model,
-                critic_config=config.critic if config.algorithm.needs_values else None,
-                teacher_config=config.teacher if config.algorithm.needs_teacher else None,
-                with_reference=config.algorithm.needs_reference,
-                temperature=config.rollout.temperature,
-                max_response_tokens=config.rollout.max_response_tokens,
-                num_updates=config.run.num_steps
-                * config.trainer.num_mini_batches
-                * config.trainer.num_epochs,
-                export_dtype=None if config.rollout.dtype == "auto" else config.rollout.dtype,
-            )
+            on_ray = await _on_ray(config, recorder, stack)
+            trainer = Trainer(**_trainer_arguments(config)) if on_ray is None else on_ray.trainer
         tokenizer = trainer.model.tokenizer
         assert tokenizer is not None
         recorder.decode = partial(tokenizer.decode, skip_special_tokens=False)
@@ -72,11 +65,15 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
             stack.push_async_callback(scorer.close)
             await scorer.start()
         with recorder.span("engines"):
-            replicas = await start_replicas(
-                Parts(config=config, trainer=trainer, tokenizer=tokenizer, stack=stack)
-            )
-        router = Router(replicas.engines)
-        publisher = Publisher(trainer, replicas.ports, config.sync, buffers=replicas.buffers)
+            if on_ray is None:
+                replicas = await start_replicas(
+                    Parts(config=config, trainer=trainer, tokenizer=tokenizer, stack=stack)
+                )
+                router = Router(replicas.engines)
+                publisher = Publisher(trainer, replicas.ports, config.sync, buffers=replicas.buffers)
+            else:
+                router, publisher = Router(on_ray.pool.engines), on_ray.publisher
+                on_ray.pool.router = router
         stack.callback(publisher.close)
 
         def make_env(prompt: Prompt) -> SingleTurnEnv:
@@ -116,6 +113,34 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
         )
         stack.push_async_callback(controller.close)
         yield controller
+
+
+def _trainer_arguments(config: RunConfig) -> dict[str, Any]:
+    """Of `Trainer`, wherever it is made."""
+    trainer, algorithm, rollout = config.trainer, config.algorithm, config.rollout
+    return {
+        "config": trainer,
+        "model_config": config.model,
+        "critic_config": config.critic if algorithm.needs_values else None,
+        "teacher_config": config.teacher if algorithm.needs_teacher else None,
+        "with_reference": algorithm.needs_reference,
+        "temperature": rollout.temperature,
+        "max_response_tokens": rollout.max_response_tokens,
+        "num_updates": config.run.num_steps * trainer.num_mini_batches * trainer.num_epochs,
+        "export_dtype": None if rollout.dtype == "auto" else rollout.dtype,
+    }
+
+
+async def _on_ray(config: RunConfig, recorder: Recorder, stack: AsyncExitStack) -> RayParts | None:
+    """Trainer and engines as Ray actors; None where they live in this process."""
+    if config.cluster.kind == "inproc":
+        return None
+    from rollbook.cluster.ray import start_on_ray
+
+    shares_device = SCHEDULES[config.run.schedule].shares_device
+    return await start_on_ray(
+        config, recorder, stack, _trainer_arguments(config), shares_device=shares_device
+    )
 
 
 def with_threads(config: RunConfig, *, num_cores: int) -> RunConfig:

@@ -14,7 +14,7 @@ from rollbook.config.loading import config_to_toml, load_config
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.interrupts import Interrupts
 from rollbook.controller.startable import unstartable
-from rollbook.errors import ConfigError, RunError, SyncError
+from rollbook.errors import ConfigError, RunError, SyncError, TrainerDownError
 from rollbook.ledger.hardware import MachineSpec
 from rollbook.observe.opening import open_recorder
 from rollbook.observe.recorder import Recorder
@@ -72,6 +72,21 @@ def _with_search_path(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _run(config: RunConfig, folder: Path, *, resume: bool, on_built: OnBuilt | None) -> Path:
+    """To the end; after the loss of a trainer's process, again from the last checkpoint."""
+    for left in reversed(range(config.cluster.max_restarts + 1)):
+        try:
+            return _attempt(config, folder, resume=resume, on_built=on_built)
+        except TrainerDownError as error:
+            from rollbook.checkpoint.checkpoint import list_checkpoints
+
+            if not left or not list_checkpoints(folder / "checkpoints"):
+                raise
+            print(f"{error.what}; the run goes on from its last checkpoint", file=sys.stderr)
+            resume = True
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _attempt(config: RunConfig, folder: Path, *, resume: bool, on_built: OnBuilt | None) -> Path:
     with Interrupts() as interrupts:
         recorder = open_recorder(
             folder,

@@ -18,7 +18,12 @@ Problem = tuple[str, str]
 def unstartable(config: RunConfig) -> list[Problem]:
     """Everything that stands in the way of building the run's parts: packages, devices, combinations that no part can
     serve. Empty for a run that can start. Loads torch only where a device other than the CPU is asked for."""
-    return [*_engine_problems(config), *_adapter_problems(config), *_device_problems(config)]
+    return [
+        *_cluster_problems(config),
+        *_engine_problems(config),
+        *_adapter_problems(config),
+        *_device_problems(config),
+    ]
 
 
 def require_startable(config: RunConfig) -> None:
@@ -33,6 +38,11 @@ def require_startable(config: RunConfig) -> None:
     if problems:
         lines = [f"  {what} ({remedy})" for what, remedy in problems]
         raise ConfigError(f"{len(problems)} problems:\n" + "\n".join(lines), "mend each of them")
+
+
+def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
+    if config.cluster.kind == "ray" and importlib.util.find_spec("ray") is None:
+        yield "cluster.kind is 'ray' and Ray is not installed", "pip install 'rollbook[ray]'"
 
 
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
