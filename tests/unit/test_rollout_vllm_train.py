@@ -86,3 +86,13 @@ def test_a_device_is_handed_over_every_step_and_the_run_resumes(tmp_path: Path) 
     assert names.count("engine sleeps") == names.count("engine wakes") == 3
     for name, tensor in whole.parameters.items():
         assert torch.allclose(tensor, resumed.parameters[name], atol=1e-4), name
+
+
+def test_two_engines_in_processes_of_their_own_take_deltas_through_shared_memory(tmp_path: Path) -> None:
+    own = {"rollout.vllm.in_process": False, "rollout.num_replicas": 2}
+    run = train(tmp_path, **own, **{"sync.transport": "shm", "sync.delta": True})
+    publications = run.events_of("publication")
+    assert [event["committed"] for event in publications] == [[0, 1]] * 3
+    assert publications[-1]["base_version"] == 1
+    for replica_id in (0, 1):
+        assert run.metrics[-1][f"training/logprob_gap_by_replica/{replica_id}/max"] < GAP_NATS

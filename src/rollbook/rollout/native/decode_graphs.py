@@ -4,7 +4,7 @@
 
 A graph is bound to its sizes and to the addresses of weights and pool. Sizes are rounded up, four to each doubling, so
 that a rollout meets few of them; weights are swapped in place, so publications leave graphs valid; sleep drops them.
-Sizes are recorded when they come for the second time. Padding reads and writes nothing of a real row:
+A size is recorded when it comes for the second time. Padding reads and writes nothing of a real row:
 
 - a padding row writes its keys and values to the scratch page and has an empty list of pages;
 - a padding page follows the used ones in the pool, and nobody lists it;
@@ -146,9 +146,9 @@ class DecodeGraphs:
         return self._record(inputs, sizes, pool)[: plan.num_decode]
 
     def drop(self) -> None:
-        """Forget every graph and give back its memory: weights or pool are about to leave their addresses."""
+        """Forget every graph and give back its memory: weights or pool are about to leave their addresses. Sizes that were
+        met are recorded at once when they come again."""
         self._recorded.clear()
-        self._seen.clear()
         self._memory = self._logits = None
 
     def _staged(self, plan: StepPlan, sizes: Sizes, pool: KVPool) -> Tensor:
