@@ -146,8 +146,8 @@ class DecodeGraphs:
         return self._record(inputs, sizes, pool)[: plan.num_decode]
 
     def drop(self) -> None:
-        """Forget every graph and give back its memory: weights or pool are about to leave their addresses. Sizes that were
-        met are recorded at once when they come again."""
+        """Forget every graph and give back its memory: weights or pool are about to leave their addresses. Sizes that
+        were met are recorded at once when they come again."""
         self._recorded.clear()
         self._memory = self._logits = None
 
