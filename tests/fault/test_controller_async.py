@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from rollbook.controller.loop import Controller
-from rollbook.errors import ConfigError, DataError
+from rollbook.errors import ConfigError, RolloutError
 from rollbook.modeling.config import ModelConfig, NewModelConfig
 from rollbook.modeling.load import load_model
 from rollbook.rollout.engine import GenerateRequest, Response
 from rollbook.types import VersionRun
 from run_oracles import NotedWeights, label_gaps, rows, versions_of
-from tiny_run import TINY, TinyRun, tiny_config
+from tiny_run import TINY, RunResult, TinyRun, tiny_config
 
 LONG = {"rollout.max_response_tokens": 20, "rollout.num_slots": 3, "rollout.kv_policy": "recompute"}
 """Few slots and long responses: a pause falls into the middle of them."""
@@ -258,17 +258,34 @@ def lies(runs: tuple[VersionRun, ...]) -> Callable[[Controller], None]:
     return fault
 
 
-def test_versions_that_run_backwards_are_refused_with_their_values_and_siblings_go_on(
-    tiny_run: TinyRun,
+LIES = [
+    ((VersionRun(1, 1), VersionRun(0, 1)), "run backwards: [1, 0]"),
+    ((VersionRun(0, 1), VersionRun(9, 1)), "weight versions [0, 9], and the newest that was published is 0"),
+]
+
+
+@pytest.mark.parametrize(("runs", "says"), LIES)
+def test_a_replica_whose_versions_cannot_be_is_quarantined_and_the_others_go_on(
+    tiny_run: TinyRun, runs: tuple[VersionRun, ...], says: str
 ) -> None:
-    liar = lies((VersionRun(1, 1), VersionRun(0, 1)))
-    run = tiny_run(num_steps=1, faults=[liar], **{"rollout.group_size": 4, "run.max_failure_frac": 1.0})
-    (failed,) = [row for row in run.trajectories(0) if row["failure_kind"] is not None]
-    assert (failed["group_id"], failed["member_idx"]) == (0, 1)
-    assert "run backwards: [1, 0]" in failed["failure_message"]
-    assert run.metrics[0]["batch/num_sequences"] == 15
+    """Its requests are sampled again elsewhere; the next proven publication takes it back."""
+    run = tiny_run(num_steps=2, faults=[lies(runs)], **{"rollout.group_size": 4, "rollout.num_replicas": 2})
+    (quarantined,) = run.events_of("quarantined")
+    assert quarantined["replica_id"] == 0
+    assert quarantined["why"].startswith("response 0/1#0 has weight versions")
+    assert says in quarantined["why"]
+    assert [row["failure_kind"] for row in run.trajectories(0)] == [None] * 16
+    (sampled_again,) = [r for r in run.trajectories(0) if (r["group_id"], r["member_idx"]) == (0, 1)]
+    assert sampled_again["replica_id"] == 1
+    assert [m["replica/num_serving"] for m in run.metrics] == [2, 2]
+    assert [m["batch/num_sequences"] for m in run.metrics] == [16, 16]
 
 
-def test_a_version_that_nobody_published_stops_the_run_with_its_number(tiny_run: TinyRun) -> None:
-    with pytest.raises(DataError, match="group 0 has tokens of weight version 9; published are 0 to 0"):
-        tiny_run(faults=[lies((VersionRun(0, 1), VersionRun(9, 1)))])
+@pytest.mark.parametrize(("runs", "says"), LIES)
+def test_where_no_other_replica_is_left_impossible_versions_stop_the_run_with_their_values(
+    tiny_run: TinyRun, tmp_path: Path, runs: tuple[VersionRun, ...], says: str
+) -> None:
+    with pytest.raises(RolloutError, match="none of 1 replicas is in service") as stopped:
+        tiny_run(faults=[lies(runs)])
+    assert says in str(stopped.value)
+    assert RunResult(tmp_path / "run").events_of("run_failed")

@@ -493,6 +493,7 @@ class Controller:
         Raises:
             SyncError: it failed twice; every replica still holds a version that was proven.
         """
+        self.router.newest_version = weight_version
         try:
             report = await self.publisher.publish(weight_version, moved=self.has_moved)
         except SyncError as error:

@@ -1,12 +1,14 @@
 """Sends each request to one replica in service.
 
 The members of a group and the turns of a trajectory go to the same replica, which has their prefix. A replica
-that failed or missed a publication is out of service until it is re-synced: nothing is sent to it.
+that failed, missed a publication or reports versions that cannot be is out of service until it is re-synced: nothing is
+sent to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -19,15 +21,23 @@ MAX_REMEMBERED_GROUPS = 65_536
 class Router:
     """Replicas with their service state. Called from the event loop only."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], *, on_lie: Callable[[int, str], None] | None = None
+    ) -> None:
+        """`on_lie` is told of a replica taken out for the versions it reports, and of those."""
         self.engines = list(engines)
+        self.newest_version: int | None = None
+        """The newest version that any replica may hold; None: not known, so not checked."""
+        self.on_lie: Callable[[int, str], None] | None = None
+        """Told of a replica that was taken out for the versions it reports, and of those."""
         self.out_of_service: dict[int, str] = {}
         """replica_id -> why. Set by a failed publication or an engine failure."""
         self._num_open = {engine.replica_id: 0 for engine in self.engines}
         self._replica_of_group: OrderedDict[int, Engine] = OrderedDict()
 
     async def generate(self, request: GenerateRequest) -> Response:
-        """One response. A replica that goes down hands its requests on: what is sampled depends on the request alone.
+        """One response. A replica that goes down, or whose versions cannot be, hands its requests on: what is sampled
+        depends on the request alone.
 
         Raises:
             EngineError: no replica is in service, or the chosen one cannot answer this request.
@@ -36,11 +46,28 @@ class Router:
             engine = self._pick(request.group_id)
             self._num_open[engine.replica_id] += 1
             try:
-                return await engine.generate(request)
+                response = await engine.generate(request)
+                lie = self._impossible(response)
+                if not lie:
+                    return response
+                why = f"response {request.request_id} {lie}"
+                self.take_out(engine.replica_id, why)
+                if self.on_lie is not None:
+                    self.on_lie(engine.replica_id, why)
             except EngineDownError as error:
                 self.take_out(engine.replica_id, error.what)
             finally:
                 self._num_open[engine.replica_id] -= 1
+
+    def _impossible(self, response: Response) -> str:
+        """What is wrong with the versions that its replica reports, or nothing."""
+        versions = [run.weight_version for run in response.version_runs]
+        if any(later < earlier for earlier, later in itertools.pairwise(versions)):
+            return f"has weight versions that run backwards: {versions}"
+        newest = self.newest_version
+        if newest is not None and any(not 0 <= version <= newest for version in versions):
+            return f"has weight versions {versions}, and the newest that was published is {newest}"
+        return ""
 
     def _pick(self, group_id: int) -> Engine:
         held = self._replica_of_group.get(group_id)
