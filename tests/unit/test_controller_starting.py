@@ -154,3 +154,12 @@ def test_every_stage_that_takes_time_is_planned_also_those_of_some_steps(tiny_ru
     assert plan["topology"] == "sync: 1 native engine on cpu, in turn with the trainer on cpu"
     again = RunResult(resume_run(run.folder, ["run.num_steps=3"]))
     assert again.metrics[2]["expected_s/save_checkpoint"] > 0  # from the checkpoint written last
+
+
+def test_the_gap_is_of_the_sequences_that_trained_where_others_have_no_loss_token(tiny_run: TinyRun) -> None:
+    """One update on policy notes the trainer's logprobs as it trains; a masked response passes it by."""
+    run = tiny_run(num_steps=1, **{"algorithm.filter.mask_truncated": True, "rollout.group_size": 8})
+    (step,) = run.metrics
+    assert 0 < step["response_length/clip_ratio"] < 1
+    assert 0 < step["training/logprob_gap/mean"] < 1e-4
+    assert step["training/rollout_probs_diff_max"] < 1e-4

@@ -281,6 +281,11 @@ def _cannot_take(path: Path, error: OSError) -> RunError:
         return RunError(
             f"run directory {path} cannot be made: {there} is a file, not a folder", "choose another run.dir"
         )
+    if not path.exists():
+        return RunError(
+            f"run directory {path} cannot be made in {there}: {error.strerror or error}",
+            "choose another folder with run.dir",
+        )
     return storage_error(path / LOCK, error)
 
 
