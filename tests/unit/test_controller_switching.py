@@ -120,6 +120,7 @@ def test_weights_reach_engines_by_any_transport_and_the_run_stays_the_same(
             "every_steps",
         ),
         ({"sync.delta": True, "sync.transport": "shm"}, "a delta needs the weights"),
+        ({"cluster.kind": "ray"}, "handed over inside one process"),
     ],
 )
 def test_a_hand_over_that_cannot_be_is_refused(overrides: dict[str, Any], says: str) -> None:

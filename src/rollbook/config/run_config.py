@@ -188,6 +188,11 @@ class RunConfig(Section):
                 f"{asked}, model.device is '{devices[0]}' and rollout.device '{devices[1]}'",
                 "a hand-over makes room on one device that both use: leave [memory] at its defaults",
             )
+        if self.cluster.kind == "ray":
+            yield (
+                f"{asked}, and cluster.kind is 'ray'",
+                "state is handed over inside one process: use kind = 'inproc', or leave [memory] at its defaults",
+            )
         if memory.sleep_level == 2 and self.sync.every_steps > 1:
             yield (
                 f"memory.sleep_level is 2 and sync.every_steps is {self.sync.every_steps}",

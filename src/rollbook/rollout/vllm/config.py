@@ -22,7 +22,7 @@ class VllmConfig(Section):
     """Longest sequence; None takes the model's, as far as the KV pool holds it."""
     load_format: Literal["auto", "dummy"] = "auto"
     """"auto" reads the weights from the model folder; "dummy" starts with random ones and serves only once a
-    publication committed."""
+    publication committed, as `rollbook train` always does."""
     compile: bool = True
     """Compile the model and capture CUDA graphs at the start (about a minute); False computes eagerly. Not used on a
     CPU."""
