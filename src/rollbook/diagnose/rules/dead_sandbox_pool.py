@@ -20,6 +20,9 @@ SCORER = "timing_s/reward"
 
 
 def judge(view: View) -> Finding | NotJudged | None:
+    stopped = stopped_by(view, RULE)
+    if stopped is not None:
+        return _stopped(view, stopped)
     known = [m for m in (*signs.ENV_LOAD, *signs.ENV_FAILURES, signs.TURNS, *_CAPACITY) if view.has(m)]
     is_agentic = any(m.startswith("env/") for m in known) or view.level(signs.TURNS) > 2.2
     fall = signs.reward(view).fall
@@ -31,9 +34,6 @@ def judge(view: View) -> Finding | NotJudged | None:
             missing=("failures/frac", "env/turn_s/mean", "env/num_active", "num_turns/mean"),
             collect="only for jobs with environments: log failures by class, seconds a turn, and active sandboxes",
         )
-    stopped = stopped_by(view, RULE)
-    if stopped is not None:
-        return _stopped(view, stopped)
     if not is_agentic and signs.failure_kinds(view).main in ("reward", "timeout", "engine", "out_of_memory"):
         return None  # the log says what the failures are, and they are not the environment's
     best: Finding | None = None
