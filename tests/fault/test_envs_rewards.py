@@ -24,6 +24,7 @@ from rollbook.types import FailureKind, Prompt
 
 PATIENCE_S = 250.0
 """Deadline of what must succeed: a busy machine is no failure."""
+PATIENT = {"deadline_s": PATIENCE_S, "start_deadline_s": PATIENCE_S}
 
 SCORERS = '''
 import os, signal, threading, time
@@ -109,9 +110,9 @@ async def score(
         RewardConfig.model_validate(
             {
                 "terms": [term],
-                "deadline_s": deadline_s,
-                "start_deadline_s": PATIENCE_S,
                 "num_workers": 1,
+                **PATIENT,
+                "deadline_s": deadline_s,
             }
         )
     )
@@ -170,7 +171,7 @@ async def test_br047_a_hung_scorer_is_a_timeout(module: str, function: str, isol
 
 async def test_a_hung_process_is_replaced(module: str) -> None:
     config = {"terms": [{"function": f"{module}:hanging", "isolation": "process"}], "num_workers": 1}
-    scorer = Scorer(RewardConfig.model_validate(config | {"deadline_s": PATIENCE_S}))
+    scorer = Scorer(RewardConfig.model_validate(config | PATIENT))
     await scorer.start()
     try:
         first = asyncio.create_task(scorer.score("slow", prompt()))
@@ -223,7 +224,8 @@ async def test_terms_are_weighted_and_named(module: str) -> None:
                 {"function": f"{module}:parts", "weight": 2.0, "options": {"bonus": 0.5}},
                 {"function": "numeric", "weight": 0.25},
                 {"function": f"{module}:raising", "sources": ["code"]},
-            ]
+            ],
+            **PATIENT,
         }
     )
     result = await Scorer(config).score("42", prompt())
@@ -233,7 +235,7 @@ async def test_terms_are_weighted_and_named(module: str) -> None:
 
 async def test_one_failed_term_leaves_no_reward(module: str) -> None:
     config = RewardConfig.model_validate(
-        {"terms": [{"function": "exact"}, {"function": f"{module}:raising"}]}
+        {"terms": [{"function": "exact"}, {"function": f"{module}:raising"}], **PATIENT}
     )
     result = await Scorer(config).score("42", prompt())
     assert (result.reward, result.terms) == (None, {})
@@ -265,7 +267,9 @@ async def test_a_function_that_is_not_there_is_named_at_the_start(
     with pytest.raises(ConfigError) as caught:
         find_function(function)
     assert says in str(caught.value)
-    scorer = Scorer(RewardConfig.model_validate({"terms": [{"function": function, "isolation": "process"}]}))
+    scorer = Scorer(
+        RewardConfig.model_validate({"terms": [{"function": function, "isolation": "process"}], **PATIENT})
+    )
     with pytest.raises(ConfigError) as caught:
         await scorer.start()
     assert says in str(caught.value)
@@ -278,7 +282,7 @@ async def test_br097_alarms_work_where_there_is_a_main_thread(module: str) -> No
     """Four right answers each, from the event loop's thread and from a scorer process."""
     for isolation in ("inline", "process"):
         term = {"function": f"{module}:with_alarm", "isolation": isolation}
-        scorer = Scorer(RewardConfig.model_validate({"terms": [term], "num_workers": 2}))
+        scorer = Scorer(RewardConfig.model_validate({"terms": [term], "num_workers": 2, **PATIENT}))
         await scorer.start()
         try:
             results = await asyncio.gather(*(scorer.score("42", prompt()) for _ in range(4)))
@@ -299,7 +303,7 @@ PROMPTS = [prompt(answer, prompt_id=f"row-{answer}") for answer in ("42", "7", "
 
 async def outcome(term: dict[str, Any], prompts: list[Prompt] = PROMPTS) -> list[str]:
     """Start-up as a run does it: the notes, or the error."""
-    scorer = Scorer(RewardConfig.model_validate({"terms": [term], "num_workers": 1}))
+    scorer = Scorer(RewardConfig.model_validate({"terms": [term], "num_workers": 1, **PATIENT}))
     await scorer.start()
     try:
         return require_proven(await self_test(scorer, prompts))
@@ -343,7 +347,9 @@ async def test_terms_about_something_else_are_left_out(module: str) -> None:
 
 async def test_math_verify_scores_in_its_own_process() -> None:
     pytest.importorskip("math_verify")
-    scorer = Scorer(RewardConfig.model_validate({"terms": [{"function": "math_verify"}], "num_workers": 1}))
+    scorer = Scorer(
+        RewardConfig.model_validate({"terms": [{"function": "math_verify"}], "num_workers": 1, **PATIENT})
+    )
     await scorer.start()
     try:
         cases = [(r"\boxed{\frac{1}{2}}", "0.5"), ("70000", "70,000"), ("the answer is 19", "18")]
