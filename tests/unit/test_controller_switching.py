@@ -73,6 +73,23 @@ def test_a_run_resumes_from_a_checkpoint_that_was_written_while_its_state_was_aw
         assert torch.equal(tensor, whole.parameters[name]), name
 
 
+@pytest.mark.parametrize("sleep_level", [1, 2])
+def test_responses_under_way_outlive_the_engines_sleep(sleep_level: int, tmp_path: Path) -> None:
+    """They are kept as tokens, recomputed after the engine woke, and go on under the next version."""
+    asked = {
+        "run.schedule": "colocate_async",
+        "buffer.max_staleness_steps": 2,
+        "rollout.max_response_tokens": 20,
+    }
+    few_slots = {"rollout.num_slots": 4, "memory.sleep_level": sleep_level, "memory.offload": True}
+    run = run_tiny(tmp_path, num_steps=4, **BF16, **asked, **few_slots)
+    rows = [row for step in range(4) for row in run.trajectories(step)]
+    assert not any(row["failure_kind"] for row in rows)
+    mixed = [turn for row in rows for turn in row["turns"] if len(turn["version_runs"]) > 1]
+    assert mixed  # some were sampled by two versions
+    assert run.metrics[-1]["replica/0/weight_version"] == 4
+
+
 @pytest.mark.parametrize(("sleep_level", "versions"), [(1, [0]), (2, [0, 1, 2])])
 def test_dropped_weights_come_back_also_when_nothing_was_learned(
     sleep_level: int, versions: list[int], tmp_path: Path
