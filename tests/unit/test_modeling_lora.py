@@ -13,9 +13,10 @@ from torch import Tensor
 
 from rollbook.controller.startable import unstartable
 from rollbook.errors import ConfigError
+from rollbook.modeling.attention import packed_layout
 from rollbook.modeling.config import LoraConfig, ModelConfig
-from rollbook.modeling.load import load_model
-from rollbook.modeling.lora import adapted, adapter_tensors, without_adapters
+from rollbook.modeling.load import load_model, wrap_transformers
+from rollbook.modeling.lora import adapted, adapter_tensors, add_adapters, without_adapters
 from rollbook.trainer.config import TrainerConfig
 from rollbook.trainer.objective import SupervisedObjective
 from rollbook.trainer.trainer import Trainer
@@ -208,3 +209,38 @@ def test_a_hand_over_leaves_the_base_where_the_publication_needs_it(tmp_path: Pa
 def test_combinations_that_nobody_serves_are_named(overrides: dict[str, Any], says: str) -> None:
     problems = unstartable(tiny_config(**overrides))
     assert any(says in f"{what} ({remedy})" for what, remedy in problems), problems
+
+
+def test_adapters_stand_in_transformers_models_too() -> None:
+    """The sum in the layers, and a model that was given the merged tensors, compute the same."""
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    torch.manual_seed(0)
+    config = GemmaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    model = wrap_transformers(GemmaForCausalLM(config).eval())
+    model.set_attention("rollbook_packed")
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=("q_proj", "down_proj"))
+    add_adapters(model, lora, base_dtype=torch.float32, seed=1)
+    for name, tensor in adapter_tensors(model).items():
+        if name.endswith("lora_B"):
+            tensor.data.normal_()
+    merged = dict(model.published_tensors(torch.float32))
+    plain = without_adapters(model)
+    ids, positions = torch.arange(12)[None], torch.arange(12)[None]
+    layout = packed_layout([0, 12])
+    with torch.no_grad():
+        base = plain.hidden_states(ids, positions, packed=layout)
+        found = model.hidden_states(ids, positions, packed=layout)
+        assert not torch.allclose(found, base, atol=1e-2)
+        for name, tensor in plain.named_tensors().items():
+            tensor.data = merged[name]  # its own from here on: the base stays as it is
+        wanted = plain.hidden_states(ids, positions, packed=layout)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
