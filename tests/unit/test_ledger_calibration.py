@@ -18,7 +18,7 @@ from rollbook.ledger.fit import (
     fit_nonnegative,
     fit_train,
 )
-from rollbook.ledger.hardware import DecodeFit, MachineSpec, TrainFit, load_accelerator
+from rollbook.ledger.hardware import DecodeFit, HostFit, MachineSpec, TrainFit, load_accelerator
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.predict import StepWork, predict_stages
@@ -64,6 +64,9 @@ def test_hardware_toml_reads_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "hardware.toml"
     MACHINE.write(path)
     assert MachineSpec.read(path) == MACHINE
+    with_host = replace(MACHINE, host=HostFit(pack_s=1e-5, advantage_s=2e-5, report_s=3e-5))
+    with_host.write(path)
+    assert MachineSpec.read(path) == with_host
     bare = replace(MACHINE, decode=None, train=None)
     bare.write(path)
     assert MachineSpec.read(path) == bare
@@ -172,6 +175,52 @@ def test_sync_is_bytes_over_the_digest_rate() -> None:
     sync = predict_stages(TINY, MACHINE, replace(WORK, num_replicas=2))["sync"]
     assert sync.bytes == 2 * 4 * TINY.computed_params
     assert sync.seconds == pytest.approx(0.01 + sync.bytes / 1e9)
+
+
+def test_the_host_is_paid_per_trajectory() -> None:
+    """8 x 4 trajectories, half of them kept: 32 x 10 us packing, 16 x 20 us advantages, 32 x 30 us reporting."""
+    machine = replace(MACHINE, host=HostFit(pack_s=1e-5, advantage_s=2e-5, report_s=3e-5))
+    stages = predict_stages(TINY, machine, replace(WORK, trained_frac=0.5))
+    seconds = {name: stages[name].seconds for name in ("pack", "adv", "other")}
+    assert seconds == {name: pytest.approx(32e-5) for name in ("pack", "adv")} | {
+        "other": pytest.approx(96e-5)
+    }
+
+
+def test_no_stage_is_expected_to_take_less_than_its_launches() -> None:
+    """A fit on noise may say that nothing depends on anything. 2 layers x 8 operators x 3 us = 48 us a forward, three
+    times that with the backward; the rollout has four decode steps, the step two mini batches."""
+    nothing = DecodeFit(base_s=0.0, per_row_s=0.0, per_row_token_s=0.0, prefill_tokens_per_s=float("inf"))
+    free = TrainFit(per_micro_batch_s=0.0, tokens_per_s=float("inf"), forward_tokens_per_s=float("inf"))
+    work = replace(WORK, trained_frac=0.0)
+    stages = predict_stages(TINY, replace(MACHINE, decode=nothing, train=free), work)
+    assert stages["rollout"].seconds == pytest.approx(4 * 48e-6)
+    assert stages["proximal"].seconds == pytest.approx(48e-6)
+    assert stages["train"].seconds == pytest.approx(2 * 3 * 48e-6)
+    for stage in stages.values():
+        assert stage.seconds_low <= stage.seconds <= stage.seconds_high
+    plain = predict_stages(TINY, MACHINE, WORK)
+    assert "launches" not in plain["train"].formula and "launches" in stages["train"].formula
+
+
+def test_a_scaled_fit_scales_every_step_and_prefill() -> None:
+    assert MACHINE.decode is not None
+    half = replace(MACHINE, decode=MACHINE.decode.scaled(0.5))
+    whole_s = predict_stages(TINY, MACHINE, WORK)["rollout"].seconds
+    assert predict_stages(TINY, half, WORK)["rollout"].seconds == pytest.approx(whole_s / 2)
+
+
+@pytest.mark.parametrize("number", ["nan", "-1.0"])
+def test_a_number_that_nobody_can_measure_is_refused(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "hardware.toml"
+    MACHINE.write(path)
+    for line in path.read_text().splitlines():
+        name, equals, value = line.partition(" = ")
+        if equals and not value.startswith('"') and not line.startswith("#"):
+            broken = tmp_path / "broken.toml"
+            broken.write_text(path.read_text().replace(line, f"{name} = {number}"))
+            with pytest.raises(ConfigError, match=f"{name} is"):
+                MachineSpec.read(broken)
 
 
 def test_machine_without_a_model_cannot_predict() -> None:

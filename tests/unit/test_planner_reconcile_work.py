@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rollbook.planner.reconcile import Expectation, Expected, reconcile
 
 
@@ -25,3 +27,16 @@ def test_a_filter_that_leaves_half_the_batch_is_no_gain_in_speed() -> None:
     assert result.step.planned is not None
     assert result.step.planned.seconds == 5.0
     assert any("train 0.50 x" in note for note in result.notes)
+
+
+def test_what_runs_between_the_spans_stands_against_its_own_plan() -> None:
+    """A step of 10 s with 9 s in its stages: 1 s between them, of which 0.8 s were planned."""
+    stages = {
+        "train": Expected(seconds=9.0, low=8.0, high=10.0),
+        "other": Expected(seconds=0.8, low=0.5, high=1.2),
+    }
+    expectation = Expectation(source="a plan", stages=stages, step_s=9.8)
+    result = reconcile(expectation, {"timing_s/update_actor": 9.0, "timing_s/step": 10.0}, source="a log")
+    other = next(s for s in result.stages if s.stage == "other")
+    assert other.ratio == pytest.approx(1.25) and other.verdict == "as planned"
+    assert not result.notes

@@ -1,9 +1,12 @@
 """Measures what the ledger cannot know: this machine's ceilings, and this model's coefficients on it.
 
 Ceilings (`measure_machine`): GEMM rate by dtype, copy rate, the time of one small operation. Coefficients
-(`measure_model`): decode steps at several batch sizes and contexts, prefill, forward and backward at two sizes, one
-optimizer update. The real engine and trainer do the work, on synthetic tokens; weights and optimizer state are put
-back bit for bit.
+(`measure_model`): decode steps at several batch sizes and contexts, prefill, forward and backward at three sizes, one
+optimizer update, one publication with its probe. `measure_host`: what the interpreter does between them. The real
+engine and trainer do the work, on synthetic tokens; weights and optimizer state are put back bit for bit.
+
+Every size is measured several times, in turn with the others, and its median counts: a burst of other work on the
+machine then touches one measurement of each size instead of all of one.
 """
 
 from __future__ import annotations
@@ -11,25 +14,34 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollbook.algos.advantage import estimate_advantages
 from rollbook.algos.config import AlgorithmConfig
+from rollbook.algos.correction import correct
+from rollbook.algos.filters import train_sequences
+from rollbook.algos.gap import logprob_gap
+from rollbook.buffer.buffer import Taken
 from rollbook.controller.objective import PolicyObjective
+from rollbook.controller.step_metrics import batch_values, staleness_values, trajectory_values
 from rollbook.ledger.fit import BatchPoint, DecodePoint, PrefillPoint, fit_decode, fit_train
-from rollbook.ledger.hardware import MachineSpec
+from rollbook.ledger.hardware import HostFit, MachineSpec
 from rollbook.modeling.load import ModelFacts
+from rollbook.observe.trajectories import write_trajectories
 from rollbook.rollout.engine import EngineStats, GenerateRequest
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.trainer.trainer import Trainer
-from rollbook.types import SamplingParams, TrainSequence
+from rollbook.types import Group, SamplingParams, TrainSequence
 
 if TYPE_CHECKING:
     from rollbook.controller.loop import Controller
@@ -37,6 +49,8 @@ if TYPE_CHECKING:
 GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
 REPEATS = 5
+FEW_REPEATS = 3
+"""Of what takes longer than an operation: decode steps, updates, publications."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,15 +102,87 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
     points = await controller.compute(lambda: _train_points(trainer, work))
     train, forward, optimizer_s = points
     num_params = sum(spec.num_bytes // _itemsize(spec.dtype) for spec in trainer.weight_specs())
-    reports = [await controller.publisher.resync(engine.replica_id) for engine in controller.router.engines]
-    sync_s = sum(report.total_s for report in reports)
+    sync_s, probe_s, num_bytes = await _publication_s(controller)
     return replace(
         machine,
         model=trainer.model.source,
         dtype=str(trainer.model.dtype).removeprefix("torch."),
         decode=fit_decode(decode, prefill),
         train=fit_train(train, forward, optimizer_s=optimizer_s, num_params=num_params),
-        digest_bytes_per_s=sum(report.num_bytes for report in reports) / sync_s,
+        digest_bytes_per_s=num_bytes / sync_s,
+        sync_base_s=probe_s,
+    )
+
+
+async def _publication_s(controller: Controller) -> tuple[float, float, int]:
+    """Medians: seconds of publishing to every replica, seconds of probing them all, and the bytes published."""
+    sync_s, probe_s, num_bytes = [], [], 0
+    for _ in range(FEW_REPEATS):
+        began_s = time.perf_counter()
+        reports = [
+            await controller.publisher.resync(engine.replica_id) for engine in controller.router.engines
+        ]
+        sync_s.append(time.perf_counter() - began_s)
+        num_bytes = sum(report.num_bytes for report in reports)
+        began_s = time.perf_counter()
+        if controller.probes:
+            for engine in controller.router.engines:
+                await controller.prober.check(engine, controller.weight_version, controller.compute)
+        probe_s.append(time.perf_counter() - began_s)
+    return max(float(np.median(sync_s)), 1e-6), float(np.median(probe_s)), num_bytes
+
+
+async def measure_host(controller: Controller, groups: Sequence[Group]) -> HostFit | None:
+    """Seconds a trajectory of packing, advantages and reporting, on `groups` that the run's engine answered. None
+    where none of them can be trained."""
+    config, trainer = controller.config, controller.trainer
+    scored = [t for group in groups for t in group.scored]
+    unfiltered = config.algorithm.filter.model_copy(update={"drop_flat": False})
+    if not train_sequences(groups, unfiltered):
+        return None
+    taken = Taken(
+        groups=list(groups),
+        staleness_steps=[0] * len(groups),
+        evictions=[],
+        num_refills=0,
+        dropped=[],
+        prompts_done=[],
+    )
+    pack_s, advantage_s, report_s = [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(FEW_REPEATS):
+            began_s = time.perf_counter()
+            sequences = train_sequences(groups, unfiltered)
+            batch = trainer.make_batch(sequences, step=0, weight_version=controller.weight_version)
+            packed_s = time.perf_counter()
+            for sequence in batch.sequences:
+                sequence.proximal_logprobs = sequence.behavior_logprobs
+            if controller.needs_proximal:
+                correct(batch.sequences, config.algorithm.correction)
+            estimate_advantages(batch.sequences, config.algorithm)
+            estimated_s = time.perf_counter()
+            trajectory_values(taken, [])
+            staleness_values(taken, controller.weight_version)
+            batch_values(batch)
+            logprob_gap(
+                batch.sequences,
+                weight_version=batch.weight_version,
+                clip_eps_low=config.algorithm.clip_eps_low,
+                clip_eps_high=config.algorithm.clip_eps_high,
+            )
+            {int(i) for t in scored for i in t.token_ids()}  # the recorder looks for tokens it has not named
+            if config.observe.trajectories_every_steps:
+                masks = {f"{s.group_id}/{s.member_idx}": s.loss_mask for s in batch.sequences}
+                write_trajectories(Path(folder) / "trial.parquet", 0, scored, masks)
+            ended_s = time.perf_counter()
+            pack_s.append(packed_s - began_s)
+            advantage_s.append(estimated_s - packed_s)
+            report_s.append(ended_s - estimated_s)
+    every = max(config.observe.trajectories_every_steps, 1)
+    return HostFit(
+        pack_s=float(np.median(pack_s)) / len(scored),
+        advantage_s=float(np.median(advantage_s)) / len(batch.sequences),
+        report_s=float(np.median(report_s)) / len(scored) / every,
     )
 
 
@@ -123,12 +209,18 @@ async def _decode_points(
         return rows, await _generate(engine, prompts, new_tokens, seed=seed)
 
     await measure(num_slots, contexts[0], 99)  # warm-up
-    for prompt_tokens in contexts:
-        for seed, num_rows in enumerate(sizes):
-            rows, delta = await measure(num_rows, prompt_tokens, seed)
-            mean_context = rows * (prompt_tokens + new_tokens / 2)
-            decode.append(DecodePoint(rows, mean_context, delta.decode_s / max(delta.decode_steps, 1)))
-            prefill.append(PrefillPoint(rows * prompt_tokens, max(delta.prefill_s, 1e-6)))
+    seconds: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for repeat in range(FEW_REPEATS):
+        for prompt_tokens in contexts:
+            for idx, num_rows in enumerate(sizes):
+                rows, delta = await measure(num_rows, prompt_tokens, repeat * len(sizes) + idx)
+                step_s = delta.decode_s / max(delta.decode_steps, 1)
+                seconds.setdefault((rows, prompt_tokens), []).append((step_s, delta.prefill_s))
+    for (rows, prompt_tokens), measured in seconds.items():
+        step_s, prefill_s = np.median(measured, axis=0)
+        mean_context = rows * (prompt_tokens + new_tokens / 2)
+        decode.append(DecodePoint(rows, mean_context, max(float(step_s), 1e-6)))
+        prefill.append(PrefillPoint(rows * prompt_tokens, max(float(prefill_s), 1e-6)))
     return decode, prefill
 
 
@@ -166,15 +258,15 @@ def _train_points(trainer: Trainer, work: TypicalWork) -> tuple[list[BatchPoint]
     """Forward and backward, forward alone, and the optimizer; the trainer's state is put back."""
     held = _copy(trainer.state_dict())
     objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=True)
-    train: list[BatchPoint] = []
-    forward: list[BatchPoint] = []
+    updates: dict[int, list[tuple[float, float]]] = {}
+    counts: dict[int, tuple[int, int]] = {}
     optimizer_s: list[float] = []
     per_group = work.prompt_tokens + work.group_size * work.response_tokens
     groups_per_micro = max(work.micro_batch_tokens // per_group, 1)
     max_groups = max(work.num_sequences // work.group_size, 1)
     sizes = sorted({min(max(groups_per_micro // 4, 1), max_groups), min(groups_per_micro, max_groups)})
     sizes.append(min(2 * groups_per_micro, max_groups) if len(sizes) > 1 else 2 * sizes[-1])
-    for num_groups in [sizes[0], *sizes]:  # the first is the warm-up
+    for num_groups in [sizes[0], *(FEW_REPEATS * sizes)]:  # the first is the warm-up
         batch = trainer.make_batch(_sequences(trainer, work, num_groups), step=0, weight_version=0)
         batch.mini_batches = [list(range(len(batch.sequences)))]
         began_s = time.perf_counter()
@@ -185,14 +277,22 @@ def _train_points(trainer: Trainer, work: TypicalWork) -> tuple[list[BatchPoint]
         values = trainer.update(batch, objective, lr=0.0)
         _wait(trainer.model.device)
         update_s = time.perf_counter() - began_s
-        step_s = _optimizer_s(trainer)
-        optimizer_s.append(step_s)
+        optimizer_s.append(_optimizer_s(trainer))
         num_micro = int(values["trainer/actor_micro_batches"].result())
         num_tokens = int(values["trainer/actor_tokens"].result())  # computed: shared prompts once
-        train.append(BatchPoint(num_micro, num_tokens, max(update_s - step_s, 1e-6)))
-        forward.append(BatchPoint(num_micro, num_tokens, forward_s))
+        counts[num_groups] = num_micro, num_tokens
+        if len(optimizer_s) > 1:
+            updates.setdefault(num_groups, []).append((forward_s, update_s))
     trainer.load_state_dict(held)
-    return train[1:], forward[1:], float(np.median(optimizer_s))
+    step_s = float(np.median(optimizer_s[1:]))
+    train: list[BatchPoint] = []
+    forward: list[BatchPoint] = []
+    for num_groups, measured in updates.items():
+        forward_s, update_s = (float(s) for s in np.median(measured, axis=0))
+        forward.append(BatchPoint(*counts[num_groups], max(forward_s, 1e-6)))
+        # A backward never takes less than its forward: what noise makes of the difference has this bound.
+        train.append(BatchPoint(*counts[num_groups], max(update_s - step_s, 2 * forward_s, 1e-6)))
+    return train, forward, step_s
 
 
 def _optimizer_s(trainer: Trainer) -> float:

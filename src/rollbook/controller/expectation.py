@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollbook.controller.calibrate import TypicalWork, measure_machine, measure_model
+from rollbook.controller.calibrate import TypicalWork, measure_host, measure_machine, measure_model
 from rollbook.controller.rollout import Member
 from rollbook.errors import ConfigError
 from rollbook.ledger.entry import Entry, entry
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 SAMPLE_GROUPS = 64
 """Most groups generated to learn how long responses are."""
+SAMPLE_S = 2.0
+"""Most seconds of a sample of a whole step, which then says what a step's trajectories cost the host."""
+NUM_SAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +152,15 @@ async def make_plan(controller: Controller) -> Plan | None:
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         num_mini_batches=config.trainer.num_mini_batches,
         num_epochs=config.trainer.num_epochs,
-        trained_frac=float(np.mean(kept)) if kept else 1.0,
+        # Of a sample that the filters emptied, a step will still keep some: half a group more, and half less.
+        trained_frac=(sum(kept) + 0.5) / (len(kept) + 1) if len(kept) > 0 and not all(kept) else 1.0,
         uses_proximal=controller.needs_proximal,
         uses_reference=config.algorithm.needs_reference,
         uses_critic=config.algorithm.needs_values,
         param_bytes=float(controller.trainer.model.dtype.itemsize),
     )
     model = model_spec(controller)
-    machine = replace(machine, reward_s=await _host_s(controller, model, machine, work))
+    machine = await _with_host(controller, model, machine, work)
     occasional = _occasional(controller, model, machine, work)
     steps = range(controller.num_steps_done, config.run.num_steps)
     is_due = {"eval": controller.evaluator.is_due, "checkpoint": controller.saver.is_due}
@@ -216,14 +220,16 @@ def model_spec(controller: Controller) -> ModelSpec:
     return ModelSpec.from_hf_config(controller.trainer.model.hf_config())
 
 
-async def _sample(controller: Controller, *, seed: int) -> tuple[list[Group], float]:
+async def _sample(
+    controller: Controller, *, seed: int, most_groups: int = SAMPLE_GROUPS
+) -> tuple[list[Group], float]:
     """Some training prompts, answered and scored as a step would, and the seconds it took; they do not count as
     taken."""
-    num_groups = min(SAMPLE_GROUPS, controller.config.run.groups_per_step, len(controller.train_prompts))
+    num_groups = min(most_groups, controller.config.run.groups_per_step, len(controller.train_prompts))
     size = controller.config.rollout.group_size
     draw = np.random.default_rng([controller.config.run.seed, seed])
     chosen = draw.choice(len(controller.train_prompts), num_groups, replace=False)
-    first_id = -2 - seed * SAMPLE_GROUPS
+    first_id = -2 - seed * max(most_groups, SAMPLE_GROUPS)
     members = [
         Member(group_id=first_id - n, member_idx=i, prompt=controller.train_prompts[row])
         for n, row in enumerate(chosen)
@@ -242,19 +248,35 @@ async def _sample(controller: Controller, *, seed: int) -> tuple[list[Group], fl
     return groups, elapsed_s
 
 
-async def _host_s(controller: Controller, model: ModelSpec, machine: MachineSpec, work: StepWork) -> float:
-    """Seconds that a trajectory costs besides the engine's steps: requests, environment, score.
+async def _with_host(
+    controller: Controller, model: ModelSpec, machine: MachineSpec, work: StepWork
+) -> MachineSpec:
+    """`machine` with what a trajectory costs besides the engine's steps: requests, environment, score.
 
-    Engine and event loop share the interpreter, so this is not seen by either alone: it is what a sample took
-    longer than its decode steps should take.
+    Engine and event loop share the interpreter, so this is not seen by either alone: it is what samples took longer
+    than their decode steps should take, in the median of a few. Samples that took less show that the fit was made in
+    a slower moment, and scale it. A sample is a whole step where that is short, so that nothing is extrapolated.
     """
     groups, elapsed_s = await _sample(controller, seed=1)
-    lengths = [t.num_response_tokens for group in groups for t in group.scored]
-    if not lengths:
-        return 0.0
-    limit = work.lengths.max_tokens
-    sampled = replace(
-        work, num_groups=len(groups), lengths=LengthDistribution.from_samples(lengths, max_tokens=limit)
-    )
-    engine_s = predict_stages(model, machine, sampled)["rollout"].seconds
-    return max(elapsed_s - engine_s, 0.0) / (len(groups) * work.group_size)
+    whole = min(controller.config.run.groups_per_step, len(controller.train_prompts))
+    size = whole if groups and elapsed_s * whole / len(groups) <= SAMPLE_S else SAMPLE_GROUPS
+    ratios, beyond_s = [], []
+    for n in range(NUM_SAMPLES):
+        groups, elapsed_s = await _sample(controller, seed=2 + n, most_groups=size)
+        lengths = [t.num_response_tokens for group in groups for t in group.scored]
+        if not lengths:
+            return machine
+        sampled = replace(
+            work,
+            num_groups=len(groups),
+            lengths=LengthDistribution.from_samples(lengths, max_tokens=work.lengths.max_tokens),
+        )
+        engine_s = predict_stages(model, machine, sampled)["rollout"].seconds
+        ratios.append(elapsed_s / engine_s)
+        beyond_s.append((elapsed_s - engine_s) / (len(groups) * work.group_size))
+    machine = replace(machine, host=await measure_host(controller, groups))
+    ratio = float(np.median(ratios))
+    if ratio >= 1:
+        return replace(machine, reward_s=max(float(np.median(beyond_s)), 0.0))
+    assert machine.decode is not None
+    return replace(machine, reward_s=0.0, decode=machine.decode.scaled(ratio))

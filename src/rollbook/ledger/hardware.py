@@ -11,7 +11,7 @@ import functools
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,17 @@ class DecodeFit:
     error_frac: float = 0.0
     """Root mean square relative error of the fit on its own points."""
 
+    def scaled(self, factor: float) -> DecodeFit:
+        """Every second `factor` times as long."""
+        return replace(
+            self,
+            base_s=self.base_s * factor,
+            per_row_s=self.per_row_s * factor,
+            per_row_token_s=self.per_row_token_s * factor,
+            prefill_base_s=self.prefill_base_s * factor,
+            prefill_tokens_per_s=self.prefill_tokens_per_s / factor,
+        )
+
     def step_s(self, num_rows: float, context_tokens: float) -> float:
         """Seconds of a step with `num_rows` rows that hold `context_tokens` tokens together."""
         return self.base_s + self.per_row_s * num_rows + self.per_row_token_s * context_tokens
@@ -190,6 +201,18 @@ class TrainFit:
     optimizer_s_per_param: float = 0.0
     """One optimizer update, clipping included, per parameter."""
     error_frac: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFit:
+    """Seconds of what runs between the device's stages: the interpreter, and the step's files."""
+
+    pack_s: float = 0.0
+    """Per trajectory: filters, arrays, mini batches."""
+    advantage_s: float = 0.0
+    """Per trajectory: corrections and advantages."""
+    report_s: float = 0.0
+    """Per trajectory: metrics and its row in the step's file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +237,7 @@ class MachineSpec:
     dtype: str = "float32"
     decode: DecodeFit | None = None
     train: TrainFit | None = None
+    host: HostFit | None = None
     digest_bytes_per_s: float = 0.0
     """Digest of live parameters, and the copy into them, per byte published."""
     sync_base_s: float = 0.0
@@ -262,11 +286,13 @@ class MachineSpec:
         _require_measured(tables, path)
         try:
             decode, train = tables.pop("decode", None), tables.pop("train", None)
+            host = tables.pop("host", None)
             return cls(
                 **tables.pop("machine"),
                 gemm_flops_per_s=tables.pop("gemm_flops_per_s"),
                 decode=DecodeFit(**decode) if decode else None,
                 train=TrainFit(**train) if train else None,
+                host=HostFit(**host) if host else None,
             )
         except (KeyError, TypeError) as error:
             raise ConfigError(
@@ -297,7 +323,7 @@ def _to_toml(machine: MachineSpec) -> str:
     tables: dict[str, Any] = {}
     for name in machine.__slots__:
         value = getattr(machine, name)
-        if name in ("decode", "train"):
+        if name in ("decode", "train", "host"):
             tables[name] = value and {key: getattr(value, key) for key in value.__slots__}
         elif name == "gemm_flops_per_s":
             tables[name] = value

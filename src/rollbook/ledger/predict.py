@@ -6,14 +6,14 @@ What stands beside the measurement in `rollbook reconcile`: every input is known
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rollbook.errors import PlanError
 from rollbook.ledger.curve import draw_lengths, row_curve
 from rollbook.ledger.entry import Entry, entry
-from rollbook.ledger.hardware import DecodeFit, MachineSpec, TrainFit
+from rollbook.ledger.hardware import DecodeFit, HostFit, MachineSpec, TrainFit
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec
 
@@ -82,10 +82,11 @@ class StepWork:
 
 
 def predict_stages(model: ModelSpec, machine: MachineSpec, work: StepWork) -> dict[str, Entry]:
-    """Entries of one step by span name: rollout, reward, proximal, reference, values, train,
-    critic, sync.
+    """Entries of one step by span name: rollout, reward, proximal, reference, values, train, critic, sync; pack,
+    adv and other where the host was measured.
 
-    Stages that the step does not have are absent.
+    Stages that the step does not have are absent. No stage of the device is expected to take less than the launches
+    of its operators.
 
     Raises:
         PlanError: the machine was measured without this model.
@@ -95,26 +96,69 @@ def predict_stages(model: ModelSpec, machine: MachineSpec, work: StepWork) -> di
             f"{machine.name} was calibrated without a model", "run `rollbook calibrate` with the run's config"
         )
     source = f"rollbook calibrate: {machine.name}, {machine.model}, {machine.dtype}"
-    train = machine.train
-    stages = [_rollout(model, machine.decode, work, source), _reward(machine, work)]
+    rollout = _rollout(model, machine.decode, work, source)
+    stages = [
+        _at_least(rollout, _launches_s(model, machine) * work.lengths.mean_tokens),
+        _reward(machine, work),
+    ]
     if work.uses_proximal:
-        stages.append(_forward("proximal", model, train, work, source))
+        stages.append(_forward("proximal", model, machine, work, source))
     if work.uses_reference:
-        stages.append(_forward("reference", model, train, work, source))
+        stages.append(_forward("reference", model, machine, work, source))
     if work.uses_critic:
-        stages.append(_forward("values", model, train, work, source))
-    stages.append(_train("train", model, train, work, source))
+        stages.append(_forward("values", model, machine, work, source))
+    stages.append(_train("train", model, machine, work, source))
     if work.uses_critic:
-        stages.append(_train("critic", model, train, work, source))
+        stages.append(_train("critic", model, machine, work, source))
+    if machine.host is not None:
+        stages += _host(machine.host, work, source)
     stages.append(_sync(model, machine, work, source))
     return {stage.name: stage for stage in stages}
+
+
+_FORWARD_OPERATORS = 8
+"""Least operators of one layer: two norms, four products, attention, activation. A backward has twice as many."""
+
+
+def _launches_s(model: ModelSpec, machine: MachineSpec) -> float:
+    """Seconds that launching one forward takes, whatever the work."""
+    return model.num_layers * _FORWARD_OPERATORS * machine.launch_s
+
+
+def _at_least(stage: Entry, least_s: float) -> Entry:
+    """`stage`, raised to `least_s` where a fit on noise came out below."""
+    if stage.seconds >= least_s:
+        return stage
+    return replace(
+        stage,
+        seconds=least_s,
+        seconds_low=min(stage.seconds_low, least_s),
+        seconds_high=max(stage.seconds_high, least_s * (1 + _FLOOR_ERROR_FRAC)),
+        formula=f"{stage.formula}; at least the launches of its operators",
+    )
+
+
+def _host(host: HostFit, work: StepWork, source: str) -> list[Entry]:
+    """Stages of the interpreter: seconds of a trajectory x trajectories."""
+    per_trajectory = {"pack": host.pack_s, "adv": host.advantage_s, "other": host.report_s}
+    trajectories = {"pack": 1.0, "adv": work.trained_frac, "other": 1.0}
+    return [
+        entry(
+            name,
+            seconds * work.num_sequences * trajectories[name],
+            error_frac=0.5,
+            formula="trajectories x host seconds of one",
+            source=source,
+        )
+        for name, seconds in per_trajectory.items()
+    ]
 
 
 def _rollout(model: ModelSpec, fit: DecodeFit, work: StepWork, source: str) -> Entry:
     """Sum of the decode steps over the curve of running rows, the slowest replica of a typical draw."""
     draws = [_replica_s(fit, work, seed) for seed in range(_NUM_DRAWS)]
     seconds = float(np.mean(draws))
-    spread = float(np.std(draws)) / seconds
+    spread = float(np.std(draws)) / seconds if seconds > 0 else 0.0
     tokens = work.num_sequences * work.lengths.mean_tokens
     prompts = work.num_groups if work.shares_prompt else work.num_sequences
     return entry(
@@ -182,12 +226,10 @@ def _micro_batches(work: StepWork, num_mini_batches: int) -> int:
     return num_mini_batches * max(math.ceil(tokens / (work.micro_batch_tokens * fill) - 1e-9), 1)
 
 
-def _forward(name: str, model: ModelSpec, fit: TrainFit, work: StepWork, source: str) -> Entry:
-    seconds = (
-        fit.forward_per_micro_batch_s * _micro_batches(work, 1)
-        + work.computed_tokens / fit.forward_tokens_per_s
-    )
-    return entry(
+def _forward(name: str, model: ModelSpec, machine: MachineSpec, work: StepWork, source: str) -> Entry:
+    fit, num_micro = _train_fit(machine), _micro_batches(work, 1)
+    seconds = fit.forward_per_micro_batch_s * num_micro + work.computed_tokens / fit.forward_tokens_per_s
+    stage = entry(
         name,
         seconds,
         error_frac=math.hypot(_FLOOR_ERROR_FRAC, fit.error_frac),
@@ -195,16 +237,20 @@ def _forward(name: str, model: ModelSpec, fit: TrainFit, work: StepWork, source:
         formula="per_micro_batch x micro batches + tokens / forward rate",
         source=source,
     )
+    return _at_least(stage, num_micro * _launches_s(model, machine))
 
 
-def _train(name: str, model: ModelSpec, fit: TrainFit, work: StepWork, source: str) -> Entry:
+def _train_fit(machine: MachineSpec) -> TrainFit:
+    assert machine.train is not None
+    return machine.train
+
+
+def _train(name: str, model: ModelSpec, machine: MachineSpec, work: StepWork, source: str) -> Entry:
     """Span "train" for the policy and, of the same size, "critic"."""
+    fit, num_micro = _train_fit(machine), _micro_batches(work, work.num_mini_batches)
     updates = work.num_epochs * work.num_mini_batches
-    pass_s = (
-        fit.per_micro_batch_s * _micro_batches(work, work.num_mini_batches)
-        + work.computed_tokens / fit.tokens_per_s
-    )
-    return entry(
+    pass_s = fit.per_micro_batch_s * num_micro + work.computed_tokens / fit.tokens_per_s
+    stage = entry(
         name,
         work.num_epochs * pass_s + updates * fit.optimizer_s_per_param * model.computed_params,
         error_frac=math.hypot(_FLOOR_ERROR_FRAC, fit.error_frac),
@@ -214,6 +260,7 @@ def _train(name: str, model: ModelSpec, fit: TrainFit, work: StepWork, source: s
         ),
         source=source,
     )
+    return _at_least(stage, 3 * work.num_epochs * num_micro * _launches_s(model, machine))
 
 
 def _sync(model: ModelSpec, machine: MachineSpec, work: StepWork, source: str) -> Entry:

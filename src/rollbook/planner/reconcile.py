@@ -458,7 +458,7 @@ def _stage_results(expectation: Expectation, means: Means) -> list[StageResult]:
     covered = sum(s.measured_s for s in found if s.stage not in STAGES_OUTSIDE_STEP)
     other = means["timing_s/step"] - covered
     if other > 1e-3 * means["timing_s/step"]:
-        found.append(StageResult(stage="other", measured_s=other, planned=None))
+        found.append(StageResult(stage="other", measured_s=other, planned=expectation.stages.get("other")))
     return found
 
 
@@ -550,5 +550,5 @@ _LEVERS = {
 
 def _notes(expectation: Expectation, stages: list[StageResult]) -> list[str]:
     measured = {s.stage for s in stages}
-    silent = [n for n in expectation.stages if n not in measured and n not in _INSIDE_ROLLOUT]
+    silent = [n for n in expectation.stages if n not in measured | _INSIDE_ROLLOUT | {"other"}]
     return [f"planned but not timed by the log: {', '.join(silent)}"] if silent else []

@@ -1,0 +1,127 @@
+"""Calibration on a machine that others use: bursts hit one measurement of a size, and its median does not care."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollbook.controller import calibrate
+from rollbook.controller.calibrate import TypicalWork
+from rollbook.ledger.fit import fit_decode, fit_train
+from rollbook.rollout.engine import EngineStats
+
+WORK = TypicalWork(prompt_tokens=8, response_tokens=8, group_size=2, num_sequences=32, micro_batch_tokens=240)
+
+
+class LoadedEngine:
+    """Decode steps of 1 ms + 10 us a row, prefill of 100 us + 1 us a token; every fifth measurement takes five times
+    as long."""
+
+    config = SimpleNamespace(num_slots=32, page_tokens=8, kv_pool_tokens=1 << 16)
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.num_prompt_tokens = 0
+        self.num_readings = 0
+        self.totals = EngineStats(
+            weight_version=0, num_running=0, num_waiting=0, num_slots=32, kv_pool_tokens=0, kv_used_tokens=0,
+            prefill_tokens=0, cached_prompt_tokens=0, decode_tokens=0, decode_steps=0, num_preemptions=0, busy_s=0.0,
+        )  # fmt: skip
+
+    async def generate(self, request: Any) -> None:
+        self.rows += 1
+        self.num_prompt_tokens += len(request.prompt_ids)
+
+    async def stats(self) -> EngineStats:
+        if self.rows:
+            self.num_readings += 1
+            load = 5.0 if self.num_readings % 5 == 0 else 1.0
+            self.totals = replace(
+                self.totals,
+                decode_steps=self.totals.decode_steps + 8,
+                decode_s=self.totals.decode_s + 8 * load * (1e-3 + 1e-5 * self.rows),
+                prefill_s=self.totals.prefill_s + load * (1e-4 + 1e-6 * self.num_prompt_tokens),
+            )
+        self.rows = self.num_prompt_tokens = 0
+        return self.totals
+
+
+async def test_bursts_do_not_reach_the_decode_fit() -> None:
+    engine = LoadedEngine()
+    facts = SimpleNamespace(vocab_size=64, max_position=4096)
+    decode, prefill = await calibrate._decode_points(engine, facts, WORK)  # type: ignore[arg-type]
+    fit = fit_decode(decode, prefill)
+    assert fit.base_s == pytest.approx(1e-3, rel=1e-3) and fit.per_row_s == pytest.approx(1e-5, rel=1e-3)
+    assert fit.prefill_tokens_per_s == pytest.approx(1e6, rel=1e-3)
+    assert fit.error_frac < 1e-3
+
+
+class LoadedTrainer:
+    """A forward of 1 ms + 10 us a token, an update three times that and 2 ms of optimizer; its clock is moved by the
+    work, and every fifth piece of work takes five times as long."""
+
+    model = SimpleNamespace(facts=SimpleNamespace(vocab_size=64), device=SimpleNamespace(type="cpu"))
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_pieces = 0
+        self.optimizer = SimpleNamespace(step=lambda lr: self.work(2e-3))
+
+    def work(self, seconds: float) -> None:
+        self.num_pieces += 1
+        self.now_s += seconds * (5.0 if self.num_pieces % 5 == 0 else 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def make_batch(self, sequences: list[Any], **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(sequences=sequences, mini_batches=[])
+
+    def _tokens(self, batch: Any) -> int:
+        return sum(len(s.token_ids) for s in batch.sequences)
+
+    def fill_proximal(self, batch: Any) -> None:
+        self.work(1e-3 + 1e-5 * self._tokens(batch))
+
+    def update(self, batch: Any, objective: Any, lr: float) -> dict[str, Any]:
+        self.work(3 * (1e-3 + 1e-5 * self._tokens(batch)) + 2e-3)
+        return {
+            "trainer/actor_micro_batches": SimpleNamespace(result=lambda: 1),
+            "trainer/actor_tokens": SimpleNamespace(result=lambda: self._tokens(batch)),
+        }
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoadedTrainer]:
+    made = LoadedTrainer()
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: made.now_s))
+    yield made
+    assert time.perf_counter() > 0
+
+
+def test_bursts_do_not_reach_the_training_fit(trainer: LoadedTrainer) -> None:
+    train, forward, optimizer_s = calibrate._train_points(trainer, WORK)  # type: ignore[arg-type]
+    fit = fit_train(train, forward, optimizer_s=optimizer_s, num_params=1000)
+    assert optimizer_s == pytest.approx(2e-3)
+    assert fit.forward_tokens_per_s == pytest.approx(1e5, rel=1e-3)
+    assert fit.tokens_per_s == pytest.approx(1e5 / 3, rel=1e-3)
+    assert fit.per_micro_batch_s == pytest.approx(3e-3, rel=1e-3)
+
+
+def test_an_update_is_never_taken_for_less_than_two_forwards(
+    trainer: LoadedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer measured in a slow moment would leave nothing, or less, for forward and backward."""
+    monkeypatch.setattr(trainer, "optimizer", SimpleNamespace(step=lambda lr: trainer.work(1.0)))
+    train, forward, _ = calibrate._train_points(trainer, WORK)  # type: ignore[arg-type]
+    for update, alone in zip(train, forward, strict=True):
+        assert update.seconds >= 2 * alone.seconds > 0
+    assert np.isfinite([p.seconds for p in train]).all()
