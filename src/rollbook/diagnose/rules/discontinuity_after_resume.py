@@ -15,6 +15,10 @@ from rollbook.diagnose.view import View
 RULE = "discontinuity_after_resume"
 
 
+LONE_JUMP = 7.0
+"""Noises that a series must jump by when it is the only one: of eight at many restarts, some jump by chance."""
+
+
 @dataclass(frozen=True, slots=True)
 class Restart:
     """A step at which the run began again, and how that is known."""
@@ -185,6 +189,7 @@ def _pauses(view: View) -> list[tuple[int, float]]:
 def _at(view: View, restart: Restart) -> Finding | None:
     evidence = [Evidence(metric=restart.mark, step=view.step_at(restart.idx), says=restart.says)]
     meanings: dict[str, None] = {}
+    surest = 0.0
     for metric, name, least, meaning in _STATE:
         if metric == "critic/rewards/mean" and view.has("critic/score/mean"):
             continue
@@ -199,8 +204,11 @@ def _at(view: View, restart: Restart) -> Finding | None:
                 Evidence(metric=metric, step=view.step_at(restart.idx), before=before, after=after, says=says)
             )
             meanings[meaning] = None
+            surest = max(surest, score)
     num_jumps = len(evidence) - 1
     if num_jumps < (1 if restart.is_certain else 2):
+        return None
+    if num_jumps == 1 and surest < LONE_JUMP:
         return None
     only_lr = num_jumps == 1 and evidence[1].metric == "actor/lr"
     gap = view.contrast(signs.GAP, restart.idx, width=8) if signs.gap(view) else None

@@ -55,6 +55,8 @@ def judge(view: View) -> Finding | NotJudged | None:
     excess = signs.excess(view)
     slower = view.rise(excess)
     costs = slower is not None and slower.peak_ratio >= 1.4 and slower.idx >= idx - max(8, view.n // 10)
+    grown, steadiness = view.trend(excess)
+    costs |= grown >= 1.4 and steadiness >= 0.6  # with the drops, so slowly that no step stands out
     smaller = view.fall(view.first("batch/num_groups", "batch/num_sequences"))
     shrinks = smaller is not None and smaller.ratio <= 0.6 and smaller.score >= 5
     if not (costs or shrinks or starved is not None):

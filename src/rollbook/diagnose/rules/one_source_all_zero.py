@@ -24,6 +24,9 @@ _HELD_OUT = re.compile(
 
 
 def judge(view: View) -> Finding | NotJudged | None:
+    every = _every_reward_zero(view)
+    if every is not None:
+        return every
     train = _by_source(view, _TRAIN)
     held_out = _by_source(view, _HELD_OUT)
     if len(train) + len(held_out) == 0:
@@ -148,12 +151,49 @@ def _others_fall(view: View, since: int, others: list[str]) -> bool:
     return bool(lost) and all(lost)
 
 
-def _without_sources(view: View) -> Finding | None:
-    """A part of the rewards is gone at once while nothing of the policy moved: a scorer, whose source is unknown."""
-    reward = signs.reward(view)
-    if reward.fall is None or reward.drop_frac < 0.2:
+def _every_reward_zero(view: View) -> Finding | None:
+    """From one step to the next every answer has the reward of a wrong one, for a while or to the end, while the
+    answers themselves did not change."""
+    metric = view.first(*signs.REWARD)
+    if metric is None:
         return None
-    idx = reward.fall.idx
+    values = view.values[metric]
+    known = np.flatnonzero(np.isfinite(values))
+    floor = signs.lowest_reward(view)
+    at_floor = np.abs(values[known] - floor) <= 1e-9
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], at_floor, [False]]).astype(np.int8))).reshape(
+        -1, 2
+    )
+    for start, end in edges:
+        past = values[known[max(0, start - 20) : start]] - floor
+        if end - start < 4 or len(past) < 6 or np.median(past) < 0.05 or past[-1] < 0.3 * np.median(past):
+            continue
+        idx = int(known[start])
+        if not _policy_stands(view, idx) or signs.failures_rise(view, idx):
+            continue
+        lost = float(np.median(past))
+        until = view.step_at(int(known[end])) if end < len(known) else None
+        says = f"{num(lost + floor)} before, exactly {num(floor)} in all of the {end - start} steps since"
+        return Finding(
+            rule=RULE,
+            title="every reward is zero at once while the answers did not change: the scorer broke",
+            area="data",
+            confidence=0.9,
+            step=view.step_at(idx),
+            evidence=(
+                Evidence(metric=metric, step=view.step_at(idx), before=lost + floor, after=floor, says=says),
+            ),
+            cost_reward=lost,
+            action=f"take the run up from before step {view.step_at(idx)} once the scorer gives full marks to its own "
+            "reference answers again: the updates since then learned from nothing",
+            next_check="score ten reference answers in the worker that scores during training",
+            until_step=until,
+        )
+    return None
+
+
+def _policy_stands(view: View, idx: int) -> bool:
+    """Whether entropy, lengths, turns and the gap did not move at a step."""
     for metric in (
         "actor/entropy",
         "response_length/mean",
@@ -162,7 +202,18 @@ def _without_sources(view: View) -> Finding | None:
     ):
         c = view.contrast(metric, idx, width=8)
         if c is not None and abs(c.score) >= 6 and not 0.8 <= c.ratio <= 1.25:
-            return None
+            return False
+    return True
+
+
+def _without_sources(view: View) -> Finding | None:
+    """A part of the rewards is gone at once while nothing of the policy moved: a scorer, whose source is unknown."""
+    reward = signs.reward(view)
+    if reward.fall is None or reward.drop_frac < 0.2:
+        return None
+    idx = reward.fall.idx
+    if not _policy_stands(view, idx):
+        return None
     if signs.failures_rise(view, idx) or signs.policy(view).blow_up_idx is not None:
         return None
     c = view.contrast(reward.metric, idx)

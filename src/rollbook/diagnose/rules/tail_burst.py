@@ -98,6 +98,8 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     usual = view.level("timing_s/gen", 0, start)
     lost = float(np.clip(seconds[hit] - usual, 0, None).sum()) * view.stride
     slow_gen = float(np.median(seconds[hit]))
+    if after < 1.2 * before or slow_gen < 1.1 * usual:
+        return None  # the mean became shorter: the tail is only longer than that
     evidence = (
         Evidence(
             metric=metric,
