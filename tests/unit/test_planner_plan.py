@@ -275,3 +275,15 @@ def test_a_plan_that_needs_offload_keeps_it_in_its_what_ifs() -> None:
     assert slower.step_s is not None and slower.step_s > chosen.step_s
     assert plan.publication is not None
     assert plan.publication.seconds == pytest.approx(chosen.account.seconds.sync)
+
+
+@pytest.mark.parametrize("reward", ["rule", "model", "generative"])
+def test_printed_stages_and_losses_add_up_with_any_reward(reward: str) -> None:
+    """A generative reward model works in the engines: its seconds and FLOPs are a stage of their own."""
+    plan = make_plan(request(work={"reward": reward, "algorithm": "ppo"}), is_brief=True)
+    s, losses = plan.base.account.seconds, {loss.loss: loss for loss in plan.base_waterfall}
+    assert ("reward" in losses) == (reward == "generative") == (s.reward > 0)
+    stages = s.generate_throughput + s.generate_tail + s.prefill + s.forward + s.train
+    assert stages + s.switch + s.sync + s.env + s.reward + s.other == pytest.approx(s.total)
+    assert sum(loss.frac for loss in plan.base_waterfall) + plan.base.account.mfu_frac == pytest.approx(1)
+    assert all(loss.frac >= 0 for loss in plan.base_waterfall)

@@ -91,11 +91,13 @@ def _step_table(account: StepAccount, losses: tuple[Loss, ...]) -> Table:
         ("decode, slots full", s.generate_throughput, f.generate),
         ("decode, tail", s.generate_tail, 0.0),
         ("prefill", s.prefill, f.prefill),
-        ("forward passes", s.forward, f.reference + f.proximal + f.reward_model),
+        ("forward passes", s.forward, f.reference + f.proximal + (0.0 if s.reward else f.reward_model)),
+        ("reward model", s.reward, f.reward_model),
         ("training", s.train, f.train + f.critic),
         ("hand-over", s.switch, 0.0),
         ("weight sync", s.sync, 0.0),
         ("environments", s.env, 0.0),
+        ("between the stages", s.other, 0.0),
     ]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("stage")

@@ -44,7 +44,7 @@ def waterfall(account: StepAccount, cluster: Cluster) -> list[Loss]:
         (
             "forward",
             s.forward * train.num_gpus,
-            f.reference + f.proximal + f.reward_model + critic_forward,
+            f.reference + f.proximal + critic_forward + (0.0 if s.reward else f.reward_model),
             "logprob passes reach a part of peak: memory-bound operators, exchange, padding",
         ),
         (
@@ -61,6 +61,12 @@ def waterfall(account: StepAccount, cluster: Cluster) -> list[Loss]:
             f"hand-overs between engine and trainer take {seconds(s.switch)}",
         ),
         ("sync", s.sync * both_wait, 0.0, f"publishing the weights takes {seconds(s.sync)}"),
+        (
+            "reward",
+            s.reward * rollout.used_gpus,
+            f.reward_model if s.reward else 0.0,
+            f"the engines read every trajectory and write its verdict for {seconds(s.reward)}",
+        ),
         ("environment", s.env * both_wait, 0.0, f"environments hold up the step by {seconds(s.env)}"),
     ]
     losses = [
