@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from rollbook.modeling.attention import packed_layout
 from rollbook.modeling.config import ModelConfig
 from rollbook.modeling.load import load_model
 from rollbook.observe.events import EVENT_KINDS
-from rollbook.rollout.engine import GenerateRequest
+from rollbook.rollout.engine import EngineStats, GenerateRequest, Response
 from rollbook.sync.digest import digest
 from rollbook.sync.publisher import PublicationReport
 from rollbook.types import Ids, SamplingParams, Trajectory
 from run_oracles import NotedWeights, label_gaps, rows, versions_of
-from tiny_run import TinyRun, resume_tiny, tiny_config
+from tiny_run import Fault, TinyRun, resume_tiny, tiny_config
 
 REPLICAS_APART = {"run.schedule": "separate_async", "rollout.num_replicas": 2}
 """Two engines with weights of their own."""
@@ -637,7 +638,11 @@ def test_the_first_step_begins_after_a_proven_version_a_trial_and_the_scorers_ow
     assert kinds.index("publication") < kinds.index("preflight") < first_step
     (preflight,) = run.events_of("preflight")
     assert preflight["trial_response_tokens"] > 0
-    assert len(preflight["signals"]) == 4
+    reward, version, gap, sync = preflight["signals"]  # each with its first reading
+    assert reward == f"reward by source: addition {preflight['trial_reward']:g}"
+    assert version == "weight version per replica: 0 has 0"
+    assert gap.startswith(f"logprob gap: {preflight['trial_response_tokens']} logprobs, mean -")
+    assert float(sync.removeprefix("seconds of the weight sync: ")) > 0
     metrics = run.metrics[0]
     for signal in (
         "reward/addition/mean",
@@ -647,6 +652,46 @@ def test_the_first_step_begins_after_a_proven_version_a_trial_and_the_scorers_ow
     ):
         assert signal in metrics
     assert set(kinds) <= EVENT_KINDS.keys()
+
+
+def without_logprobs(controller: Controller) -> None:
+    plain = controller.router.engines[0].generate
+
+    async def generate(request: GenerateRequest) -> Response:
+        response = await plain(request)
+        return replace(response, logprobs=np.full_like(response.logprobs, np.nan))
+
+    controller.router.engines[0].generate = generate  # type: ignore[method-assign]
+
+
+def without_versions(controller: Controller) -> None:
+    plain = controller.router.engines[0].stats
+
+    async def stats() -> EngineStats:
+        return replace(await plain(), weight_version=7)
+
+    controller.router.engines[0].stats = stats  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (
+            without_logprobs,
+            "the signal 'logprob gap' is not wired: .* tokens of the trial came without a finite",
+        ),
+        (
+            without_versions,
+            "the signal 'weight version per replica' is not wired: {0: 7} reported where version 0",
+        ),
+    ],
+)
+def test_a_signal_that_nobody_reports_stops_the_run_before_its_first_step(
+    tiny_run: TinyRun, tmp_path: Path, fault: Fault, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        tiny_run(faults=[fault])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_scorer_that_fails_its_own_reference_answer_is_refused_before_the_first_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -159,6 +160,9 @@ async def _main(
         await asyncio.sleep(0)  # a signal that came before the loop ends it here
         with recorder.span("import"):
             from rollbook.controller.build import build
+
+            if config.observe.trajectories_every_steps:
+                importlib.import_module("rollbook.observe.trajectories")  # not within the first step
 
         async with build(config, recorder) as controller:
             if on_built is not None:

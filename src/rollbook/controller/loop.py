@@ -119,7 +119,7 @@ class Controller:
                 1  # the checkpoint's weights were in no publication: a version of their own
             )
         with self.recorder.span("publish"):
-            await self.publish(self.weight_version)
+            publication = await self.publish(self.weight_version)
             await self._note_mismatch()
         with self.recorder.span("preflight"):
             await preflight(
@@ -129,6 +129,8 @@ class Controller:
                 rollout=self.rollout,
                 recorder=self.recorder,
                 deadline_s=self.config.buffer.group_deadline_s,
+                versions=await self._versions(),
+                publication=publication,
             )
             await self._check_deadlines()
         self.recorder.accept()  # all that a user can get wrong was checked: from here on the run is on disk
@@ -181,6 +183,11 @@ class Controller:
                 mismatch=self.config.rollout.mismatch,
                 error_frac={replica_id: held.mismatch_error_frac for replica_id, held in stats.items()},
             )
+
+    async def _versions(self) -> dict[int, int]:
+        """Replica -> the weight version it reports, of those in service."""
+        serving = [e for e in self.router.engines if e.replica_id not in self.router.out_of_service]
+        return {engine.replica_id: (await engine.stats()).weight_version for engine in serving}
 
     async def _check_deadlines(self) -> None:
         """A response of full length must fit its deadlines, at the pace of the trial (one sequence alone: the fastest).

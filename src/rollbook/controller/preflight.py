@@ -10,17 +10,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from rollbook.controller.rollout import Member, Rollout
 from rollbook.envs.rewards.scorer import Scorer
 from rollbook.envs.rewards.self_test import require_proven, self_test
 from rollbook.errors import ConfigError, RunError
 from rollbook.observe.recorder import Recorder
+from rollbook.sync.publisher import PublicationReport
 from rollbook.types import Group, Prompt, Trajectory
-
-SIGNALS = ("reward by source", "weight version per replica", "logprob gap", "seconds of the weight sync")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,17 @@ async def preflight(
     rollout: Rollout,
     recorder: Recorder,
     deadline_s: float,
+    versions: Mapping[int, int],
+    publication: PublicationReport,
 ) -> Preflight:
     """Run the checks; the publication was made before, by the same call that every step makes.
 
+    Args:
+        versions: replica -> the weight version that it reports, of those in service.
+        publication: what that publication did.
     Raises:
-        ConfigError: the scorer fails its own reference answers, or judges nothing of a data source, or the filters
-            ask for a reward term that it does not give.
+        ConfigError: a signal is not wired; the scorer fails its own reference answers, or judges nothing of a data
+            source; the filters ask for a reward term that it does not give.
         RunError: the trial trajectory failed; the message is its failure.
     """
     by_source: dict[str, list[Prompt]] = {}
@@ -77,9 +84,52 @@ async def preflight(
     rollout.judge(Group(group_id=trial.group_id, prompt=trial.prompt, trajectories=(trajectory,)))
     recorder.event(
         "preflight",
-        signals=SIGNALS,
+        signals=wired_signals(trajectory, versions, publication),
         notes=notes,
         trial_reward=trajectory.reward,
         trial_response_tokens=trajectory.num_response_tokens,
     )
     return Preflight(tuple(notes), trajectory)
+
+
+def wired_signals(
+    trajectory: Trajectory, versions: Mapping[int, int], publication: PublicationReport
+) -> list[str]:
+    """Each of the four signals with its first reading.
+
+    Raises:
+        ConfigError: one is not reported.
+    """
+    source, reward = trajectory.prompt.source, trajectory.reward
+    if not source or reward is None or not math.isfinite(reward):
+        raise ConfigError(
+            f"the signal 'reward by source' is not wired: the trial's reward is {reward} and its source {source!r}",
+            "give the data source a name and its scorer a finite value",
+        )
+    wrong = {who: version for who, version in versions.items() if version != publication.weight_version}
+    if wrong or not versions:
+        raise ConfigError(
+            f"the signal 'weight version per replica' is not wired: {wrong or 'no replica'} reported where version "
+            f"{publication.weight_version} was proven",
+            "the engine must report the version it serves (`Engine.stats`)",
+        )
+    num_tokens = trajectory.num_response_tokens
+    num_finite = sum(int(np.isfinite(turn.behavior_logprobs).sum()) for turn in trajectory.turns)
+    if num_finite < max(num_tokens, 1):
+        raise ConfigError(
+            f"the signal 'logprob gap' is not wired: {num_tokens - num_finite} of {num_tokens} tokens of the trial "
+            "came without a finite logprob",
+            "the engine must report the logprob of each token that it samples",
+        )
+    if not publication.total_s > 0:
+        raise ConfigError(
+            f"the signal 'seconds of the weight sync' is not wired: the publication took {publication.total_s} s",
+            "the publisher's clock stands still",
+        )
+    total = sum(float(turn.behavior_logprobs.sum()) for turn in trajectory.turns)
+    return [
+        f"reward by source: {source} {reward:g}",
+        f"weight version per replica: {', '.join(f'{who} has {v}' for who, v in sorted(versions.items()))}",
+        f"logprob gap: {num_tokens} logprobs, mean {total / num_tokens:.3g}",
+        f"seconds of the weight sync: {publication.total_s:.3g}",
+    ]
