@@ -18,7 +18,7 @@ class ClusterConfig(Section):
     num_trainer_ranks: int = Field(default=1, ge=1)
     """Processes that divide the trainer's parameters and micro batches among themselves; needs kind = "ray"."""
     address: str = ""
-    """Of a running Ray cluster, as `ray.init` takes it; empty: start one on this machine, on loopback alone."""
+    """Of a running Ray cluster, as `ray.init` takes it; empty: start one on this machine, without dashboard."""
     start_deadline_s: float = Field(default=300.0, gt=0)
     """Longest wait for an actor to start and load its model."""
     call_deadline_s: float = Field(default=120.0, gt=0)

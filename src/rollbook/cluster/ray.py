@@ -7,8 +7,8 @@
 Weights never pass through Ray's object store: rank 0 publishes to the replicas, by shared memory or a disk. Each
 call has a deadline and names the actor and the call when it passes. A replica that dies is started again, re-synced in
 full and put back; its requests go to another one or wait for it. A trainer rank that dies ends the attempt
-(`TrainerDownError`): the run goes on from its last checkpoint. What passes through Ray is pickled, and Ray's own ports
-are its own: on one machine it is started on loopback.
+(`TrainerDownError`): the run goes on from its last checkpoint. What passes through Ray is pickled, and Ray's ports are
+its own affair, guarded by its token; ours listen on loopback where all actors are on one machine.
 """
 
 from __future__ import annotations
@@ -226,14 +226,17 @@ class FinishedStream:
 class ReplicaActor:
     """One engine and the server through which its weights come."""
 
-    def __init__(self, config: RunConfig, replica_id: int, dtype: str, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, config: RunConfig, replica_id: int, dtype: str, eos_ids: tuple[int, ...], host: str
+    ) -> None:
         self.config, self.replica_id = config, replica_id
+        self._host = host or ray.util.get_node_ip_address()
         self._dtype, self._eos_ids = dtype, eos_ids
 
     async def start(self) -> ReplicaAddress:
         """Load the model, start the engine and listen for publications; its weights come by the first of them."""
         config, rollout = self.config, self.config.rollout
-        if rollout.num_threads is not None:
+        if rollout.num_threads:
             torch.set_num_threads(rollout.num_threads)
         model = await asyncio.to_thread(
             load_model, config.model, dtype=self._dtype, device=rollout.device, with_tokenizer=False
@@ -261,9 +264,10 @@ class ReplicaActor:
         self.server = ReplicaServer(
             InprocPort(self.engine, staging=config.sync.staging), receiver, token=token
         )
-        host = ray.util.get_node_ip_address()
-        port = await self.server.start(host)
-        return ReplicaAddress(replica_id=self.replica_id, host=host, port=port, token=token, pid=os.getpid())
+        port = await self.server.start(self._host)
+        return ReplicaAddress(
+            replica_id=self.replica_id, host=self._host, port=port, token=token, pid=os.getpid()
+        )
 
     async def do(self, method: str, *args: Any) -> Any:
         return await getattr(self.engine, method)(*args)
@@ -405,14 +409,12 @@ class RemoteTrainer(Trainer):
             raise _rank_lost(self._lost)
         with self._lock:  # every rank sees the calls in one order
             refs = {
-                getattr(actor, name).remote(*args): rank
+                getattr(actor, name).remote(*args): Asked(rank, _label(name, args))
                 for rank, (actor, (name, args)) in enumerate(zip(self.actors, calls, strict=True))
             }
-        name, args = calls[0]
-        label = args[0] if args and isinstance(args[0], str) else name
-        return self._answers(refs, str(label))
+        return self._answers(refs)
 
-    def _answers(self, refs: Mapping[Any, int], label: str) -> Any:
+    def _answers(self, refs: Mapping[Any, Asked]) -> Any:
         waiting, answers = dict(refs), dict[int, Any]()
         ends_at_s = time.monotonic() + self.deadline_s
         failed: Exception | None = None
@@ -420,25 +422,27 @@ class RemoteTrainer(Trainer):
             ready, _ = ray.wait(list(waiting), timeout=max(ends_at_s - time.monotonic(), 0.0))
             if not ready:
                 break
-            rank = waiting.pop(ready[0])
+            asked = waiting.pop(ready[0])
             try:
-                answers[rank] = ray.get(ready[0])
+                answers[asked.rank] = ray.get(ready[0])
             except ray.exceptions.RayActorError as error:
-                self._lose(f"rank {rank} died in {label}: {_first_line(error)}")
+                self._lose(f"rank {asked.rank} died in {asked.call}: {_first_line(error)}")
                 raise _rank_lost(self._lost) from None
             except ray.exceptions.RayTaskError as error:
                 if failed is None:
-                    failed = _cause(error, f"rank {rank} of the trainer failed in {label}")
+                    failed = _cause(error, f"rank {asked.rank} of the trainer failed in {asked.call}")
                     ends_at_s = time.monotonic() + SETTLE_S
         if waiting:
-            late = ", ".join(f"rank {rank}" for rank in waiting.values())
-            self._lose(f"{late} did not come to an end of {label}")
-            if failed is None:
-                raise DeadlineError(
-                    f"{late} of the trainer did not answer to {label} within {self.deadline_s:g} s",
-                    "look at its log, or raise cluster.step_deadline_s; "
-                    "`rollbook train --resume` continues from the last checkpoint",
-                )
+            late = ", ".join(f"rank {asked.rank} of the trainer ({asked.call})" for asked in waiting.values())
+            if failed is not None:
+                self._lose(f"{late} did not come to an end after {_first_line(failed)}")
+                raise failed
+            self._lose(f"{late} did not answer within {self.deadline_s:g} s")
+            raise DeadlineError(
+                self._lost,
+                "look at its log, or raise cluster.step_deadline_s; "
+                "`rollbook train --resume` continues from the last checkpoint",
+            )
         if failed is not None:
             raise failed
         return answers[0]
@@ -448,6 +452,19 @@ class RemoteTrainer(Trainer):
         self._lost = why
         for actor in self.actors:
             ray.kill(actor)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call of one rank that is under way."""
+
+    rank: int
+    call: str
+
+
+def _label(name: str, args: Sequence[Any]) -> str:
+    """The method that a call comes down to."""
+    return args[0] if name in ("do", "fill", "update") and args and isinstance(args[0], str) else name
 
 
 class _RemoteOptimizer:
@@ -510,8 +527,7 @@ class RemoteEngine:
         self._actor: Any = None
         self._stats: EngineStats | None = None
         self.down = "it was not started"
-        self.serves = asyncio.Event()
-        """Set while its weights are proven."""
+        """Why it takes no call; empty while it does."""
         self.address: ReplicaAddress
 
     async def start(self) -> None:
@@ -521,8 +537,8 @@ class RemoteEngine:
             DeadlineError: no answer in time.
         """
         self._actor = self._start_actor()
-        self.down = ""
         self.address = await self._ask("start", (), self.config.cluster.start_deadline_s)
+        self.down = ""
 
     async def close(self) -> None:
         if self._actor is not None:
@@ -569,11 +585,11 @@ class RemoteEngine:
         return await self._ask("do", (method, *args), self.config.cluster.call_deadline_s)
 
     async def _ask(self, name: str, args: tuple[Any, ...], deadline_s: float) -> Any:
-        if self.down:
+        if self.down and name != "start":
             raise EngineDownError(f"replica {self.replica_id} is down: {self.down}", "it is started again")
         actor = self._actor
         ref = getattr(actor, name).remote(*args)
-        label = args[0] if args else name
+        label = _label(name, args)
         try:
             async with asyncio.timeout(deadline_s):
                 return await asyncio.wrap_future(ref.future())
@@ -728,7 +744,8 @@ async def start_on_ray(
         def start_actor(replica_id: int = replica_id) -> Any:
             options = rollout[replica_id].options()
             made = make_replica.options(max_concurrency=MAX_CONCURRENT, **options)
-            return made.remote(config, replica_id, dtype, tokenizer.eos_ids)
+            host = "127.0.0.1" if is_local else ""
+            return made.remote(config, replica_id, dtype, tokenizer.eos_ids, host)
 
         pool.engines.append(RemoteEngine(replica_id, config, start_actor, pool))
     await asyncio.gather(*(engine.start() for engine in pool.engines))
@@ -743,6 +760,7 @@ def _connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack) -> 
     if ray.is_initialized():
         return not cluster.address
     set_environment(RAY_USAGE_STATS_ENABLED="0")
+    _silence()
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": True}
     if cluster.address:
         ray.init(address=cluster.address, **common)
@@ -751,12 +769,19 @@ def _connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack) -> 
             address="local",
             num_cpus=max(os.cpu_count() or 1, 2 * num_actors),
             include_dashboard=False,
-            _node_ip_address="127.0.0.1",
             runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo"}},
             **common,
         )
     stack.callback(ray.shutdown)
     return not cluster.address
+
+
+def _silence() -> None:
+    """Ray writes about dead workers to stdout, whatever it is told about logs; their deaths are events of the run."""
+    from ray._private import worker
+
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *args, **keywords: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,236 @@
+"""Trainer ranks and replicas as Ray actors of this machine, and what a run does when they die or hang.
+
+One small Ray instance serves all tests; every run starts its own actors on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook.controller.loop import Controller
+from rollbook.errors import DataError, DeadlineError, EngineDownError, TrainerDownError
+from rollbook.sync.publisher import PublicationReport
+from tiny_run import RunResult, run_tiny, tiny_config
+
+ray = pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
+
+from rollbook.cluster.ray import RayPool, RemoteEngine, RemotePublisher, RemoteTrainer, _silence  # noqa: E402
+
+ON_RAY = {"cluster.kind": "ray", "rollout.num_replicas": 2, "rollout.batch_invariant": True}
+"""Rounding in a batch must not depend on which replica a request went to."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    _silence()
+    ray.init(
+        address="local",
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=100 << 20,
+        runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """The same run in one process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return run_tiny(folder, num_steps=3, **{**ON_RAY, "cluster.kind": "inproc"})
+
+
+def assert_same_run(ours: RunResult, theirs: RunResult) -> None:
+    assert ours.trained == theirs.trained
+    for name, tensor in ours.parameters.items():
+        torch.testing.assert_close(tensor, theirs.parameters[name], rtol=0, atol=2e-5)
+
+
+def publications(run: RunResult) -> list[tuple[int, list[int]]]:
+    return [(event["weight_version"], event["committed"]) for event in run.events_of("publication")]
+
+
+def test_a_replica_killed_while_it_generates_is_replaced_and_only_its_requests_are_made_again(
+    tmp_path: Path, undisturbed: RunResult
+) -> None:
+    killed: list[int] = []
+
+    def kill_in_generation(controller: Controller) -> None:
+        engine: Any = controller.router.engines[1]
+        plain = engine.generate
+        num_calls = 0
+
+        async def generate(request: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 11:  # of the second step; others are running there
+                killed.append(engine.address.pid)
+                os.kill(engine.address.pid, signal.SIGKILL)
+            return await plain(request)
+
+        engine.generate = generate
+        publisher, published = controller.publisher, controller.publisher.publish
+
+        async def publish(weight_version: int, *, moved: bool = True) -> PublicationReport:
+            if weight_version == 3:
+                await engine._pool.is_back(engine)
+            return await published(weight_version, moved=moved)
+
+        publisher.publish = publish  # type: ignore[method-assign]
+
+    run = run_tiny(tmp_path, num_steps=3, faults=[kill_in_generation], **ON_RAY)
+    assert len(killed) == 1
+    assert_same_run(run, undisturbed)
+    assert {event["replica_id"] for event in run.events_of("quarantined")} == {1}
+    told = publications(run)
+    assert told[-1] == (3, [0, 1]), "both replicas hold the last version, proven"
+
+
+def test_a_replica_killed_during_a_publication_misses_it_and_is_re_synced(tmp_path: Path) -> None:
+    def kill_in_publication(controller: Controller) -> None:
+        publisher, engine = controller.publisher, controller.router.engines[1]
+        plain = publisher.publish
+
+        async def publish(weight_version: int, *, moved: bool = True) -> PublicationReport:
+            publishing = asyncio.ensure_future(plain(weight_version, moved=moved))
+            await asyncio.sleep(0)
+            if weight_version == 2:
+                os.kill(engine.address.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            return await publishing
+
+        publisher.publish = publish  # type: ignore[method-assign]
+
+    overrides = {"run.schedule": "separate_async", "buffer.max_staleness_steps": 1, "rollout.num_threads": 1}
+    run = run_tiny(tmp_path, num_steps=4, faults=[kill_in_publication], **{**ON_RAY, **overrides})
+    told = publications(run)
+    assert (2, [0]) in told or (2, [0, 1]) in told, "it died before, or right after, its commit"
+    assert told[-1][0] == 4
+    assert 0 in told[-1][1]
+    assert {event["replica_id"] for event in run.events_of("quarantined")} == {1}
+    trained = [prompt for step in run.trained for prompt in step]
+    assert len(trained) == len(set(trained)) == 4 * 4, "none lost, none twice"
+
+
+def test_a_killed_trainer_rank_sends_the_run_back_to_its_checkpoint_and_the_result_is_the_same(
+    tmp_path: Path, undisturbed: RunResult
+) -> None:
+    killed: list[int] = []
+
+    def kill_in_update(controller: Controller) -> None:
+        trainer: Any = controller.trainer
+        plain = trainer.update
+
+        def update(batch: Any, objective: Any, *, lr: float | None = None) -> Any:
+            if batch.step == 2 and not killed:
+                killed.append(ray.get(trainer.actors[1].pid.remote()))
+                os.kill(killed[0], signal.SIGKILL)
+            return plain(batch, objective, lr=lr)
+
+        trainer.update = update
+
+    overrides = {"cluster.num_trainer_ranks": 2, "rollout.num_replicas": 1, "checkpoint.every_steps": 1}
+    run = run_tiny(tmp_path, num_steps=3, faults=[kill_in_update], **{**ON_RAY, **overrides})
+    assert len(killed) == 1
+    assert_same_run(run, undisturbed)
+    assert "rank 1" in run.events_of("run_failed")[0]["error"]
+
+
+# ---- calls, without a run
+
+
+def stand_in() -> Any:
+    """An actor that answers what it is told to."""
+
+    class StandIn:
+        async def start(self) -> str:
+            return "here"
+
+        async def do(self, what: str, *args: Any) -> Any:
+            import asyncio
+
+            if what == "stats":
+                await asyncio.sleep(3600)
+            return len(args)
+
+        def fail(self) -> None:
+            raise DataError("a logprob is NaN", "look at the batch")
+
+        def update(self, *args: Any) -> Any:
+            return {}, {}
+
+    return ray.remote(StandIn)
+
+
+def remote_trainer(actors: list[Any], deadline_s: float) -> RemoteTrainer:
+    trainer = RemoteTrainer.__new__(RemoteTrainer)
+    trainer.actors, trainer.deadline_s, trainer._lost = actors, deadline_s, ""
+    trainer._lock = threading.Lock()
+    return trainer
+
+
+async def test_a_call_that_hangs_names_the_actor_the_call_and_the_deadline() -> None:
+    config = tiny_config(**{"cluster.call_deadline_s": 0.5})
+    pool = RayPool(config=config.cluster, recorder=None, publisher=None)  # type: ignore[arg-type]
+    engine = RemoteEngine(7, config, lambda: stand_in().remote(), pool)
+    await engine.start()
+    with pytest.raises(DeadlineError, match="replica 7 did not answer to stats within 0.5 s"):
+        await engine.stats()
+    await engine.close()
+    with pytest.raises(EngineDownError, match="replica 7 is down"):
+        await engine.pause()
+    actors = [stand_in().remote() for _ in range(2)]
+    await asyncio.to_thread(ray.get, [actor.start.remote() for actor in actors])
+    trainer = remote_trainer(actors, 2.0)
+    with pytest.raises(DeadlineError, match=r"rank 1 of the trainer \(stats\) did not answer within 2 s"):
+        trainer.each([("do", ("other",)), ("do", ("stats",))])
+    with pytest.raises(TrainerDownError, match=r"lost a rank: rank 1 of the trainer \(stats\)"):
+        trainer.each([("do", ("other",)), ("do", ("other",))])
+
+
+def test_what_a_rank_raises_arrives_as_it_was_raised() -> None:
+    actor = stand_in().remote()
+    with pytest.raises(DataError, match="a logprob is NaN"):
+        remote_trainer([actor], 30.0).call("fail")
+    ray.kill(actor)
+
+
+def test_calls_leave_nothing_in_the_object_store() -> None:
+    from ray._private.internal_api import memory_summary
+
+    actor = stand_in().remote()
+    trainer = remote_trainer([actor], 60.0)
+    batch = tiny_batch()
+    for _ in range(300):  # three times what the store holds
+        trainer.update(batch, objective=None)  # type: ignore[arg-type]
+    ends_at_s = time.monotonic() + 30
+    text = ""
+    while "Plasma memory usage 0 MiB, 0 objects" not in text and time.monotonic() < ends_at_s:
+        text = memory_summary(stats_only=True)  # objects are freed in batches, a moment later
+    assert "Plasma memory usage 0 MiB, 0 objects" in text
+    ray.kill(actor)
+
+
+def tiny_batch() -> Any:
+    """Large enough for the object store: Ray keeps arguments under 100 KB out of it."""
+    import numpy as np
+
+    return np.zeros(1 << 18, np.float32)
+
+
+def test_the_publisher_is_one_that_the_controller_knows() -> None:
+    from rollbook.sync.publisher import Publisher
+
+    assert issubclass(RemotePublisher, Publisher)
