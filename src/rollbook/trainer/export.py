@@ -51,8 +51,6 @@ def gathered(
 def _gather(
     group: list[tuple[str, Tensor]], ranks: Ranks, rows: Tensor, bucket: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    import torch.distributed as dist
-
     widths = _widths(group, ranks)
     start = 0
     for (_, tensor), width in zip(group, widths):
@@ -60,10 +58,8 @@ def _gather(
             local = ranks.local(tensor.detach()).reshape(-1)
             rows[start : start + local.numel()].copy_(local)
             start += width
-    if start:  # bytes: some backends lack some dtypes
-        dist.all_gather_into_tensor(
-            bucket.view(-1).view(torch.uint8), rows.view(torch.uint8), group=ranks.group
-        )
+    if start:
+        ranks.gather_into(bucket.view(-1), rows)
     start = 0
     for (name, tensor), width in zip(group, widths):
         if not width:

@@ -110,14 +110,12 @@ class Ranks:
         """Of rows divided as those of `like`: the whole on rank 0, on its host; an empty tensor on the others."""
         if not self.is_sharded(like):
             return local
-        import torch.distributed as dist
-
         num_rows, rest = like.shape[0], tuple(like.shape[1:])
         most = -(-num_rows // self.size)
         padded = torch.zeros((most, *rest), dtype=local.dtype, device=self.device)
         padded[: local.shape[0]].copy_(local)
         gathered = torch.empty((self.size * most, *rest), dtype=local.dtype, device=self.device)
-        dist.all_gather_into_tensor(gathered, padded, group=self.group)
+        self.gather_into(gathered.view(-1), padded.view(-1))
         if self.rank:
             return torch.empty(0, dtype=local.dtype)
         rows = row_bounds(num_rows, self.size)
@@ -188,11 +186,18 @@ class Ranks:
 
     def _gather(self, tensor: Tensor) -> Tensor:
         """[size, *shape] of a tensor with the same shape on every rank."""
+        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=self.device)
+        self.gather_into(out.view(-1), tensor.contiguous().view(-1))
+        return out
+
+    def gather_into(self, out: Tensor, mine: Tensor) -> None:
+        """[size * n] from every rank's [n], in their order."""
         import torch.distributed as dist
 
-        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=self.device)
-        dist.all_gather_into_tensor(out.view(-1), tensor.contiguous().view(-1), group=self.group)
-        return out
+        gather = getattr(dist, "all_gather_single", None)  # its name from torch 2.13 on
+        gather = gather or dist.all_gather_into_tensor
+        # As bytes: some backends lack some dtypes.
+        gather(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
 
 
 ALONE = Ranks()
