@@ -114,16 +114,28 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
     )
 
 
+async def forget_prefixes(controller: Controller) -> None:
+    """What the engines remember of earlier prompts: a step finds nothing of it under new weights."""
+    for engine in controller.router.engines:
+        assert isinstance(engine, NativeEngine)
+        await engine.reset_prefix_cache()
+
+
 async def _publication_s(controller: Controller) -> tuple[float, float, int]:
     """Medians: seconds of publishing to every replica, seconds of probing them all, and the bytes published."""
     sync_s, probe_s, num_bytes = [], [], 0
+    device = controller.trainer.model.device
+    other = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     for _ in range(FEW_REPEATS):
+        other.add_(1)  # a step publishes after training: the caches hold other things
+        _wait(device)
         began_s = time.perf_counter()
         reports = [
             await controller.publisher.resync(engine.replica_id) for engine in controller.router.engines
         ]
         sync_s.append(time.perf_counter() - began_s)
         num_bytes = sum(report.num_bytes for report in reports)
+        await forget_prefixes(controller)  # as the new weights of a step would
         began_s = time.perf_counter()
         if controller.probes:
             for engine in controller.router.engines:
@@ -212,7 +224,8 @@ async def _decode_points(
     seconds: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for repeat in range(FEW_REPEATS):
         for prompt_tokens in contexts:
-            for idx, num_rows in enumerate(sizes):
+            # The pull of the context shows at a few rows; prefilling long prompts into every slot only takes time.
+            for idx, num_rows in enumerate(sizes if prompt_tokens == contexts[0] else sizes[:-1]):
                 rows, delta = await measure(num_rows, prompt_tokens, repeat * len(sizes) + idx)
                 step_s = delta.decode_s / max(delta.decode_steps, 1)
                 seconds.setdefault((rows, prompt_tokens), []).append((step_s, delta.prefill_s))

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollbook.controller.calibrate import TypicalWork, measure_host, measure_machine, measure_model
+from rollbook.controller.calibrate import (
+    TypicalWork,
+    forget_prefixes,
+    measure_host,
+    measure_machine,
+    measure_model,
+)
 from rollbook.controller.rollout import Member
 from rollbook.errors import ConfigError
 from rollbook.ledger.entry import Entry, entry
@@ -235,6 +241,7 @@ async def _sample(
         for n, row in enumerate(chosen)
         for i in range(size)
     ]
+    await forget_prefixes(controller)
     began_s = time.perf_counter()
     trajectories = await asyncio.gather(
         *(controller.rollout.produce(m) for m in members), return_exceptions=True
