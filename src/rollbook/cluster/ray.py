@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import tempfile
 import threading
 import time
@@ -63,6 +64,8 @@ from rollbook.weights import TensorSpec
 
 SETTLE_S = 5.0
 """After one rank raised, the others may take this long to come to their own end."""
+CLOSE_S = 5.0
+"""How long rank 0 may take to give its shared memory back."""
 MAX_CONCURRENT = 4096
 """Calls that one replica may have open."""
 
@@ -188,6 +191,13 @@ class TrainerRank:
         if self.size > 1:
             self._stream.finish()
         return answer, dict(publisher.quarantined)
+
+    def close(self) -> None:
+        """Give shared memory back."""
+        if self.publisher is not None:
+            self.publisher.close()
+        if self._sender is not None:
+            self._sender.close()
 
     def drain(self) -> None:
         """Another rank's part of a publication."""
@@ -717,7 +727,7 @@ async def start_on_ray(
         )
     make_rank, make_replica = ray.remote(TrainerRank), ray.remote(ReplicaActor)
     actors = [make_rank.options(**train[rank].options()).remote(rank, num_ranks) for rank in range(num_ranks)]
-    stack.callback(lambda: [ray.kill(actor) for actor in actors])
+    stack.push_async_callback(_end, actors)
     store = ""
     if num_ranks > 1:
         if is_local:
@@ -761,6 +771,7 @@ def _connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack) -> 
         return not cluster.address
     set_environment(RAY_USAGE_STATS_ENABLED="0")
     _silence()
+    terminated = signal.getsignal(signal.SIGTERM)  # Ray takes it, and the run has its own end for it
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": True}
     if cluster.address:
         ray.init(address=cluster.address, **common)
@@ -773,6 +784,8 @@ def _connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack) -> 
             **common,
         )
     stack.callback(ray.shutdown)
+    with suppress(ValueError):  # not on the main thread
+        signal.signal(signal.SIGTERM, terminated)
     return not cluster.address
 
 
@@ -832,6 +845,14 @@ async def _within(ref: Any, actor: str, call: str, deadline_s: float) -> Any:
         raise _cause(error, f"{actor} failed in {call}") from None
     except ray.exceptions.RayActorError as error:
         raise TrainerDownError(f"{actor} died in {call}: {_first_line(error)}", "look at its log") from None
+
+
+async def _end(actors: Sequence[Any]) -> None:
+    """Let the trainer's ranks go; one that is busy or gone is not waited for long."""
+    with suppress(RunError):
+        await _within(actors[0].close.remote(), "rank 0 of the trainer", "close", CLOSE_S)
+    for actor in actors:
+        ray.kill(actor)
 
 
 def _rank_lost(why: str) -> TrainerDownError:
