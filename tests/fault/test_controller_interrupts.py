@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import rollbook.controller.entry as entry
 from fresh_process import in_fresh_process
 from rollbook.cli import main as cli
 from rollbook.controller.loop import Controller
@@ -57,6 +60,27 @@ def test_signals_during_the_start_leave_nothing_but_a_message(tmp_path: Path, ti
     overrides = as_set({"reward.terms.0.function": "interrupting_rewards:score"})
     assert in_fresh_process(train, path, *overrides, log=log) == 130
     assert said(log) == says
+    assert not (tmp_path / "run").exists()
+
+
+def train_interrupted_before_the_loop(path: Path) -> None:
+    plain = entry.asyncio.run
+
+    def run(main: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return plain(main)
+
+    entry.asyncio.run = run
+    train(path)
+
+
+def test_a_signal_before_the_event_loop_runs_is_taken_by_it(tmp_path: Path) -> None:
+    path, log = write_tiny(tmp_path), tmp_path / "log"
+    assert in_fresh_process(train_interrupted_before_the_loop, path, log=log) == 130
+    assert said(log) == (
+        "interrupted: stopping before the first step\nhint: again to leave without closing the parts\n"
+        "interrupted: before the run began; nothing was written\n"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -112,3 +136,36 @@ def test_a_signal_while_the_command_is_imported_is_one_message(
         cli.main(["train", "x.toml"])
     assert ended.value.code == 130
     assert capsys.readouterr() == ("", "interrupted\n")
+
+
+SELF_INTERRUPTING_CALIBRATION = """
+import os, signal
+def score(response, task):
+    os.kill(os.getpid(), signal.SIGINT)
+    return 0.0
+"""
+
+
+def test_an_interrupted_calibration_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "calibration_rewards.py").write_text(SELF_INTERRUPTING_CALIBRATION)
+    monkeypatch.setattr("sys.path", [*sys.path, str(tmp_path)])
+    term = {"function": "calibration_rewards:score", "isolation": "inline", "is_tested": False}
+    overrides = as_set({"reward.terms.0": term, "plan.is_on": True})
+    arguments = [str(write_tiny(tmp_path)), "-o", str(tmp_path / "hardware.toml")]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["calibrate", *arguments, *(part for one in overrides for part in ("--set", one))])
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", "interrupted: nothing was written\n")
+    assert not (tmp_path / "hardware.toml").exists()
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "cuda:99"])
+def test_a_device_that_is_not_there_cannot_be_calibrated(
+    device: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["calibrate", "--device", device, "-o", str(tmp_path / "hardware.toml")])
+    assert ended.value.code == 2
+    assert f"--device is '{device}'" in capsys.readouterr().err

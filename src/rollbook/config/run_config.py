@@ -21,6 +21,9 @@ from rollbook.section import Section
 from rollbook.sync.config import SyncConfig
 from rollbook.trainer.config import CriticConfig, TrainerConfig
 
+DEVICE = r"cpu|cuda(:\d+)?"
+"""What a device is called."""
+
 
 class RunConfig(Section):
     """One run. A run started from the resolved file in a run directory is the same run."""
@@ -170,7 +173,7 @@ class RunConfig(Section):
 
     def _device_problems(self) -> Iterator[tuple[str, str]]:
         for name, device in (("model.device", self.model.device), ("rollout.device", self.rollout.device)):
-            if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            if not re.fullmatch(DEVICE, device):
                 yield f"{name} is '{device}'", "use cpu, cuda or cuda:N"
 
     def _memory_problems(self) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rollbook.config.loading import config_to_toml, load_config
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.interrupts import Interrupts
-from rollbook.controller.startable import unstartable
+from rollbook.controller.startable import device_problem, unstartable
 from rollbook.errors import ConfigError, RunError, SyncError, TrainerDownError
 from rollbook.ledger.hardware import MachineSpec
 from rollbook.observe.opening import open_recorder
@@ -120,71 +120,87 @@ def free_name(folder: Path, name: str) -> str:
 
 
 def calibrate(config_path: Path | None, overrides: Sequence[str], *, device: str) -> MachineSpec:
-    """Ceilings of this machine and, with a config, the coefficients of its model."""
+    """Ceilings of this machine and, with a config, the coefficients of its model.
+
+    Raises:
+        RunError: of any kind; a device that is not there, a config that cannot run.
+    """
     import torch
 
     from rollbook.controller.calibrate import measure_machine
 
     if config_path is None:
+        if problem := device_problem("--device", device):
+            raise ConfigError(*problem)
         return measure_machine(torch.device(device))
     config = _load(config_path, [*overrides, "observe.terminal=off", "plan.hardware=''"])
-    with tempfile.TemporaryDirectory() as folder:
+    with Interrupts() as interrupts, tempfile.TemporaryDirectory() as folder:
         recorder = open_recorder(Path(folder) / "calibrate", config.observe, resolved={})
         try:
-            return asyncio.run(_calibrate(config, recorder))
+            machine = asyncio.run(_calibrate(config, recorder, interrupts))
         finally:
             recorder.close()
+    if machine is None:
+        raise KeyboardInterrupt("nothing was written")
+    return machine
 
 
-async def _calibrate(config: RunConfig, recorder: Recorder) -> MachineSpec:
+async def _calibrate(config: RunConfig, recorder: Recorder, interrupts: Interrupts) -> MachineSpec | None:
+    """What was measured; None where it was interrupted."""
     from rollbook.controller.build import build
     from rollbook.controller.expectation import make_plan
 
-    async with build(config, recorder) as controller:
-        await controller.publish(controller.weight_version)
-        plan = await make_plan(controller)
-        if plan is None:
-            raise ConfigError(
-                "this config cannot be calibrated: plan.is_on is false, or its engine is not the native one",
-                "set plan.is_on = true and rollout.engine = 'native'",
-            )
-        return plan.machine
+    try:
+        with interrupts.attached():
+            async with build(config, recorder) as controller:
+                await controller.publish(controller.weight_version)
+                plan = await make_plan(controller)
+    except asyncio.CancelledError:
+        if not interrupts.is_stopping:
+            raise
+        return None
+    if plan is None:
+        raise ConfigError(
+            "this config cannot be calibrated: plan.is_on is false, or its engine is not the native one",
+            "set plan.is_on = true and rollout.engine = 'native'",
+        )
+    return plan.machine
 
 
 async def _main(
     config: RunConfig, recorder: Recorder, interrupts: Interrupts, *, resume: bool, on_built: OnBuilt | None
 ) -> None:
     """The run, from its parts to its end. Ends quietly where it was interrupted: `interrupts` knows."""
-    interrupts.attach()
     try:
-        await asyncio.sleep(0)  # a signal that came before the loop ends it here
-        with recorder.span("import"):
-            from rollbook.controller.build import build
+        with interrupts.attached():
+            await asyncio.sleep(0)  # a signal that came before the loop ends it here
+            with recorder.span("import"):
+                from rollbook.controller.build import build
 
-            if config.observe.trajectories_every_steps:
-                importlib.import_module("rollbook.observe.trajectories")  # not within the first step
+                if config.observe.trajectories_every_steps:
+                    importlib.import_module("rollbook.observe.trajectories")  # not within the first step
 
-        async with build(config, recorder) as controller:
-            if on_built is not None:
-                on_built(controller)
-            interrupts.controller = controller
-            try:
-                await controller.begin(resume=resume)
-                if resume and controller.is_complete:
-                    done = f"{controller.num_steps_done} of {config.run.num_steps} steps"
-                    print(
-                        f"{recorder.path} is already complete: {done}; nothing was trained", file=sys.stderr
-                    )
-                await controller.run()
-            finally:
-                interrupts.is_closing = True
+            async with build(config, recorder) as controller:
+                if on_built is not None:
+                    on_built(controller)
+                interrupts.controller = controller
+                try:
+                    await controller.begin(resume=resume)
+                    if resume and controller.is_complete:
+                        done = f"{controller.num_steps_done} of {config.run.num_steps} steps"
+                        print(
+                            f"{recorder.path} is already complete: {done}; nothing was trained",
+                            file=sys.stderr,
+                        )
+                    await controller.run()
+                finally:
+                    interrupts.is_closing = True
     except asyncio.CancelledError:
         if not interrupts.is_stopping:
             raise
     except RunError as error:
-        if isinstance(
-            error, SyncError
-        ):  # the machinery's fault, not the user's: what led to it is worth keeping
+        # A publication that fails is the machinery's fault, not the user's: what led to it is worth keeping.
+        if isinstance(error, SyncError):
             with contextlib.suppress(RunError):
                 recorder.accept()
         recorder.event("run_failed", error=error.what, remedy=error.remedy)

@@ -15,8 +15,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -57,11 +58,31 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what `signal.signal` gave
 
-    def attach(self) -> None:
-        """Called by the run's own task, as soon as it runs: it is what `stopping` cancels."""
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        if self.is_stopping:
-            self._stop()
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Around the run's own task, as soon as it runs: it is what `stopping` cancels.
+
+        The system may hand a signal to any thread, and Python takes it on the main one alone, which then sleeps in its
+        event loop: a socket wakes it.
+        """
+        self._loop, self._task = loop, _ = asyncio.get_running_loop(), asyncio.current_task()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            for end in (ours, theirs):
+                end.setblocking(False)
+            loop.add_reader(ours, _drain, ours)
+            before = -1
+            with contextlib.suppress(ValueError):  # not on the main thread
+                before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+            try:
+                if self.is_stopping:
+                    self._stop()
+                yield
+            finally:
+                self._loop = self._task = None
+                with contextlib.suppress(ValueError):
+                    signal.set_wakeup_fd(before)
+                loop.remove_reader(ours)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         """Runs between two instructions of the main thread, which may hold any lock: decides, and lets the loop speak
@@ -92,11 +113,9 @@ class Interrupts:
             self._call(self._stop)
 
     def _call(self, work: Callable[..., None], *args: str) -> None:
-        if self._loop is not None and not self._loop.is_closed():
+        if self._loop is not None:
             self._loop.call_soon_threadsafe(work, *args)
-        elif work is self._stop:
-            return  # `attach` will see it
-        else:
+        elif args:  # before the loop, or after it; a stop is seen by `attached`
             self._write("interrupted: " + "\nhint: ".join(args))
 
     def _stop(self) -> None:
@@ -123,3 +142,8 @@ class Interrupts:
             text = _SHOW_CURSOR + text
         with contextlib.suppress(OSError):
             os.write(2, f"{text}\n".encode())
+
+
+def _drain(end: socket.socket) -> None:
+    with contextlib.suppress(BlockingIOError):
+        end.recv(4096)

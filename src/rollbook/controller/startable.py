@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Iterator
 
-from rollbook.config.run_config import RunConfig
+from rollbook.config.run_config import DEVICE, RunConfig
 from rollbook.errors import ConfigError
 from rollbook.rollout.logprobs_mode import LogprobsMode, reports_ours
 
@@ -165,20 +166,26 @@ def _is_installed(package: str) -> bool:
 
 
 def _device_problems(config: RunConfig) -> Iterator[Problem]:
-    asked = {"model.device": config.model.device, "rollout.device": config.rollout.device}
-    if all(device == "cpu" for device in asked.values()):
-        return
+    for name, device in (("model.device", config.model.device), ("rollout.device", config.rollout.device)):
+        if re.fullmatch(DEVICE, device) and (problem := device_problem(name, device)):
+            yield problem
+
+
+def device_problem(name: str, device: str) -> Problem | None:
+    """Why this device cannot be used here, if it cannot; `name` is the option that asks for it."""
+    if not re.fullmatch(DEVICE, device):
+        return f"{name} is '{device}'", "use cpu, cuda or cuda:N"
+    if device == "cpu":
+        return None
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for name, device in asked.items():
-        kind, _, index = device.partition(":")
-        if kind != "cuda":
-            continue
-        if not num_gpus:
-            yield f"{name} is '{device}' and torch sees no CUDA device", f"use {name} = 'cpu'"
-        elif index and int(index) >= num_gpus:
-            yield (
-                f"{name} is '{device}' and torch sees {num_gpus} CUDA device(s)",
-                f"use an index below {num_gpus}, or set CUDA_VISIBLE_DEVICES",
-            )
+    index = device.partition(":")[2]
+    if not num_gpus:
+        return f"{name} is '{device}' and torch sees no CUDA device", f"use {name} = 'cpu'"
+    if index and int(index) >= num_gpus:
+        return (
+            f"{name} is '{device}' and torch sees {num_gpus} CUDA device(s)",
+            f"use an index below {num_gpus}, or set CUDA_VISIBLE_DEVICES",
+        )
+    return None
