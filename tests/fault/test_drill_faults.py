@@ -15,7 +15,6 @@ from rollbook.drill.faults import FAULTS
 from rollbook.drill.run import find_fault, run_drill
 from rollbook.errors import ConfigError
 
-
 TIMED = {"slow_replica", "samples_held_back", "stuck_prompt", "tail_burst", "leaked_leases", "skewed_filter"}
 """Faults that show in seconds alone: on a host whose seconds jump, nobody can tell them."""
 

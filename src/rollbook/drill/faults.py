@@ -244,7 +244,8 @@ def noisy_engine(site: Site) -> None:
 
 
 def blocked_publication(site: Site) -> None:
-    """A bucket never arrives at the replicas: a collective in which one side has stopped."""
+    """A bucket never arrives at the replicas: a collective in which one side has stopped. Its deadline is a second."""
+    publisher = site.controller.publisher
 
     def around(receive: Callable[[Bucket], Awaitable[None]]) -> Callable[[Bucket], Awaitable[None]]:
         async def hang(bucket: Bucket) -> None:
@@ -254,8 +255,18 @@ def blocked_publication(site: Site) -> None:
 
         return hang
 
-    for port in site.controller.publisher.ports.values():
+    def around_publish(publish: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def with_deadline(*args: Any, **kwargs: Any) -> Any:
+            if site.is_on:
+                soon = {"receive_deadline_s": 1.0}
+                publisher.config = site.controller.config.sync.model_copy(update=soon)
+            return await publish(*args, **kwargs)
+
+        return with_deadline
+
+    for port in publisher.ports.values():
         wrap(port, "receive", around)
+    wrap(publisher, "publish", around_publish)
 
 
 def oom_in_sync(site: Site) -> None:
@@ -352,17 +363,32 @@ def _without_grad(change: Callable[[LiveWeights], None], weights: LiveWeights) -
 
 
 def stuck_prompt(site: Site) -> None:
-    """One prompt of every step never ends; its group's deadline does."""
+    """One prompt of every step never ends; its group's deadline does, after ten times what a group usually takes."""
+    rollout = site.controller.rollout
+    took_s: list[float] = []
 
     def around(produce: Produce) -> Produce:
         async def stuck(member: Any) -> Trajectory:
             if site.is_on and member.group_id % site.controller.config.run.groups_per_step == 0:
                 await asyncio.Event().wait()
-            return await produce(member)
+            started_at_s = time.monotonic()
+            trajectory = await produce(member)
+            took_s.append(time.monotonic() - started_at_s)
+            return trajectory
 
         return stuck
 
-    wrap(site.controller.rollout, "produce", around)
+    def around_admit(admit: Callable[[], None]) -> Callable[[], None]:
+        def with_deadline() -> None:
+            if site.is_on and site.age == 0:
+                deadline = {"group_deadline_s": max(10 * float(np.median(took_s)), 0.2)}
+                rollout.buffer.config = rollout.buffer.config.model_copy(update=deadline)
+            admit()
+
+        return with_deadline
+
+    wrap(rollout, "produce", around)
+    wrap(rollout, "admit", around_admit)
 
 
 def sandboxes_gone(site: Site) -> None:
@@ -624,7 +650,7 @@ FAULTS: dict[str, Fault] = {
             says="one prompt of every step never ends before its deadline",
             expects=("buffer_never_fills",),
             inject=stuck_prompt,
-            needs={"buffer.group_deadline_s": 1.0, "run.max_failure_frac": 0.9},
+            needs={"run.max_failure_frac": 0.9},
         ),
         Fault(
             name="quantized_engine",
@@ -667,7 +693,7 @@ FAULTS: dict[str, Fault] = {
             says="a publication never ends: a collective in which one side has stopped",
             expects=("collective_hang",),
             inject=blocked_publication,
-            needs={"sync.receive_deadline_s": 0.5, "sync.staging": "direct"},
+            needs={"sync.staging": "direct"},
             ends_run=True,
         ),
         Fault(

@@ -29,8 +29,14 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE, missing=("timing_s/gen",), collect="log the seconds the trainer waits for samples"
         )
+    if (late := _deadlines(view)) is not None:
+        return late
     rise = view.rise(excess)
-    idx = rise.idx if rise is not None and rise.peak_ratio >= 1.9 and rise.score >= 5 else None
+    idx = None
+    if rise is not None and rise.peak_ratio >= 1.9:
+        c = view.contrast(excess, rise.idx, width=20)  # many values tell what one would not in a noisy log
+        is_clear = rise.score >= 3 and rise.peak_ratio >= 2.5 and c is not None and c.score >= 8
+        idx = rise.idx if rise.score >= 5 or is_clear else None
     if idx is None:
         idx = _ends_waiting(view)
     if idx is None:
@@ -72,6 +78,42 @@ def judge(view: View) -> Finding | NotJudged | None:
         "or admit less ahead "
         "when they are evicted, put a deadline on every trajectory when they hang",
         next_check="the oldest trajectory still running: its age, its turn and its replica",
+    )
+
+
+def _deadlines(view: View) -> Finding | None:
+    """Trajectories that used to end run into their deadline: counted, so that a slow host cannot look like it."""
+    if signs.failure_kinds(view).main != "timeout" or view.family("env/"):
+        return None
+    rise = view.rise("failures/frac", log=False)
+    if rise is None or rise.late < max(0.04, 3 * rise.before) or rise.score < 6:
+        return None
+    before, after = (
+        view.level("timing_s/gen", max(0, rise.idx - 40), rise.idx),
+        view.level("timing_s/gen", rise.idx),
+    )
+    return Finding(
+        rule=RULE,
+        title="trajectories hang until their deadline, and the trainer waits for them",
+        area="async",
+        confidence=0.88,
+        step=rise.step,
+        evidence=(
+            of_break(rise, "failures are time-outs"),
+            Evidence(
+                metric="timing_s/gen",
+                step=rise.step,
+                before=before,
+                after=after,
+                says=f"the trainer waits {num(after)} s a step, {num(before)} s before",
+            ),
+        ),
+        cost_s=max(after - before, 0.0) * (view.n - rise.idx) * view.stride
+        if np.isfinite(after - before)
+        else None,
+        action="look at what hangs (failures name trajectory, turn and replica), leave its prompts out, and lower the "
+        "deadline of a group so that a step does not wait for it",
+        next_check="do the same prompts hang again? Then it is the prompt or its environment, else the replica",
     )
 
 
