@@ -37,7 +37,7 @@ def everything_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def find(name: str, package: str | None = None) -> Any:
         return object() if name == "vllm" else found(name, package)
 
-    monkeypatch.setattr(startable.importlib.util, "find_spec", find)
+    monkeypatch.setattr(importlib.util, "find_spec", find)
     monkeypatch.setattr(startable, "_is_installed", lambda package: package == "vllm")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -109,9 +109,31 @@ def test_a_plan_for_a_cpu_is_a_config_that_train_can_start_here(tmp_path: Path, 
     longest = 20 + config.rollout.max_response_tokens
     assert longest <= config.rollout.kv_pool_tokens <= config.rollout.num_slots * longest
     assert "vllm" not in text.lower()
+    assert config.model.path is not None
     assert Path(config.model.path) == (tmp_path / "qwen3-tiny").resolve()
 
 
 def test_what_train_cannot_do_of_the_plan_is_said(tmp_path: Path) -> None:
     _, text = written(tmp_path, "--model", "qwen3-32b", "--num-gpus", "8", "--rollout-dtype", "float8")
     assert "float8 weights" in text.replace("\n# ", " ")
+
+
+def test_a_processor_hands_nothing_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The seconds of hand-overs and of orchestration were measured on GPU clusters."""
+    hardware = tmp_path / "hardware.toml"
+    CPU.write(hardware)
+    with pytest.raises(SystemExit):
+        main(
+            [
+                "plan",
+                "--model",
+                str(model_folder(tmp_path)),
+                "--gpu",
+                str(hardware),
+                "--num-gpus",
+                "1",
+                "--json",
+            ]
+        )
+    seconds = json.loads(capsys.readouterr().out)["step"]["seconds"]
+    assert seconds["switch"] == seconds["other"] == 0 and seconds["train"] > 0

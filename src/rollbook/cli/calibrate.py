@@ -43,4 +43,15 @@ def command(
             f"train          {train.tokens_per_s:8.0f} tokens/s + {train.per_micro_batch_s * 1e3:.2f} ms a micro batch"
             f" (fit error {train.error_frac:.1%})"
         )
+        moved = (
+            f"{1e9 / machine.digest_bytes_per_s:.2f} s a GB" if machine.digest_bytes_per_s else "by reference"
+        )
+        print(f"publication    {moved} + {machine.sync_base_s * 1e3:.1f} ms of probing")
+    if machine.host is not None:
+        host = machine.host
+        each_us = [s * 1e6 for s in (machine.reward_s, host.pack_s, host.advantage_s, host.report_s)]
+        print(
+            "a trajectory   {:.0f} us to ask for and score, {:.0f} to pack, {:.0f} for its advantage, {:.0f} to "
+            "report".format(*each_us)
+        )
     print(output)

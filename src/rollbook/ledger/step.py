@@ -184,15 +184,21 @@ def join_sides(
             weight_dtype=layouts.replica.weight_dtype,
         ),
     )
-    moves = hand_over(
-        model,
-        cluster,
-        assumptions.switch,
-        num_gpus=train.num_gpus,
-        rollout_weights_bytes_per_gpu=rollout.weights_bytes_per_gpu,
-        state_bytes_per_param=workload.num_trained_models * assumptions.train_state_bytes_per_param,
-        frozen_bytes_per_param=assumptions.weight_bytes_per_param
-        * (int(workload.uses_reference) + int(workload.has_reward_model)),
+    # On a processor engine and trainer share one process and its memory: nothing is handed over or waited for.
+    is_cpu = cluster.accelerator.is_cpu
+    moves = (
+        []
+        if is_cpu
+        else hand_over(
+            model,
+            cluster,
+            assumptions.switch,
+            num_gpus=train.num_gpus,
+            rollout_weights_bytes_per_gpu=rollout.weights_bytes_per_gpu,
+            state_bytes_per_param=workload.num_trained_models * assumptions.train_state_bytes_per_param,
+            frozen_bytes_per_param=assumptions.weight_bytes_per_param
+            * (int(workload.uses_reference) + int(workload.has_reward_model)),
+        )
     )
     return combine(
         mode,
@@ -204,7 +210,7 @@ def join_sides(
         switch_s=sum(move.seconds for move in moves),
         sync_s=published.seconds,
         overlaps_sync=False,
-        other_s=assumptions.step_base_s,
+        other_s=0.0 if is_cpu else assumptions.step_base_s,
         sync_error_frac=published.error_frac,
     )
 
