@@ -492,11 +492,19 @@ def _brief(value_s: float) -> str:
 
 
 def _fitting(parts: list[tuple[int, str]]) -> str:
-    """The parts in their order, less the last in rank, as far as they fit a line."""
-    kept = list(parts)
-    while len("  ".join(text for _, text in kept)) > MAX_LINE_CHARS and len(kept) > 1:
-        kept.remove(max(reversed(kept), key=lambda part: part[0]))
-    return "  ".join(text for _, text in kept)[:MAX_LINE_CHARS]
+    """The parts in their order; by rank, each that still fits the line.
+
+    >>> _fitting([(0, "step 1"), (5, "x" * 115), (4, "train 2/2"), (1, "length 5")])
+    'step 1  train 2/2  length 5'
+    """
+    kept: set[int] = set()
+    num_chars = 0
+    for idx in sorted(range(len(parts)), key=lambda i: parts[i][0]):
+        needed = len(parts[idx][1]) + (2 if kept else 0)
+        if num_chars + needed <= MAX_LINE_CHARS:
+            kept.add(idx)
+            num_chars += needed
+    return "  ".join(parts[idx][1] for idx in sorted(kept))
 
 
 def _shortened(text: str, width: int) -> str:
