@@ -71,7 +71,7 @@ def test_a_run_that_failed_later_is_reconciled_and_says_so(
 def test_a_step_that_was_repeated_and_went_well_is_no_failure(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    repeated = {"kind": "span", "name": "step", "step": 0, "span_id": 9}
-    events = [STARTED, STARVED, repeated, {"kind": "run_ended"}]
+    repeated: dict[str, Any] = {"kind": "span", "name": "step", "step": 0, "span_id": 9}
+    events: list[dict[str, Any]] = [STARTED, STARVED, repeated, {"kind": "run_ended"}]
     code, out, _ = reconciled(capsys, folder_of(tmp_path / "run", *events, num_steps=1))
     assert code == 0 and "failed" not in out

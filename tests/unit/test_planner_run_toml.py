@@ -122,18 +122,8 @@ def test_a_processor_hands_nothing_over(tmp_path: Path, capsys: pytest.CaptureFi
     """The seconds of hand-overs and of orchestration were measured on GPU clusters."""
     hardware = tmp_path / "hardware.toml"
     CPU.write(hardware)
+    sizes = ["--prompts", "8", "--prompt-tokens", "20", "--response-tokens", "16", "--num-gpus", "1"]
     with pytest.raises(SystemExit):
-        main(
-            [
-                "plan",
-                "--model",
-                str(model_folder(tmp_path)),
-                "--gpu",
-                str(hardware),
-                "--num-gpus",
-                "1",
-                "--json",
-            ]
-        )
+        main(["plan", "--model", str(model_folder(tmp_path)), "--gpu", str(hardware), *sizes, "--json"])
     seconds = json.loads(capsys.readouterr().out)["step"]["seconds"]
     assert seconds["switch"] == seconds["other"] == 0 and seconds["train"] > 0
