@@ -78,10 +78,12 @@ class Real:
         yield f"| the steps before each fault | {self.controls['well']}/{self.controls.total()} | | {alarms} |"
 
 
-def real_runs(seeds: range) -> Real:
-    """Run every fault and every kind of well run, once a seed."""
+def real_runs(seeds: range, only: list[str]) -> Real:
+    """Run every fault and every kind of well run, once a seed; or those of the names."""
     real = Real()
     for name, fault in FAULTS.items():
+        if only and name not in only:
+            continue
         for seed in seeds:
             with tempfile.TemporaryDirectory() as folder:
                 job = write_job(Path(folder), seed=seed)
@@ -91,6 +93,8 @@ def real_runs(seeds: range) -> Real:
             if report.found_at_step is not None:
                 real.after_steps.setdefault(name, []).append(report.found_at_step - AT_STEP)
     for name, overrides in WELL.items():
+        if only and name.split(",")[0].split(":")[0] not in only:
+            continue
         for seed in seeds:
             with tempfile.TemporaryDirectory() as folder:
                 run_dir = start_run(write_job(Path(folder), seed=seed), overrides)

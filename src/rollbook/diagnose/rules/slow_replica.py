@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rollbook.diagnose.changes import best_splits
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.view import View
@@ -31,12 +32,30 @@ def judge(view: View) -> Finding | NotJudged | None:
     return best
 
 
+def _parted(view: View, name: str) -> int | None:
+    """Where a noisy speed parts into two ranges that hardly overlap, the later one slow."""
+    values = view.values[name]
+    known = np.flatnonzero(np.isfinite(values) & (values > 0))
+    if len(known) < 16:
+        return None
+    splits = best_splits(np.log(values[known]), min_points=6, direction=-1)
+    level = next((split for split in splits if split.kind == "level"), None)
+    if level is None:
+        return None
+    before, after = values[known[: level.idx]], values[known[level.idx :]]
+    is_apart = np.quantile(after, 0.85) < np.quantile(before, 0.2)
+    is_slow = np.median(after) <= SLOW * min(1.0, float(np.median(before)))
+    return int(known[level.idx]) if is_apart and is_slow else None
+
+
 def _judge(view: View, metric: str, name: str) -> Finding | None:
     replica = metric.split("/")[1]
     fall = view.fall(name, log=True)
     level = view.level(name)
     if fall is not None and fall.late <= SLOW and fall.ratio <= 0.5 and fall.score >= 5:
         idx, before, after, confidence = fall.idx, fall.before, fall.late, 0.92
+    elif (at := _parted(view, name)) is not None:
+        idx, before, after, confidence = at, view.level(name, 0, at), view.level(name, at), 0.85
     elif view.count(name) >= 8 and level <= SLOW and view.level(name, 0, max(5, view.n // 8)) <= SLOW:
         idx, before, after, confidence = 0, 1.0, level, 0.8
     else:
