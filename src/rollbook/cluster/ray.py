@@ -119,7 +119,6 @@ class TrainerRank:
             facts=model.facts,
             source=model.source,
             dtype=model.dtype,
-            device=str(model.device),
             hf_config=model.hf_config(),
             specs=self.trainer.weight_specs(),
         )
@@ -248,8 +247,9 @@ class ReplicaActor:
         config, rollout = self.config, self.config.rollout
         if rollout.num_threads:
             torch.set_num_threads(rollout.num_threads)
+        whole = config.model.model_copy(update={"lora": None})  # adapters come merged
         model = await asyncio.to_thread(
-            load_model, config.model, dtype=self._dtype, device=rollout.device, with_tokenizer=False
+            load_model, whole, dtype=self._dtype, device=rollout.device, with_tokenizer=False
         )
         self.engine = NativeEngine(
             model,
@@ -301,7 +301,6 @@ class RemoteFacts:
     facts: ModelFacts
     source: str
     dtype: torch.dtype
-    device: str
     hf_config: dict[str, Any]
     specs: tuple[TensorSpec, ...]
 
@@ -317,6 +316,7 @@ class RemoteModel:
     source: str
     dtype: torch.dtype
     device: torch.device
+    """Of this process: it computes nothing, and owns no memory of an accelerator."""
     tokenizer: Tokenizer
     config: dict[str, Any]
 
@@ -339,7 +339,7 @@ class RemoteTrainer(Trainer):
             facts=facts.facts,
             source=facts.source,
             dtype=facts.dtype,
-            device=torch.device(facts.device),
+            device=torch.device("cpu"),
             tokenizer=tokenizer,
             config=facts.hf_config,
         )
@@ -490,6 +490,7 @@ class RemotePublisher(Publisher):
 
     def __init__(self, trainer: RemoteTrainer) -> None:
         self.trainer = trainer
+        self.weight_version = 0
         self.quarantined: dict[int, str] = {}
         self._in_turn = asyncio.Lock()
 
@@ -515,6 +516,7 @@ class RemotePublisher(Publisher):
         self.quarantined.update(quarantined)
         if isinstance(answer, RunError):
             raise answer
+        self.weight_version = answer.weight_version
         return cast(PublicationReport, answer)
 
     def close(self) -> None:
