@@ -98,12 +98,12 @@ def trainer_logprobs(
 
 
 async def write_weights(engine: NativeEngine, source: LoadedModel) -> None:
-    """All weights of `source` into the engine, between two steps; the version is the caller's to adopt."""
+    """All weights of `source` into the engine, in its dtype, between two steps; the version is the caller's to adopt."""
     weights = await engine.live_weights()
 
     def write() -> None:
         for name, tensor in source.named_tensors().items():
-            weights.write(name, tensor.detach())
+            weights.write(name, tensor.detach().to(weights.read(name).dtype))
 
     await engine.run_between_steps(write)
 
