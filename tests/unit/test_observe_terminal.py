@@ -197,6 +197,21 @@ def test_findings_are_said_aloud_with_their_remedy(tmp_path: Path) -> None:
     )
 
 
+def test_a_notice_is_one_line_in_a_log_and_a_finished_run_taken_up_again_has_no_summary(
+    tmp_path: Path,
+) -> None:
+    screen = Screen(tmp_path, 80, is_terminal=False)
+    summary = "all 64 rewards of the first 8 groups are 0: " + "there is nothing to learn from " * 4
+    screen.recorder.finding("one_reward", summary, remedy="look at some responses")
+    screen.recorder.event("already_complete", num_steps_done=3)
+    screen.recorder.close()
+    assert screen.out.getvalue().splitlines() == [
+        f"run {tmp_path / 'run'}",
+        f"finding: {summary}".rstrip(),
+        "  hint: look at some responses",
+    ]
+
+
 def test_the_summary_says_how_far_it_came_and_where_it_lies(tmp_path: Path) -> None:
     screen = Screen(tmp_path, 200, is_terminal=False)
     for step in range(2):

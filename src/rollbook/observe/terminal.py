@@ -31,14 +31,13 @@ MAX_SOURCES = 4
 """Data sources with a row of their own; the rest share one."""
 _NOTICES = {
     "finding": "summary",
-    "step_failed": "error",
     "publication_failed": "error",
     "quarantined": "why",
     "sink_failed": "error",
     "fault": "fault",
     "interrupted": "effect",
 }
-"""Event kinds that are said aloud, and the field that says it."""
+"""Event kinds that are said aloud, and the field that says it. Not a step that failed: the run ends with its error."""
 PHASES = {
     "import": "loading torch and the parts of the run",
     "model": "making the model and its optimizer",
@@ -167,6 +166,7 @@ class TerminalView:
         # The panel is drawn by a thread of its own. Never print while holding this: printing waits for the panel.
         self._lock = threading.Lock()
         self._warmup_said_mono_s = -WARMUP_LINE_S
+        self._was_complete = False
         self._has_begun = False
         """The run left something on disk: told by its last event."""
         self._live: Live | None = None
@@ -182,18 +182,19 @@ class TerminalView:
             self.progress.take_event(event)
         kind = str(event["kind"])
         self._has_begun |= kind == "run_ended"
+        self._was_complete |= kind == "already_complete"
         if self._live is None:
             self._say_phase(kind, event)
         if kind == "plan":
             self.console.print("\n".join(plan_lines(event)), soft_wrap=True, highlight=False)
         if kind in _NOTICES:
-            style = "red" if event.get("severity") == "error" or kind == "step_failed" else "yellow"
+            style = "red" if event.get("severity") == "error" else "yellow"
             notice = Text(
                 f"{kind.replace('_', ' ')}: {event.get(_NOTICES[kind], '')}".rstrip(": "), style=style
             )
             if event.get("remedy"):
                 notice.append(f"\n  hint: {event['remedy']}", style="dim")
-            self.console.print(notice)
+            self.console.print(notice, soft_wrap=not self.console.is_terminal)
 
     def _say_phase(self, kind: str, event: Event) -> None:
         """Without a panel: a line for each thing that takes time before the first step."""
@@ -221,7 +222,7 @@ class TerminalView:
         """Leave the last view on the screen and print the summary, if there was a run."""
         if self._live is not None and self._live.is_started:
             self._live.stop()
-        if self._has_begun:
+        if self._has_begun and not self._was_complete:
             self.console.print(self.summary(), soft_wrap=True)
 
     # -- one line a step
