@@ -554,6 +554,12 @@ class Interrupts:
         return RunResult(controller.recorder.path).events
 
 
+def takes_the_signals(controller: Controller) -> None:
+    """As a library does that comes with handlers of its own."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 @pytest.mark.parametrize(("times", "num_steps_done"), [(1, 2), (2, 0)])
 def test_ctrl_c_ends_the_step_with_a_checkpoint_and_a_second_one_ends_at_once(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], times: int, num_steps_done: int
@@ -561,8 +567,8 @@ def test_ctrl_c_ends_the_step_with_a_checkpoint_and_a_second_one_ends_at_once(
     exact = {"rollout.batch_invariant": True}
     whole = tiny_run(name="whole", num_steps=4, **exact)
     arguments = [str(write_tiny(tmp_path, num_steps=4))]
-    fault = Interrupts(update=2, times=times)
-    error, _ = train(arguments, capsys, faults=[fault], overrides=exact, exit_code=130)
+    faults = [takes_the_signals, Interrupts(update=2, times=times)]
+    error, _ = train(arguments, capsys, faults=faults, overrides=exact, exit_code=130)
     assert error.endswith(f"interrupted: `rollbook train --resume {tmp_path / 'run'}` continues\n")
     run = RunResult(tmp_path / "run")
     effects = [event["effect"] for event in run.events_of("interrupted")]

@@ -184,6 +184,7 @@ async def _main(
                 if on_built is not None:
                     on_built(controller)
                 interrupts.controller = controller
+                interrupts.take()
                 try:
                     await controller.begin(resume=resume)
                     if resume and controller.is_complete:

@@ -47,10 +47,15 @@ class Interrupts:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
+        self.take()
+        return self
+
+    def take(self) -> None:
+        """Become the handler, also of a signal that a library (Ray) has taken since."""
         with contextlib.suppress(ValueError):  # not on the main thread
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._take)
-        return self
+                before = signal.signal(number, self._take)
+                self._before.setdefault(number, before)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
