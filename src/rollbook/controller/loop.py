@@ -303,7 +303,7 @@ class Controller:
         """Sequences with everything the loss reads: trainer's logprobs, corrections, advantages. None when the
         filters left nothing to train."""
         algorithm = self.config.algorithm
-        with self.recorder.span("pack"):
+        with self.recorder.span("pack", expected_s=self._expected_s("pack")):
             sequences = train_sequences(taken.groups, algorithm.filter)
             if not sequences:
                 self.recorder.event("empty_batch", evictions=len(taken.evictions))
@@ -328,7 +328,7 @@ class Controller:
             with self.recorder.span("values", expected_s=self._expected_s("values")) as span:
                 self.recorder.metrics(await self.compute(lambda: self.trainer.fill_values(batch)))
                 span.set(tokens=batch.num_tokens)
-        with self.recorder.span("adv"):
+        with self.recorder.span("adv", expected_s=self._expected_s("adv")):
             if self.needs_proximal:
                 self.recorder.metrics(correct(batch.sequences, algorithm.correction))
             self.recorder.metrics(estimate_advantages(batch.sequences, algorithm))

@@ -23,7 +23,16 @@ from rollbook.planner.search import (
     rollout_s,
     train_layout_json,
 )
-from rollbook.planner.words import MODE_TITLES, capitalized, count, format_bytes, percent, seconds, split
+from rollbook.planner.words import (
+    MODE_TITLES,
+    capitalized,
+    count,
+    format_bytes,
+    percent,
+    seconds,
+    split,
+    split_gpus,
+)
 
 _MOST_SENT_BACK = 4
 
@@ -174,7 +183,8 @@ def _generation(request: PlanRequest, base: Candidate) -> Reasoned:
             "tail_frac": base.account.tail_frac,
         },
         because=(
-            f"On all GPUs, {replicas} with {rollout.slots_per_replica} slots each take the "
+            f"On all GPUs, {replicas} of {_plural(rollout.slots_per_replica, 'slot')} "
+            f"{'takes' if rollout.num_replicas == 1 else 'each take their share of'} the "
             f"{count(work.num_sequences)} responses in {waves}. A decode step of {seconds(rollout.decode_step_s)} is "
             f"spent reading memory, not computing: {percent(rollout.mfu_frac)} of peak with full slots. Of the "
             f"{seconds(busy)} of decoding, {percent(base.account.tail_frac)} is the tail, in which a few responses of "
@@ -263,7 +273,7 @@ def _layouts(
             )
     if chosen is None:
         outputs["smallest_changes"] = list(changes)
-        sentences.append("Nothing fits. " + ("The smallest change: " + changes[0] if changes else "") + ".")
+        sentences.append("Nothing fits." + (f" The smallest change: {changes[0]}." if changes else ""))
     else:
         rollout, train = chosen.split
         outputs |= {
@@ -276,7 +286,7 @@ def _layouts(
             "step_s": chosen.step_s,
         }
         sentences.append(
-            f"What stands is {MODE_TITLES[chosen.mode]} on {split(*chosen.split, chosen.mode)} GPUs: {choice_because}."
+            f"What stands is {MODE_TITLES[chosen.mode]} on {split_gpus(*chosen.split, chosen.mode)}: {choice_because}."
         )
         sentences.append(_layout_sentence(request, chosen))
     return Reasoned(

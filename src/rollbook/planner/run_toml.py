@@ -16,7 +16,15 @@ from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.publication import MAX_BUCKETS, Publication
 from rollbook.planner.search import Candidate
 from rollbook.planner.staleness import batch_latency_s
-from rollbook.planner.words import MODE_TITLES, capitalized, count, format_bytes, percent, seconds, split
+from rollbook.planner.words import (
+    MODE_TITLES,
+    capitalized,
+    count,
+    format_bytes,
+    percent,
+    seconds,
+    split_gpus,
+)
 
 _WIDTH = 100
 _NUM_STEPS = 200
@@ -74,7 +82,7 @@ def _header(plan: Plan, chosen: Candidate) -> str:
     low, high = chosen.account.step_s.low, chosen.account.step_s.high
     lines = [
         f"# {r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}: "
-        f"{MODE_TITLES[chosen.mode]}, {split(*chosen.split, chosen.mode)} GPUs.",
+        f"{MODE_TITLES[chosen.mode]}, {split_gpus(*chosen.split, chosen.mode)}.",
         *_comment(
             f"Expected: {seconds(chosen.step_s)} a step ({seconds(low)} to {seconds(high)}), whole-step MFU "
             f"{percent(chosen.account.mfu_frac)}, under the assumptions `{r.assumptions.name}`."

@@ -20,6 +20,7 @@ from rollbook.planner.words import (
     percent,
     seconds,
     split,
+    split_gpus,
 )
 
 _BAR_WIDTH = 24
@@ -77,7 +78,7 @@ def _recommendation(plan: Plan) -> RenderableType:
     span = f" ({seconds(low)} to {seconds(high)})" if high > low * 1.001 else ""
     head = Text.assemble(
         (capitalized(MODE_TITLES[chosen.mode]), "bold green"),
-        f", {split(*chosen.split, chosen.mode)} GPUs: a step takes ",
+        f", {split_gpus(*chosen.split, chosen.mode)}: a step takes ",
         (seconds(chosen.step_s), "bold"),
         f"{span}, whole-step MFU {percent(account.mfu_frac)}.",
     )

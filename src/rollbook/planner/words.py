@@ -61,9 +61,18 @@ def split(rollout_gpus: int, train_gpus: int, mode: str) -> str:
     return f"{rollout_gpus}:{train_gpus}" if mode.startswith("separate") else f"{rollout_gpus} shared"
 
 
+def split_gpus(rollout_gpus: int, train_gpus: int, mode: str) -> str:
+    """
+    >>> split_gpus(40, 24, "separate_async"), split_gpus(1, 1, "sync")
+    ('40:24 GPUs', '1 shared GPU')
+    """
+    is_one = not mode.startswith("separate") and rollout_gpus == 1
+    return f"{split(rollout_gpus, train_gpus, mode)} GPU{'' if is_one else 's'}"
+
+
 def capitalized(sentence: str) -> str:
     """First letter in upper case, the rest as it is."""
     return sentence[:1].upper() + sentence[1:]
 
 
-__all__ = ["MODE_TITLES", "capitalized", "count", "format_bytes", "percent", "seconds", "split"]
+__all__ = ["MODE_TITLES", "capitalized", "count", "format_bytes", "percent", "seconds", "split", "split_gpus"]
