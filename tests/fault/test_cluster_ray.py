@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from rollbook.controller.loop import Controller
-from rollbook.errors import DataError, DeadlineError, EngineDownError, TrainerDownError
+from rollbook.errors import ConfigError, DataError, DeadlineError, EngineDownError, TrainerDownError
 from rollbook.sync.publisher import PublicationReport
 from tiny_run import RunResult, run_tiny, tiny_config
 
@@ -63,40 +64,47 @@ def publications(run: RunResult) -> list[tuple[int, list[int]]]:
     return [(event["weight_version"], event["committed"]) for event in run.events_of("publication")]
 
 
-def test_a_replica_killed_while_it_generates_is_replaced_and_only_its_requests_are_made_again(
-    tmp_path: Path, undisturbed: RunResult
-) -> None:
-    killed: list[int] = []
+@dataclass
+class KillInGeneration:
+    """The replica's process is killed in the middle of the second step, with requests under way."""
 
-    def kill_in_generation(controller: Controller) -> None:
-        engine: Any = controller.router.engines[1]
-        plain = engine.generate
+    replica_id: int
+    pids: list[int] = field(default_factory=list)
+
+    def __call__(self, controller: Controller) -> None:
+        engine: Any = controller.router.engines[self.replica_id]
+        generate, publisher = engine.generate, controller.publisher
+        plain_publish = publisher.publish
         num_calls = 0
 
-        async def generate(request: Any) -> Any:
+        async def killing(request: Any) -> Any:
             nonlocal num_calls
             num_calls += 1
-            if num_calls == 11:  # of the second step; others are running there
-                killed.append(engine.address.pid)
+            if num_calls == 11:
+                self.pids.append(engine.address.pid)
                 os.kill(engine.address.pid, signal.SIGKILL)
-            return await plain(request)
-
-        engine.generate = generate
-        publisher, published = controller.publisher, controller.publisher.publish
+            return await generate(request)
 
         async def publish(weight_version: int, *, moved: bool = True) -> PublicationReport:
-            if weight_version == 3:
+            if weight_version == 3:  # whenever the new process is there, it is before this one
                 await engine._pool.is_back(engine)
-            return await published(weight_version, moved=moved)
+            return await plain_publish(weight_version, moved=moved)
 
-        publisher.publish = publish  # type: ignore[method-assign]
+        engine.generate, publisher.publish = killing, publish  # type: ignore[method-assign]
 
-    run = run_tiny(tmp_path, num_steps=3, faults=[kill_in_generation], **ON_RAY)
-    assert len(killed) == 1
+
+@pytest.mark.parametrize("num_replicas", [2, 1])
+def test_a_replica_killed_while_it_generates_is_replaced_and_only_its_requests_are_made_again(
+    tmp_path: Path, undisturbed: RunResult, num_replicas: int
+) -> None:
+    """Another replica takes them; where there is none, they wait until it is back."""
+    last = num_replicas - 1
+    kill = KillInGeneration(last)
+    run = run_tiny(tmp_path, num_steps=3, faults=[kill], **{**ON_RAY, "rollout.num_replicas": num_replicas})
+    assert len(kill.pids) == 1
     assert_same_run(run, undisturbed)
-    assert {event["replica_id"] for event in run.events_of("quarantined")} == {1}
-    told = publications(run)
-    assert told[-1] == (3, [0, 1]), "both replicas hold the last version, proven"
+    assert {event["replica_id"] for event in run.events_of("quarantined")} == {last}
+    assert publications(run)[-1] == (3, list(range(num_replicas))), "all hold the last version, proven"
 
 
 def test_a_replica_killed_during_a_publication_misses_it_and_is_re_synced(tmp_path: Path) -> None:
@@ -230,7 +238,6 @@ def tiny_batch() -> Any:
     return np.zeros(1 << 18, np.float32)
 
 
-def test_the_publisher_is_one_that_the_controller_knows() -> None:
-    from rollbook.sync.publisher import Publisher
-
-    assert issubclass(RemotePublisher, Publisher)
+def test_a_drill_that_wants_the_ports_is_told_where_they_are() -> None:
+    with pytest.raises(ConfigError, match="in the process of trainer rank 0"):
+        _ = RemotePublisher(remote_trainer([], 1.0)).ports

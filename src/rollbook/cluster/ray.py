@@ -494,6 +494,13 @@ class RemotePublisher(Publisher):
         self.quarantined: dict[int, str] = {}
         self._in_turn = asyncio.Lock()
 
+    @property
+    def ports(self) -> dict[int, Any]:  # type: ignore[override]
+        raise ConfigError(
+            "the ports of the replicas are in the process of trainer rank 0",
+            "drills and replays wrap parts of one process: use cluster.kind = 'inproc'",
+        )
+
     async def publish(self, weight_version: int, *, moved: bool = True) -> PublicationReport:
         return await self._publish(weight_version, moved, None)
 
