@@ -1,6 +1,6 @@
 """A trainer divided over several GPUs by FSDP2 against one rank: step time, bytes a rank, and the gathered export.
 
-    PYTHONPATH=src python bench/gpu/fsdp2.py                        # one and two GPUs, 1.2 B parameters; under a minute
+    PYTHONPATH=src python bench/gpu/fsdp2.py                        # one and two GPUs, 0.8 B parameters; half a minute
     PYTHONPATH=src python bench/gpu/fsdp2.py --device cpu --tiny    # the same over gloo, a second of computing
 
 Each number of ranks is a run of fresh processes on one batch of random tokens: two updates (the second is timed), then
@@ -48,7 +48,7 @@ def model_config(device: str, *, is_tiny: bool) -> ModelConfig:
     new = NewModelConfig(
         architecture="qwen3",
         hidden_size=64 if is_tiny else 2048,
-        num_layers=2 if is_tiny else 16,
+        num_layers=2 if is_tiny else 10,
         num_heads=4 if is_tiny else 16,
         num_kv_heads=2 if is_tiny else 8,
         intermediate_size=96 if is_tiny else 6144,
