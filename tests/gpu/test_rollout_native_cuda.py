@@ -80,7 +80,9 @@ async def test_sleep_gives_the_memory_back_and_the_response_goes_on() -> None:
     async with running(model) as engine:
         whole = await engine.generate(request(random_ids(5)))
     async with running(model, device="cuda", kv_pool_tokens=65_536) as engine:
-        await engine.generate(request(random_ids(5), "1/0"))  # what the libraries keep for themselves is there now
+        await engine.generate(
+            request(random_ids(5), "1/0")
+        )  # what the libraries keep for themselves is there now
         awake_bytes = torch.cuda.memory_allocated()
         hook = AtStep(engine, 3, engine.pause)
         task = asyncio.create_task(engine.generate(request(random_ids(5))))

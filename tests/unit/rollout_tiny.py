@@ -98,7 +98,7 @@ def trainer_logprobs(
 
 
 async def write_weights(engine: NativeEngine, source: LoadedModel) -> None:
-    """All weights of `source` into the engine, in its dtype, between two steps; the version is the caller's to adopt."""
+    """All weights of `source` into the engine, in its dtype, between two steps; the caller adopts the version."""
     weights = await engine.live_weights()
 
     def write() -> None:
