@@ -30,7 +30,7 @@ from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.predict import StepWork, predict_stages
 from rollbook.rollout.native.engine import NativeEngine
-from rollbook.types import Group
+from rollbook.types import Group, Prompt
 
 if TYPE_CHECKING:
     from rollbook.controller.loop import Controller
@@ -236,22 +236,19 @@ async def _sample(
     draw = np.random.default_rng([controller.config.run.seed, seed])
     chosen = draw.choice(len(controller.train_prompts), num_groups, replace=False)
     first_id = -2 - seed * max(most_groups, SAMPLE_GROUPS)
-    members = [
-        Member(group_id=first_id - n, member_idx=i, prompt=controller.train_prompts[row])
-        for n, row in enumerate(chosen)
-        for i in range(size)
-    ]
+    prompts = [controller.train_prompts[row] for row in chosen]
+
+    async def answer(group_id: int, prompt: Prompt) -> Group:
+        members = [Member(group_id=group_id, member_idx=i, prompt=prompt) for i in range(size)]
+        trajectories = await controller.rollout.run_members(members)
+        group = Group(group_id=group_id, prompt=prompt, trajectories=tuple(trajectories))
+        controller.rollout.judge(group)
+        return group
+
     await forget_prefixes(controller)
     began_s = time.perf_counter()
-    trajectories = await asyncio.gather(
-        *(controller.rollout.produce(m) for m in members), return_exceptions=True
-    )
+    groups = await asyncio.gather(*(answer(first_id - n, prompt) for n, prompt in enumerate(prompts)))
     elapsed_s = time.perf_counter() - began_s
-    groups = []
-    for n, row in enumerate(chosen):
-        own = [t for t in trajectories[n * size : (n + 1) * size] if not isinstance(t, BaseException)]
-        prompt = controller.train_prompts[row]
-        groups.append(Group(group_id=first_id - n, prompt=prompt, trajectories=tuple(own)))
     return groups, elapsed_s
 
 

@@ -171,7 +171,7 @@ class Rollout:
 
     async def _run_group(self, group_id: int, prompt: Prompt, members: list[Member]) -> None:
         try:
-            trajectories = await self._run_members(members)
+            trajectories = await self.run_members(members)
             self._end_group(Group(group_id=group_id, prompt=prompt, trajectories=tuple(trajectories)))
         except asyncio.CancelledError:
             raise
@@ -184,7 +184,8 @@ class Rollout:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _run_members(self, members: list[Member]) -> list[Trajectory]:
+    async def run_members(self, members: list[Member]) -> list[Trajectory]:
+        """One trajectory for each member, within the group's deadline."""
         tasks = [asyncio.create_task(self._run_member(member)) for member in members]
         late: set[asyncio.Task[Trajectory]] = set()
         try:
