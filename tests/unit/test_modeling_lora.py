@@ -177,6 +177,13 @@ def test_a_resumed_run_is_the_unbroken_one_and_leaves_a_whole_model(tmp_path: Pa
     assert "model.layers.0.self_attn.q_proj.weight" in saved
 
 
+def test_a_sleep_drops_only_what_the_next_publication_brings_back(tmp_path: Path) -> None:
+    plain = lora_run(tmp_path, "adapter", name="plain")
+    slept = lora_run(tmp_path, "adapter", name="slept", **{"memory.sleep_level": 2})
+    for name, tensor in plain.parameters.items():
+        assert torch.equal(tensor, slept.parameters[name]), name
+
+
 def test_a_hand_over_leaves_the_base_where_the_publication_needs_it(tmp_path: Path) -> None:
     """The reference shares the base: only its adapters and the moments wait on the host."""
     kl = {"algorithm.kl": {"placement": "loss", "coef": 0.01}}
@@ -201,7 +208,6 @@ def test_a_hand_over_leaves_the_base_where_the_publication_needs_it(tmp_path: Pa
             {"rollout.engine": "vllm", "model.lora.publish": "adapter"},
             "only the native engine takes adapters alone",
         ),
-        ({"memory.sleep_level": 2, "model.lora.publish": "adapter"}, "which drops the base"),
         ({"rollout.mismatch": "int8", "model.lora.publish": "adapter"}, "whole weights are rounded"),
         ({"algorithm.name": "ppo", "model.lora.rank": 4}, "critic.backbone = 'shared'"),
     ],

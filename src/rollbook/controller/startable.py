@@ -144,12 +144,6 @@ def _adapter_problems(config: RunConfig) -> Iterator[Problem]:
             f"model.lora.publish is 'adapter' and rollout.engine '{config.rollout.engine}'",
             "only the native engine takes adapters alone: use publish = 'merged'",
         )
-    if config.memory.sleep_level == 2:
-        yield (
-            "model.lora.publish is 'adapter' and memory.sleep_level 2, which drops the base that no publication brings "
-            "back",
-            "use sleep_level 1, or publish = 'merged'",
-        )
     if config.rollout.mismatch != "none":
         yield (
             f"model.lora.publish is 'adapter' and rollout.mismatch is '{config.rollout.mismatch}'",

@@ -131,10 +131,12 @@ class ModelRunner:
         return [] if self.pool is None else self.pool.tensors()
 
     def put_weights_to_sleep(self, level: int) -> None:
-        """1: to host memory (they are there already on a CPU). 2: gone."""
+        """1: to host memory (they are there already on a CPU). 2: gone, but for those that no publication brings
+        back: the base below adapters that are published alone."""
+        published = self.weights.specs()
         for model in self._models():
-            for parameter in model.module.parameters():
-                if level == 2:
+            for name, parameter in model.module.named_parameters():
+                if level == 2 and name in published:
                     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
                 else:
                     parameter.data = parameter.data.cpu()
