@@ -23,14 +23,12 @@ class LoadedEngine:
     """Decode steps of 1 ms + 10 us a row, prefill of 100 us + 1 us a token; every fifth measurement takes five times
     as long."""
 
-    config = SimpleNamespace(num_slots=32, page_tokens=8, kv_pool_tokens=1 << 16)
-
     def __init__(self) -> None:
         self.rows = 0
         self.num_prompt_tokens = 0
         self.num_readings = 0
         self.totals = EngineStats(
-            weight_version=0, num_running=0, num_waiting=0, num_slots=32, kv_pool_tokens=0, kv_used_tokens=0,
+            weight_version=0, num_running=0, num_waiting=0, num_slots=32, kv_pool_tokens=1 << 16, kv_used_tokens=0,
             prefill_tokens=0, cached_prompt_tokens=0, decode_tokens=0, decode_steps=0, num_preemptions=0, busy_s=0.0,
         )  # fmt: skip
 
@@ -55,7 +53,7 @@ class LoadedEngine:
 async def test_bursts_do_not_reach_the_decode_fit() -> None:
     engine = LoadedEngine()
     facts = SimpleNamespace(vocab_size=64, max_position=4096)
-    decode, prefill = await calibrate._decode_points(engine, facts, WORK)  # type: ignore[arg-type]
+    decode, prefill = await calibrate._decode_points(engine, facts, WORK, page_tokens=8)  # type: ignore[arg-type]
     fit = fit_decode(decode, prefill)
     assert fit.base_s == pytest.approx(1e-3, rel=1e-3) and fit.per_row_s == pytest.approx(1e-5, rel=1e-3)
     assert fit.prefill_tokens_per_s == pytest.approx(1e6, rel=1e-3)

@@ -3,6 +3,7 @@ engine by any transport."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,32 @@ def test_a_run_that_hands_the_device_over_is_the_same_run(
     )
     assert "optimizer moments" not in owners["rollout"]
     assert owners["rollout"]["KV pool"] > 0
+
+
+def test_every_move_of_a_planned_run_stands_beside_what_its_rehearsal_took(
+    tmp_path: Path, plain: RunResult
+) -> None:
+    moves = {"memory.sleep_level": 2, "memory.offload": True}
+    run = run_tiny(tmp_path, num_steps=3, **BF16, **moves, **{"plan.is_on": True})
+    for name, tensor in plain.parameters.items():  # the rehearsal leaves no trace in the weights
+        assert torch.equal(tensor, run.parameters[name]), name
+    stages = json.loads((run.folder / "plan.json").read_text())["stages"]
+    for step, metrics in enumerate(run.metrics):
+        spans = [e for e in run.events_of("span") if e.get("step") == step]
+        halves = [span for span in spans if span["name"] in ("to_trainer", "to_rollout")]
+        assert len(halves) == 3
+        for half in halves:
+            parts = [span for span in spans if span.get("parent_id") == half["span_id"]]
+            assert sum(part["expected_s"] for part in parts) == pytest.approx(half["expected_s"])
+        for name in ("to_trainer", "to_rollout"):
+            assert metrics[f"expected_s/switch_{name}"] == pytest.approx(stages[name]["seconds"])
+        in_step = sum(stages[name]["seconds"] for name in stages if name not in ("eval", "checkpoint"))
+        assert metrics["expected_s/step"] >= in_step * 0.999
+
+
+def test_nothing_is_planned_or_measured_where_no_plan_is_wanted(plain: RunResult) -> None:
+    assert "plan" not in {event["name"] for event in plain.events if event["kind"].startswith("span")}
+    assert not (plain.folder / "plan.json").exists()
 
 
 def test_a_run_resumes_from_a_checkpoint_that_was_written_while_its_state_was_away(

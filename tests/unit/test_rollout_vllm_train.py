@@ -96,3 +96,16 @@ def test_two_engines_in_processes_of_their_own_take_deltas_through_shared_memory
     assert publications[-1]["base_version"] == 1
     for replica_id in (0, 1):
         assert run.metrics[-1][f"training/logprob_gap_by_replica/{replica_id}/max"] < GAP_NATS
+
+
+def test_a_run_with_vllm_is_planned_and_its_spans_carry_what_was_expected(tmp_path: Path) -> None:
+    moves = {"memory.sleep_level": 2, "memory.offload": True}
+    run = train(tmp_path, num_steps=1, **{"plan.is_on": True}, **moves)
+    stages = run.events_of("plan")[0]["stages"]
+    assert min(stages[name] for name in ("rollout", "train", "sync", "to_trainer", "to_rollout")) > 0
+    step = [span for span in run.events_of("span") if span.get("step") == 0]
+    without = {span["name"] for span in step if "expected_s" not in span}
+    assert without == {"sync"}  # the probe: its seconds are in what is expected of the publication
+    whole = next(span for span in step if span["name"] == "to_trainer")
+    parts = [span for span in step if span.get("parent_id") == whole["span_id"]]
+    assert sum(part["expected_s"] for part in parts) == pytest.approx(whole["expected_s"])

@@ -38,8 +38,7 @@ from rollbook.ledger.fit import BatchPoint, DecodePoint, PrefillPoint, fit_decod
 from rollbook.ledger.hardware import HostFit, MachineSpec
 from rollbook.modeling.load import ModelFacts
 from rollbook.observe.trajectories import write_trajectories
-from rollbook.rollout.engine import EngineStats, GenerateRequest
-from rollbook.rollout.native.engine import NativeEngine
+from rollbook.rollout.engine import Engine, EngineStats, GenerateRequest
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import Group, SamplingParams, TrainSequence
 
@@ -95,9 +94,12 @@ def measure_machine(device: torch.device, *, dtypes: Sequence[str] = ("float32",
 
 async def measure_model(controller: Controller, machine: MachineSpec, work: TypicalWork) -> MachineSpec:
     """`machine` with the fits of this run's model, by its own engine and trainer. Takes a few seconds."""
-    engine = controller.router.engines[0]
-    assert isinstance(engine, NativeEngine)
-    decode, prefill = await _decode_points(engine, controller.trainer.model.facts, work)
+    decode, prefill = await _decode_points(
+        controller.router.engines[0],
+        controller.trainer.model.facts,
+        work,
+        page_tokens=controller.config.rollout.page_tokens,
+    )
     trainer = controller.trainer
     points = await controller.compute(lambda: _train_points(trainer, work))
     train, forward, optimizer_s = points
@@ -117,7 +119,6 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
 async def forget_prefixes(controller: Controller) -> None:
     """What the engines remember of earlier prompts: a step finds nothing of it under new weights."""
     for engine in controller.router.engines:
-        assert isinstance(engine, NativeEngine)
         await engine.reset_prefix_cache()
 
 
@@ -199,10 +200,11 @@ async def measure_host(controller: Controller, groups: Sequence[Group]) -> HostF
 
 
 async def _decode_points(
-    engine: NativeEngine, facts: ModelFacts, work: TypicalWork
+    engine: Engine, facts: ModelFacts, work: TypicalWork, *, page_tokens: int
 ) -> tuple[list[DecodePoint], list[PrefillPoint]]:
     """Decode steps at a few batch sizes, each over a response's growth, and their prefills."""
-    num_slots = min(engine.config.num_slots, work.num_sequences)
+    held = await engine.stats()
+    num_slots = min(held.num_slots, work.num_sequences)
     sizes = sorted({1, max(num_slots // 16, 1), max(num_slots // 4, 1), num_slots})
     new_tokens = max(min(work.response_tokens, 32), 3)
     contexts = [work.prompt_tokens]
@@ -211,11 +213,10 @@ async def _decode_points(
         contexts.append(long_prompt)
     decode: list[DecodePoint] = []
     prefill: list[PrefillPoint] = []
-    page_tokens = engine.config.page_tokens
 
     async def measure(num_rows: int, prompt_tokens: int, seed: int) -> tuple[int, EngineStats]:
         pages = -(-(prompt_tokens + new_tokens) // page_tokens)
-        rows = max(min(num_rows, engine.config.kv_pool_tokens // page_tokens // pages), 1)
+        rows = max(min(num_rows, held.kv_pool_tokens // page_tokens // pages), 1)
         draw = np.random.default_rng([seed, rows, prompt_tokens])
         prompts = draw.integers(0, facts.vocab_size, (rows, prompt_tokens)).astype(np.int32)
         return rows, await _generate(engine, prompts, new_tokens, seed=seed)
@@ -237,9 +238,7 @@ async def _decode_points(
     return decode, prefill
 
 
-async def _generate(
-    engine: NativeEngine, prompts: NDArray[np.int32], new_tokens: int, *, seed: int
-) -> EngineStats:
+async def _generate(engine: Engine, prompts: NDArray[np.int32], new_tokens: int, *, seed: int) -> EngineStats:
     """Differences of the engine's counters over one response of `new_tokens` to each row of `prompts`."""
     before = await engine.stats()
     sampling = SamplingParams(max_response_tokens=new_tokens, ignore_eos=True)

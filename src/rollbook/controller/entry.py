@@ -148,23 +148,23 @@ def calibrate(config_path: Path | None, overrides: Sequence[str], *, device: str
 async def _calibrate(config: RunConfig, recorder: Recorder, interrupts: Interrupts) -> MachineSpec | None:
     """What was measured; None where it was interrupted."""
     from rollbook.controller.build import build
-    from rollbook.controller.expectation import make_plan
+    from rollbook.controller.expectation import can_plan, make_plan
 
+    if not can_plan(config):
+        raise ConfigError(
+            f"this config cannot be calibrated: plan.is_on is {str(config.plan.is_on).lower()} and cluster.kind "
+            f"'{config.cluster.kind}'",
+            "set plan.is_on = true and cluster.kind = 'inproc'",
+        )
     try:
         with interrupts.attached():
             async with build(config, recorder) as controller:
                 await controller.publish(controller.weight_version)
-                plan = await make_plan(controller)
+                return (await make_plan(controller)).machine
     except asyncio.CancelledError:
         if not interrupts.is_stopping:
             raise
         return None
-    if plan is None:
-        raise ConfigError(
-            "this config cannot be calibrated: plan.is_on is false, or its engine is not the native one",
-            "set plan.is_on = true and rollout.engine = 'native'",
-        )
-    return plan.machine
 
 
 async def _main(

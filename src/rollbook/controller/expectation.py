@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rollbook.config.run_config import RunConfig
 from rollbook.controller.calibrate import (
     TypicalWork,
     forget_prefixes,
@@ -23,13 +24,13 @@ from rollbook.controller.calibrate import (
     measure_model,
 )
 from rollbook.controller.rollout import Member
+from rollbook.controller.switching import Half
 from rollbook.errors import ConfigError
 from rollbook.ledger.entry import Entry, entry
 from rollbook.ledger.hardware import MachineSpec
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.predict import StepWork, predict_stages
-from rollbook.rollout.native.engine import NativeEngine
 from rollbook.types import Group, Prompt
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ SAMPLE_GROUPS = 64
 SAMPLE_S = 2.0
 """Most seconds of a sample of a whole step, which then says what a step's trajectories cost the host."""
 NUM_SAMPLES = 3
+SWITCHES: dict[str, tuple[Half, ...]] = {
+    "to_trainer": ("to_trainer",),
+    "to_rollout": ("make_room", "to_engine"),
+}
+"""Stages of the hand-over, and the halves they are made of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +75,7 @@ class Plan:
             trained_frac=min(num_sequences / self.work.num_sequences, 1.0),
             lengths=LengthDistribution(limit, min(responses, float(limit))),
         )
-        return _stages(self.model, self.machine, work)
+        return self.stages | _stages(self.model, self.machine, work)
 
     def mean_seconds(self) -> dict[str, float]:
         """Seconds of every stage in the mean of all steps."""
@@ -118,11 +124,15 @@ def _entry_json(entry: Entry, share: float) -> dict[str, Any]:
     }
 
 
-async def make_plan(controller: Controller) -> Plan | None:
-    """Measure what is not given, and predict. None without a plan, or for an engine that cannot be measured."""
+def can_plan(config: RunConfig) -> bool:
+    """A plan is wanted, and trainer and engines can be measured: they are called from this process, whatever the
+    engine's kind."""
+    return config.plan.is_on and config.cluster.kind == "inproc"
+
+
+async def make_plan(controller: Controller) -> Plan:
+    """Measure what is not given, and predict. Asks for `can_plan`."""
     config = controller.config
-    if not config.plan.is_on or not all(isinstance(e, NativeEngine) for e in controller.router.engines):
-        return None
     sample, _ = await _sample(controller, seed=0)
     for group in sample:
         controller.rollout.note_rewards(group)
@@ -174,7 +184,7 @@ async def make_plan(controller: Controller) -> Plan | None:
         model=model,
         machine=machine,
         work=work,
-        stages=_stages(model, machine, work),
+        stages=_stages(model, machine, work) | await _hand_overs(controller),
         occasional=occasional,
         shares={
             name: sum(is_due[name](n + 1, is_last=n == steps[-1]) for n in steps) / max(len(steps), 1)
@@ -202,6 +212,32 @@ def _occasional(
             error_frac=0.5,
             formula="seconds of the checkpoint written last",
             source="measured in this run directory",
+        )
+    return entries
+
+
+async def _hand_overs(controller: Controller) -> dict[str, Entry]:
+    """What it takes to give the device to the trainer and back, where they take turns: by the ledger's table, and by a
+    rehearsal where that does not know the device or the move."""
+    if not controller.schedule.pauses_for_training:
+        return {}
+
+    async def publish() -> None:
+        for engine in controller.router.engines:
+            await controller.publisher.resync(engine.replica_id)
+
+    switch = controller.switch
+    await switch.rehearse(publish)
+    entries = {}
+    for stage, halves in SWITCHES.items():
+        wanted = [expected for half in halves if (expected := switch.expected(half)) is not None]
+        entries[stage] = entry(
+            stage,
+            sum(half.seconds for half in wanted),
+            bytes=float(sum(half.bytes for half in wanted)),
+            error_frac=0.5,
+            formula="sum of its moves",
+            source="the ledger's table; a rehearsal of the run's own moves where it has none",
         )
     return entries
 

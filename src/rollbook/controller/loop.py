@@ -29,7 +29,7 @@ from rollbook.algos.gap import logprob_gap
 from rollbook.buffer.buffer import Taken
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.evaluate import Evaluator
-from rollbook.controller.expectation import Plan, make_plan
+from rollbook.controller.expectation import Plan, can_plan, make_plan
 from rollbook.controller.objective import PolicyObjective, ValueObjective
 from rollbook.controller.preflight import preflight
 from rollbook.controller.probing import Prober
@@ -44,7 +44,7 @@ from rollbook.controller.step_metrics import (
     teacher_values,
     trajectory_values,
 )
-from rollbook.controller.switching import DeviceSwitch
+from rollbook.controller.switching import DeviceSwitch, Half
 from rollbook.controller.warmup import answer_sequences, warmup_lr
 from rollbook.envs.rewards.scorer import Scorer
 from rollbook.errors import CheckpointError, ConfigError, EngineError, SyncError
@@ -142,20 +142,19 @@ class Controller:
             await self._write_checkpoint(0)
         else:
             self.saver.last_write_s = last_span_s(self.recorder.run_dir.events.path, "checkpoint")
-        with self.recorder.span("plan"):
-            self.plan = await make_plan(self)
-        self._show_plan()
+        if can_plan(self.config):
+            with self.recorder.span("plan"):
+                self.plan = await make_plan(self)
+            self._show_plan(self.plan)
         if step is None:
             await self._evaluate(-1)
             self.saver.commit()
 
-    def _show_plan(self) -> None:
+    def _show_plan(self, plan: Plan) -> None:
         """Write the plan and say it, before the first step: the promise that the measurements stand beside."""
-        if self.plan is None:
-            return
-        self.recorder.run_dir.write_plan(self.plan.as_json())
-        seconds = self.plan.mean_seconds()
-        self.expected = self.plan.stages
+        self.recorder.run_dir.write_plan(plan.as_json())
+        seconds = plan.mean_seconds()
+        self.expected = plan.stages
         step_s = (self._expected_step_s() or 0.0) + seconds.get("checkpoint", 0.0)
         num_left = self.config.run.num_steps - self.num_steps_done
         self.recorder.event(
@@ -295,7 +294,7 @@ class Controller:
             taken = await self.rollout.collect()
             span.set(tokens=sum(t.num_response_tokens for g in taken.groups for t in g.scored))
         if self.schedule.pauses_for_training:
-            with self.recorder.span("to_trainer"):
+            with self.recorder.span("to_trainer", expected_s=self._switch_s("to_trainer")):
                 await self.switch.to_trainer()
         return taken
 
@@ -354,7 +353,7 @@ class Controller:
     async def _publish(self, step: int, *, moved: bool) -> None:
         """Prove the new weights on every replica; then they, and only they, serve."""
         if self.schedule.pauses_for_training and self.config.memory.moves_anything:
-            with self.recorder.span("to_rollout"):
+            with self.recorder.span("to_rollout", expected_s=self._switch_s("make_room")):
                 await self.switch.make_room()
         if self._is_publication_due(step):
             if moved or self.rollout.buffer.serving_step < step or self.switch.needs_publication:
@@ -365,7 +364,7 @@ class Controller:
                     self.recorder.metrics(report.values())
             self.rollout.buffer.published(self.weight_version, step + 1)
         if self.schedule.pauses_for_training:
-            with self.recorder.span("to_rollout"):
+            with self.recorder.span("to_rollout", expected_s=self._switch_s("to_engine")):
                 await self.switch.to_engine()
         if self._is_publication_due(step) and self.probes:
             with self.recorder.span("sync"):
@@ -546,6 +545,10 @@ class Controller:
     def _occasional_s(self, stage: str) -> float | None:
         entry = None if self.plan is None else self.plan.occasional.get(stage)
         return None if entry is None else entry.seconds
+
+    def _switch_s(self, half: Half) -> float | None:
+        wanted = self.switch.expected(half)
+        return None if wanted is None else wanted.seconds
 
     def _expected_step_s(self, *, saves: bool = False) -> float | None:
         """The stages run one after the other unless generation goes on beside the training."""

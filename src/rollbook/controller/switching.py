@@ -5,12 +5,12 @@
     to_engine       resume                                                                  after it
 
 With `[memory]` at its defaults nothing moves: the engine pauses and resumes. The order and its reasons are
-`memory/handover.py`'s.
+`memory/handover.py`'s. A plan rehearses the moves before the first step, and expects what they took.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -40,6 +40,8 @@ from rollbook.trainer.trainer import Trainer
 
 TRAINING_STATE, FROZEN_MODELS = "training state", "frozen models"
 """The ledger's names for what moves together."""
+Half = Literal["to_trainer", "make_room", "to_engine"]
+HALVES: tuple[Half, ...] = ("to_trainer", "make_room", "to_engine")
 FROZEN: tuple[Owner, ...] = ("reference", "teacher")
 
 
@@ -55,7 +57,10 @@ class DeviceSwitch:
         self._router = router
         self._state: list[Parking] | None = None
         self._weight_bytes = sum(spec.num_bytes for spec in trainer.weight_specs())
-        self._expected: Mapping[str, Expectation] | None = None
+        self._table: Mapping[str, Expectation] | None = None
+        """The ledger's, by move; read once the state to park is known."""
+        self._measured: dict[Half, list[Expectation]] = {}
+        """The rehearsal's, in the order of the moves."""
         self._is_asleep = False
 
     @property
@@ -65,31 +70,17 @@ class DeviceSwitch:
 
     async def to_trainer(self) -> None:
         """The trainer has the device, with all of its state."""
-        memory = self.config.memory
-        if not memory.moves_anything:
+        if not self.config.memory.moves_anything:
             await self._engines.pause()
             return
-        await self._carry_out(
-            to_trainer(
-                self._engines,
-                self._parked(),
-                self.device,
-                sleep_level=memory.sleep_level,
-                weight_bytes=self._linked_bytes,
-            )
-        )
-        self._is_asleep = memory.sleep_level > 0
+        await self._carry_out("to_trainer")
+        self._is_asleep = self.config.memory.sleep_level > 0
         self._read("train")
 
     async def make_room(self) -> None:
         """What the publication does not need has left, and the engine holds memory for its weights."""
-        memory = self.config.memory
-        if not memory.moves_anything:
-            return
-        moves = before_publication(self._drop_gradients, self._parked(), self.device)
-        if memory.sleep_level:
-            moves += wake_engine(self._engines, weight_bytes=self._linked_bytes)
-        await self._carry_out(moves)
+        if self.config.memory.moves_anything:
+            await self._carry_out("make_room")
 
     async def to_engine(self) -> None:
         """The engine decodes."""
@@ -97,8 +88,64 @@ class DeviceSwitch:
         if not self.config.memory.moves_anything:
             await self._engines.resume()
             return
-        await self._carry_out(after_publication(self._engines))
+        await self._carry_out("to_engine")
         self._read("rollout")
+
+    async def rehearse(self, publish: Callable[[], Awaitable[object]]) -> None:
+        """Carry out a hand-over and back twice, unrecorded. What a move took the second time is expected of it from
+        then on, where the ledger's table does not know it: the first time pins buffers and maps memory.
+
+        Args:
+            publish: gives every engine its weights, where a sleep dropped them.
+        """
+        device, deadline_s = self.device, self.config.memory.move_deadline_s
+        for _ in range(2):
+            for half in HALVES:
+                if half == "to_engine" and self.config.memory.sleep_level == 2:
+                    await publish()
+                reports = await hand_over(self._moves(half), device, deadline_s=deadline_s)
+                self._measured[half] = [Expectation(r.num_bytes, r.seconds) for r in reports]
+
+    def expected(self, half: Half) -> Expectation | None:
+        """Of all moves of a half together; None before `rehearse`."""
+        measured = self._measured.get(half)
+        if measured is None:
+            return None
+        moves = [self._expected_of(half, place, move.name) for place, move in enumerate(self._moves(half))]
+        known = [move for move in moves if move is not None]
+        return Expectation(sum(move.bytes for move in known), sum(move.seconds for move in known))
+
+    def _expected_of(self, half: Half, place: int, name: str) -> Expectation | None:
+        """The ledger's, or what the rehearsal took."""
+        if (by_ledger := self._by_ledger().get(name)) is not None:
+            return by_ledger
+        return self._measured[half][place] if half in self._measured else None
+
+    def _by_ledger(self) -> Mapping[str, Expectation]:
+        if self._table is None:
+            is_cuda = self.device.type == "cuda"
+            self._table = self.by_ledger(torch.cuda.get_device_name(self.device)) if is_cuda else {}
+        return self._table
+
+    def _moves(self, half: Half) -> list[Move]:
+        memory = self.config.memory
+        if half == "to_engine":
+            return after_publication(self._engines)
+        if not memory.moves_anything:
+            pause, *_ = to_trainer(self._engines, [], self.device, sleep_level=0)
+            return [pause] if half == "to_trainer" else []
+        if half == "to_trainer":
+            return to_trainer(
+                self._engines,
+                self._parked(),
+                self.device,
+                sleep_level=memory.sleep_level,
+                weight_bytes=self._linked_bytes,
+            )
+        moves = before_publication(self._drop_gradients, self._parked(), self.device)
+        if memory.sleep_level:
+            moves += wake_engine(self._engines, weight_bytes=self._linked_bytes)
+        return moves
 
     def state_dict(self) -> dict[str, Any]:
         """The trainer's, readable also while parts of it are in host memory."""
@@ -154,16 +201,15 @@ class DeviceSwitch:
 
     # ---- what is recorded
 
-    async def _carry_out(self, moves: Sequence[Move]) -> None:
-        if self._expected is None:
-            is_cuda = self.device.type == "cuda"
-            self._expected = self.by_ledger(torch.cuda.get_device_name(self.device)) if is_cuda else {}
-        deadline_s = self.config.memory.move_deadline_s
-        await hand_over([self._recorded(move) for move in moves], self.device, deadline_s=deadline_s)
+    async def _carry_out(self, half: Half) -> None:
+        recorded = [
+            self._recorded(move, self._expected_of(half, place, move.name))
+            for place, move in enumerate(self._moves(half))
+        ]
+        await hand_over(recorded, self.device, deadline_s=self.config.memory.move_deadline_s)
 
-    def _recorded(self, move: Move) -> Move:
-        """The move inside a span of its name, with the ledger's bytes and seconds."""
-        wanted = (self._expected or {}).get(move.name)
+    def _recorded(self, move: Move, wanted: Expectation | None) -> Move:
+        """The move inside a span of its name, with the bytes and seconds expected of it."""
 
         async def run() -> int:
             free = _free_bytes(self.device)

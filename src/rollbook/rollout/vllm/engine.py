@@ -160,6 +160,8 @@ class VllmEngine:
         self._is_draining = False
         self._drained: list[Answer[None]] = []
         self._sleep_level = 0
+        self._unbooked_s = 0.0
+        """Waited for a core in its own process since tokens came last."""
 
         self._thread = EngineThread(f"vLLM of replica {replica_id}", self)
 
@@ -488,9 +490,12 @@ class VllmEngine:
         while self._queue and not self._is_draining and len(self._running) < self.config.num_slots:
             self._hand_over(core, self._queue.popleft())
         step = core.step()
+        self._unbooked_s += time.perf_counter() - began_at_s
         if step.ran:
+            began_at_s = time.perf_counter()
             num_first, num_later = self._book([step])
-            elapsed_s = time.perf_counter() - began_at_s
+            elapsed_s = self._unbooked_s + time.perf_counter() - began_at_s
+            self._unbooked_s = 0.0
             decode_s = elapsed_s * num_later / max(1, num_first + num_later)
             self._counters.decode_s += decode_s
             self._counters.prefill_s += elapsed_s - decode_s
