@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -324,8 +323,7 @@ def _around_commit(
 
     async def run(change: Callable[[LiveWeights], None]) -> None:
         weights = await engine.live_weights()
-        with _plain_tensors():
-            await engine.run_between_steps(lambda: _without_grad(change, weights))
+        await engine.run_between_steps(lambda: _without_grad(change, weights))
 
     def around_open(open_: Callable[[Manifest], Awaitable[None]]) -> Callable[[Manifest], Awaitable[None]]:
         async def opened(manifest: Manifest) -> None:
@@ -346,12 +344,6 @@ def _around_commit(
 
     wrap(port, "open", around_open)
     wrap(port, "commit", around)
-
-
-@contextmanager
-def _plain_tensors() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @torch.no_grad()
