@@ -36,6 +36,14 @@ class Prompt:
     """Name of the data source; rewards and failures are reported by it."""
     task: Mapping[str, Any] = field(default_factory=dict)
     """What the reward needs (answer, tests, ...), JSON values only. The policy never sees it."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """The row as a conversation of {"role", "content"}, for other models to read: a judge, a baseline."""
+
+    def text(self) -> str:
+        """The row as one text: a lone message as it stands, several each under its role."""
+        if len(self.messages) == 1:
+            return self.messages[0]["content"]
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,10 @@ from rollbook.controller.saving import Saver
 from rollbook.controller.schedule import SCHEDULES
 from rollbook.controller.startable import require_startable
 from rollbook.controller.switching import DeviceSwitch
+from rollbook.envs.config import JUDGE
 from rollbook.envs.dataset import Prompts, load_prompts, require_enough
 from rollbook.envs.env import EnvFactory
-from rollbook.envs.rewards.scorer import Scorer
+from rollbook.envs.rewards.scorer import Judge, Scorer
 from rollbook.envs.single_turn import SingleTurnEnv
 from rollbook.envs.stream import PromptStream
 from rollbook.errors import ConfigError
@@ -36,6 +37,7 @@ from rollbook.modeling.load import LoadedModel
 from rollbook.modeling.tokenizer import Tokenizer
 from rollbook.observe.recorder import Recorder
 from rollbook.rollout.agent_loop import run_trajectory
+from rollbook.rollout.judge import Baseline, HttpJudge
 from rollbook.rollout.router import Router
 from rollbook.sync.publisher import Publisher
 from rollbook.trainer.trainer import Trainer
@@ -61,9 +63,10 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
         with recorder.span("data"):
             prompts = _load_prompts(config, trainer.model, tokenizer)
         with recorder.span("scorer"):
-            scorer = Scorer(config.reward)
+            scorer = Scorer(config.reward, await _judges(config, stack))
             stack.push_async_callback(scorer.close)
             await scorer.start()
+            baseline = await _baseline(config, scorer, stack)
         with recorder.span("engines"):
             if on_ray is None:
                 replicas = await start_replicas(
@@ -96,6 +99,7 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
                 config=config.eval,
                 prompts=prompts.held_out[: config.eval.num_prompts],
                 make_env=make_env,
+                baseline=baseline,
                 sampling=_eval_sampling(config),
                 seed=config.run.seed + 1,
                 max_turns=config.run.max_turns,
@@ -114,6 +118,28 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
         )
         stack.push_async_callback(controller.close)
         yield controller
+
+
+async def _judges(config: RunConfig, stack: AsyncExitStack) -> dict[str, Judge]:
+    """The models that score, by the name of their term; each was asked whether it is there."""
+    judges: dict[str, Judge] = {}
+    for term in config.reward.terms:
+        if term.judge is not None:
+            judge = HttpJudge(term.judge)
+            stack.push_async_callback(judge.close)
+            await judge.start()
+            judges[term.name or JUDGE] = judge
+    return judges
+
+
+async def _baseline(config: RunConfig, scorer: Scorer, stack: AsyncExitStack) -> Baseline | None:
+    """The model to compare with; it was asked whether it is there."""
+    if config.eval.baseline is None:
+        return None
+    baseline = Baseline(config.eval.baseline, scorer)
+    stack.push_async_callback(baseline.close)
+    await baseline.start()
+    return baseline
 
 
 def _trainer_arguments(config: RunConfig) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from rollbook.envs.config import EndpointConfig
 from rollbook.section import Section
 
 
@@ -41,6 +42,16 @@ class EvalSection(Section):
     """0 is greedy."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Responses for each prompt; their mean is reported."""
+    baseline: EndpointConfig | None = None
+    """A model to compare with, behind a server: it is asked the same prompts as a chat, once, before the first step."""
+
+    @model_validator(mode="after")
+    def _baseline_is_asked(self) -> Self:
+        if self.baseline is not None and not self.num_prompts:
+            raise ValueError(
+                "there is an eval.baseline and eval.num_prompts is 0; raise it, or remove the table"
+            )
+        return self
 
 
 class WarmupSection(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollbook.controller.config import EvalSection
@@ -12,6 +12,7 @@ from rollbook.envs.env import EnvFactory
 from rollbook.errors import RolloutError
 from rollbook.observe.values import Ratio, Values
 from rollbook.rollout.agent_loop import run_trajectory
+from rollbook.rollout.judge import Baseline, BaselineAnswer
 from rollbook.rollout.router import Router
 from rollbook.types import Failure, FailureKind, Prompt, SamplingParams, Trajectory
 
@@ -26,6 +27,8 @@ class Evaluator:
     config: EvalSection
     prompts: Sequence[Prompt]
     make_env: EnvFactory
+    baseline: Baseline | None
+    """Another model, for comparison."""
     sampling: SamplingParams
     """Of evaluation: greedy unless the config says otherwise."""
     seed: int
@@ -55,6 +58,32 @@ class Evaluator:
             values |= _values(f"val/{source}", trajectories)
         return values
 
+    async def run_baseline(self) -> Values:
+        """What the other model reaches on the same prompts, as `val/<source>/baseline_...`; empty where there is
+        none."""
+        if self.baseline is None:
+            return {}
+        answers = await asyncio.gather(
+            *(
+                self.baseline.answer(prompt, self.sampling, seed=self.seed + sample)
+                for prompt in self.prompts
+                for sample in range(self.config.samples_per_prompt)
+            )
+        )
+        by_source: dict[str, list[BaselineAnswer]] = defaultdict(list)
+        for answer in answers:
+            by_source[answer.prompt.source].append(answer)
+        values: Values = {}
+        for source, held in by_source.items():
+            scored = [answer for answer in held if answer.result.reward is not None]
+            values |= _scores(
+                f"val/{source}/baseline_",
+                [answer.result.reward or 0.0 for answer in scored],
+                [answer.result.terms for answer in scored],
+                num_asked=len(held),
+            )
+        return values
+
     async def _one(self, router: Router, prompt_idx: int, sample: int) -> Trajectory:
         prompt = self.prompts[prompt_idx]
         group_id = -1 - prompt_idx  # training groups count from 0: evaluation never shares a draw with them
@@ -80,12 +109,26 @@ class Evaluator:
 def _values(prefix: str, trajectories: Sequence[Trajectory]) -> Values:
     scored = [t for t in trajectories if t.failure is None and t.reward is not None]
     values: Values = {
-        f"{prefix}/reward": Ratio(sum(t.reward or 0.0 for t in scored), len(scored)),
-        f"{prefix}/failed_frac": Ratio(len(trajectories) - len(scored), len(trajectories)),
         f"{prefix}/response_length": Ratio(sum(t.num_response_tokens for t in scored), len(scored)),
         f"{prefix}/clip_ratio": Ratio(sum(t.is_truncated for t in scored), len(scored)),
     }
-    exact = [part for t in scored for name, part in t.reward_terms.items() if name.split(".")[-1] == EXACT]
+    return values | _scores(
+        f"{prefix}/",
+        [t.reward or 0.0 for t in scored],
+        [t.reward_terms for t in scored],
+        num_asked=len(trajectories),
+    )
+
+
+def _scores(
+    prefix: str, rewards: Sequence[float], terms: Sequence[Mapping[str, float]], *, num_asked: int
+) -> Values:
+    """Of answers that were scored, of `num_asked`."""
+    values: Values = {
+        f"{prefix}reward": Ratio(sum(rewards), len(rewards)),
+        f"{prefix}failed_frac": Ratio(num_asked - len(rewards), num_asked),
+    }
+    exact = [part for held in terms for name, part in held.items() if name.split(".")[-1] == EXACT]
     if exact:
-        values[f"{prefix}/exact_match"] = Ratio(sum(exact), len(exact))
+        values[f"{prefix}exact_match"] = Ratio(sum(exact), len(exact))
     return values

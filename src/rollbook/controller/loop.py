@@ -424,6 +424,9 @@ class Controller:
         if self.evaluator.is_due(step + 1, is_last=is_first or self._is_last(step)):
             with self.recorder.span("eval", expected_s=self._occasional_s("eval")):
                 values = await self.evaluator.run(self.router)
+            if is_first and self.evaluator.baseline is not None:
+                with self.recorder.span("baseline"):
+                    values |= await self.evaluator.run_baseline()
             self.recorder.metrics(values, step=0 if is_first else None)
 
     async def _save(self, step: int) -> None:

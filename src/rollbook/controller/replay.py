@@ -41,7 +41,7 @@ from rollbook.observe.trajectories import read_loss_masks, read_trajectories
 from rollbook.rollout.engine import GenerateRequest, Response
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.sync.digest import digests, fold
-from rollbook.types import Bools, Group, Prompt, Trajectory, VersionRun
+from rollbook.types import Bools, Group, Trajectory, VersionRun
 
 MAX_DIFFERENCES = 20
 """Differences that are listed; all are counted."""
@@ -342,9 +342,7 @@ class _Replay:
         prompt = self._prompts.get(logged.prompt.prompt_id)
         if prompt is None:
             return f"the config's data have no prompt {logged.prompt.prompt_id}"
-        prompt = Prompt(
-            prompt_id=prompt.prompt_id, prompt_ids=prompt.prompt_ids, source=prompt.source, task=prompt.task
-        )
+        prompt = replace(prompt)
         try:
             produced = await self.controller.rollout.produce(
                 Member(logged.group_id, logged.member_idx, prompt)

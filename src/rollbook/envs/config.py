@@ -11,6 +11,9 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from rollbook.envs.rewards.result import Isolation
 from rollbook.section import Section
 
+JUDGE = "judge"
+"""Reward function that is a model behind a server."""
+
 
 class SourceConfig(Section):
     """One source of prompts: a built-in task, a reasoning-gym task, a file or folder, or a hub dataset."""
@@ -163,11 +166,85 @@ class DataConfig(Section):
         return self
 
 
+class EndpointConfig(Section):
+    """A model behind an OpenAI-compatible server: it answers, and its weights are never updated."""
+
+    url: str
+    """Up to and including /v1, such as http://127.0.0.1:8000/v1."""
+    model: str
+    """Name of the model there."""
+    token_file: str = ""
+    """File that holds the server's API key; empty: it asks for none. The key itself is written nowhere."""
+    deadline_s: float = Field(default=60.0, gt=0)
+    """Longest one request may take, repetitions included."""
+    max_attempts: int = Field(default=4, ge=1)
+    """Tries of one request: after a lost connection, or an answer 429, 502, 503 or 504."""
+    max_requests: int = Field(default=32, ge=1)
+    """Requests at once; further ones wait, and their deadline begins when they are sent."""
+
+    @model_validator(mode="after")
+    def _is_plain(self) -> Self:
+        """Of the whole section, so that a message never shows what stands in the url."""
+        scheme, _, rest = self.url.partition("://")
+        host = rest.partition("/")[0]
+        if scheme not in ("http", "https") or not host:
+            raise ValueError("the url is no address of a server; write it as http://host:port/v1")
+        if "@" in host:
+            raise ValueError(
+                "the url holds a name or a password; put the key into a file and name it in token_file"
+            )
+        return self
+
+
+class JudgeConfig(Section):
+    """A model that reads question and response, and says a number."""
+
+    endpoint: EndpointConfig
+    """The model."""
+    template: str = (
+        "Grade an answer.\n\nQuestion:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to grade:\n"
+        "{response}\n\nReason briefly. Then end with a line of its own, 'Score: N', where N is a whole number from "
+        "0 (wrong) to 10 (right, as the reference is)."
+    )
+    """What it is asked, as a user's message. {prompt}, {answer} and {response} are replaced, once; a response that
+    contains them is left as it is."""
+    score_pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose first group is the number; the last place that matches counts."""
+    lowest: float = 0.0
+    """Number that becomes a reward of 0."""
+    highest: float = 10.0
+    """Number that becomes a reward of 1. A number outside lowest to highest is a failure."""
+    max_response_tokens: int = Field(default=512, ge=1)
+    """Longest answer of the judge."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy."""
+
+    @model_validator(mode="after")
+    def _can_score(self) -> Self:
+        if "{response}" not in self.template:
+            raise ValueError(
+                "the judge's template has no {response}; put it where the answer to grade belongs"
+            )
+        try:
+            groups = re.compile(self.score_pattern).groups
+        except re.error as error:
+            raise ValueError(
+                f"score_pattern {self.score_pattern!r} is no regular expression ({error}); mend it"
+            ) from None
+        if groups < 1:
+            raise ValueError(
+                f"score_pattern {self.score_pattern!r} has no group; put the number in parentheses"
+            )
+        if self.lowest >= self.highest:
+            raise ValueError(f"lowest is {self.lowest:g} and highest {self.highest:g}; raise highest")
+        return self
+
+
 class RewardTermConfig(Section):
     """One scorer and its weight."""
 
     function: str
-    """exact, numeric, digits, math_verify, reasoning_gym, or an import path `module:function`."""
+    """exact, numeric, digits, math_verify, reasoning_gym, judge, or an import path `module:function`."""
     name: str = ""
     """Name of the term in metrics; empty: the function's."""
     weight: float = 1.0
@@ -183,6 +260,20 @@ class RewardTermConfig(Section):
     """What the reference answer must score in the self-test."""
     is_tested: bool = True
     """False: the self-test leaves this term out, because it is not about the answer."""
+    judge: JudgeConfig | None = None
+    """Of `function = "judge"`: the model that is asked, and how."""
+
+    @model_validator(mode="after")
+    def _judge_is_whole(self) -> Self:
+        if (self.function == JUDGE) != (self.judge is not None):
+            raise ValueError(
+                "a reward term has a judge table and another function; remove one of them"
+                if self.judge is not None
+                else "a reward term asks a judge and does not say which; give it judge.endpoint.url and .model"
+            )
+        if self.function == JUDGE and (self.options or self.isolation != "auto"):
+            raise ValueError("a judge takes no options and no isolation: it is asked over HTTP; remove them")
+        return self
 
 
 class RewardConfig(Section):

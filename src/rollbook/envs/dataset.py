@@ -415,7 +415,15 @@ class _Encoder:
             if len(ids) > self.limit:
                 too_long.append((len(ids), row))
             else:
-                made.append(Prompt(prompt_id=row.row_id, prompt_ids=ids, source=row.source, task=row.task))
+                made.append(
+                    Prompt(
+                        prompt_id=row.row_id,
+                        prompt_ids=ids,
+                        source=row.source,
+                        task=row.task,
+                        messages=tuple(self._conversation(row)),
+                    )
+                )
         if too_long and self.config.long_prompts == "refuse":
             longest, worst = max(too_long, key=lambda pair: pair[0])
             raise DataError(
@@ -445,18 +453,20 @@ class _Encoder:
 
     def _as_messages(self, row: Row) -> list[Message] | None:
         """The row as chat messages, or None where it is plain text."""
-        if isinstance(row.prompt, str):
-            if not self.config.chat:
-                return None
-            messages: list[Message] = [{"role": "user", "content": row.prompt}]
-        else:
-            messages = row.prompt
+        if isinstance(row.prompt, str) and not self.config.chat:
+            return None
         if not self.tokenizer.has_chat_template:
             raise ConfigError(
                 f"{row.where} is a chat, and the model's tokenizer has no chat template",
                 "use a chat model, put a chat_template.jinja into its folder, or give plain prompts (prompt_column, "
                 "chat = false)",
             )
-        if self.config.system_prompt:
-            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
-        return messages
+        return self._conversation(row)
+
+    def _conversation(self, row: Row) -> list[Message]:
+        """The row as chat messages; plain text is its user's."""
+        is_text = isinstance(row.prompt, str)
+        messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        if self.config.system_prompt and not (is_text and not self.config.chat):
+            return [{"role": "system", "content": self.config.system_prompt}, *messages]
+        return list(messages)

@@ -49,6 +49,7 @@ PHASES = {
     "warmup": "supervised warm-up on reference answers",
     "plan": "measuring this machine, and planning a step",
     "eval": "evaluating on held-out prompts",
+    "baseline": "asking the baseline's server the same prompts",
     "checkpoint": "writing a checkpoint",
 }
 """Spans outside the steps, in words."""
@@ -234,7 +235,7 @@ class TerminalView:
         """
         of = f"/{self.progress.num_steps}" if self.progress.num_steps else ""
         held_out = [
-            f"held-out {match[1]} {value:.3f}"
+            f"held-out {match[1]} {value:.3f}" + _beside(data.get(f"val/{match[1]}/baseline_exact_match"))
             for name, value in data.items()
             if (match := re.fullmatch(r"val/(.+)/exact_match", name))
         ]
@@ -330,7 +331,8 @@ class TerminalView:
             row = Text(f"{'reward' if idx == 0 else '':<9}{_shortened(name, 18):<{name_width}}  ")
             row.append(f"{values[-1]:6.3f}  ", style="bold")
             exact = p.data.get(f"val/{name}/exact_match")
-            held_out = f"  held-out {exact:.3f}" if exact is not None else ""
+            beside = _beside(p.data.get(f"val/{name}/baseline_exact_match"))
+            held_out = f"  held-out {exact:.3f}{beside}" if exact is not None else ""
             row.append(sparkline(list(values), width - row.cell_len - 18), style="green")
             row.append(held_out, style="cyan")
             rows.append(row)
@@ -477,6 +479,10 @@ def plan_lines(event: Event) -> list[str]:
         f"all that are left {seconds(_number(event.get('total_s')))}; mean seconds by stage (below: measured/planned):",
         "         " + "  ".join(f"{name} {value:.3g}" for name, value in rows),
     ]
+
+
+def _beside(baseline: float | None) -> str:
+    return "" if baseline is None else f" (baseline {baseline:.3f})"
 
 
 def _took(measured_s: float, expected_s: float | None) -> str:

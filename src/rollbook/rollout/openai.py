@@ -16,12 +16,14 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
-from rollbook.errors import DeadlineError, EngineDownError, EngineError
+from rollbook.envs.config import EndpointConfig
+from rollbook.errors import ConfigError, DeadlineError, EngineDownError, EngineError
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import EngineStats, GenerateRequest, PauseMode, Response
 from rollbook.rollout.logprobs_mode import LogprobsMode, reports_ours
@@ -79,6 +81,21 @@ class OpenAIClient:
             timeout=httpx.Timeout(deadline_s, connect=min(10.0, deadline_s)),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             transport=transport,
+        )
+
+    @classmethod
+    def at(cls, endpoint: EndpointConfig) -> OpenAIClient:
+        """Of a config.
+
+        Raises:
+            ConfigError: the token file cannot be read, or is empty.
+        """
+        return cls(
+            endpoint.url,
+            endpoint.model,
+            api_key=_read_token(endpoint.token_file) if endpoint.token_file else "",
+            deadline_s=endpoint.deadline_s,
+            max_attempts=endpoint.max_attempts,
         )
 
     async def close(self) -> None:
@@ -174,7 +191,7 @@ class OpenAIClient:
         except TimeoutError:
             raise DeadlineError(
                 f"{self.base_url}{path} did not answer within {self._deadline_s:g} s",
-                "raise rollout.response_deadline_s, or look at the server's load",
+                "raise its deadline, or look at the server's load",
             ) from None
 
     async def _attempt(self, method: str, path: str, body: Json | None) -> dict[str, Any]:
@@ -440,6 +457,20 @@ class OpenAIEngine:
             busy_s=busy_s,
             waiting_requests=tuple(list(self._open)[:32]),
         )
+
+
+def _read_token(path: str) -> str:
+    try:
+        token = Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"token_file {path!r} cannot be read: {error}", "name a file that holds the key alone"
+        ) from None
+    if not token or not token.isascii() or len(token.split()) != 1:
+        raise ConfigError(
+            f"token_file {path!r} does not hold one key", "put the key into it, and nothing else"
+        )
+    return token
 
 
 def _tokens(choice: Json, server: str) -> tuple[list[int], list[float]]:

@@ -2,7 +2,8 @@
 
 response ──► term 1 (inline)  ─┐
          ──► term 2 (thread)  ─┼─► weighted sum = "score" ──► RewardResult
-         ──► term 3 (process) ─┘   one failure ──► RewardResult without a reward
+         ──► term 3 (process) ─┤   one failure ──► RewardResult without a reward
+         ──► term 4 (judge)   ─┘
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from rollbook.envs.config import RewardConfig, RewardTermConfig
+from rollbook.envs.config import JUDGE, RewardConfig, RewardTermConfig
 from rollbook.envs.rewards.functions import (
     REWARDS,
     RewardFunction,
@@ -26,9 +27,11 @@ from rollbook.envs.rewards.functions import (
 )
 from rollbook.envs.rewards.process import ProcessPool
 from rollbook.envs.rewards.result import SCORE, Isolation, RewardResult, checked_score
-from rollbook.errors import ConfigError, RewardError
+from rollbook.errors import ConfigError, DeadlineError, RewardError, RunError
 from rollbook.types import Failure, FailureKind, Prompt
 
+Judge = Callable[[str, Prompt], Awaitable[object]]
+"""`await judge(response, prompt)` -> what a scorer may return; has a deadline of its own."""
 MAX_ABANDONED_THREADS = 32
 """Threads past their deadline that may still run; a thread cannot be killed."""
 
@@ -40,12 +43,14 @@ class Term:
     config: RewardTermConfig
     name: str
     function: RewardFunction | None
-    """None where it runs in a process and is imported only there."""
+    """None where it runs in a process and is imported only there, and for a judge."""
     isolation: Isolation
 
     @classmethod
     def of(cls, config: RewardTermConfig, folders: Sequence[str]) -> Term:
         isolation = config.isolation
+        if config.function == JUDGE:
+            return cls(config, config.name or JUDGE, None, "inline")
         if isolation == "auto":
             isolation = REWARDS[config.function].isolation if config.function in REWARDS else "thread"
         function = None if isolation == "process" else find_function(config.function, folders)
@@ -56,12 +61,17 @@ class Term:
 
 
 class Scorer:
-    """Scores responses. `start` before the first call, `close` at the end, both on the loop that scores."""
+    """Scores responses. `start` before the first call, `close` at the end, both on the loop that scores.
 
-    def __init__(self, config: RewardConfig) -> None:
+    Args:
+        judges: by the name of their term, for terms with a `judge`.
+    """
+
+    def __init__(self, config: RewardConfig, judges: Mapping[str, Judge] | None = None) -> None:
         self.config = config
         add_search_path(config.search_path)
         self.terms = [Term.of(term, config.search_path) for term in config.terms]
+        self._judges = judges or {}
         self.num_abandoned_threads = 0
         """Threads past their deadline that have not ended yet."""
         self._threads = asyncio.Semaphore(config.num_workers)
@@ -78,7 +88,7 @@ class Scorer:
                 folders=self.config.search_path,
             )
             await self._processes.start()
-        for function in {t.config.function for t in self.terms if t.isolation != "process"}:
+        for function in {t.config.function for t in self.terms if t.function is not None}:
             await asyncio.to_thread(prepare, function)
 
     async def close(self) -> None:
@@ -100,7 +110,7 @@ class Scorer:
                 "add it to reward.terms.sources of a term, or leave those empty",
             )
         async with asyncio.TaskGroup() as group:
-            calls = [group.create_task(self._outcome(term, response, prompt.task)) for term in terms]
+            calls = [group.create_task(self._outcome(term, response, prompt)) for term in terms]
         outcomes = [call.result() for call in calls]
         values: dict[str, float] = {}
         total = 0.0
@@ -112,17 +122,19 @@ class Scorer:
             total += term.config.weight * outcome[SCORE]
         return RewardResult(reward=total, terms=values | {SCORE: total})
 
-    async def _outcome(
-        self, term: Term, response: str, task: Mapping[str, JsonValue]
-    ) -> dict[str, float] | Failure:
+    async def _outcome(self, term: Term, response: str, prompt: Prompt) -> dict[str, float] | Failure:
         try:
-            return await self._call(term, response, task)
+            if term.config.function == JUDGE:
+                return checked_score(await self._judges[term.name](response, prompt))
+            return await self._call(term, response, prompt.task)
+        except DeadlineError as error:
+            return Failure(kind=FailureKind.TIMEOUT, message=f"reward {term.name!r}: {error.what}")
         except TimeoutError:
             message = (
                 f"reward {term.name!r} gave no answer in {self.config.deadline_s:g} s (reward.deadline_s)"
             )
             return Failure(kind=FailureKind.TIMEOUT, message=message)
-        except RewardError as error:
+        except RunError as error:
             return Failure(kind=FailureKind.REWARD, message=f"reward {term.name!r}: {error.what}")
         except Exception as error:  # whatever a scorer raises: the reward is unknown
             message = f"reward {term.name!r}: {type(error).__name__}: {error}"
