@@ -178,6 +178,7 @@ def test_asynchronous_checkpoint_stalls_for_the_copy_only() -> None:
     stalls = {
         is_async: checkpoint_account(
             LLAMA,
+            WORK,
             CLUSTER,
             num_train_gpus=64,
             storage_bytes_per_s=2e9,

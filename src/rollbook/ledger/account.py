@@ -86,7 +86,7 @@ class RolloutSide:
     reward_s: float = 0.0
     """A generative reward model reading and judging every trajectory on the same devices."""
     env_wait_s: float = 0.0
-    """Seconds that agents' environments add to the step beyond generation."""
+    """Seconds that agents' environments add to a step that waits for its last trajectory: the slow tail of both."""
     error_frac: float = 0.0
     why_not: tuple[str, ...] = ()
     """Reasons why this cannot run; empty when it fits."""
@@ -227,6 +227,8 @@ def combine(
     waits_for_all = mode in ("sync", "separate_sync")
     tail_s = rollout.tail_s if waits_for_all else 0.0
     throughput_s = rollout.throughput_s if waits_for_all else rollout.steady_s or rollout.throughput_s
+    # Where unfinished trajectories go on in the next step, environments work beside the trainer.
+    env_s = rollout.env_wait_s if mode != "colocate_async" else 0.0
     switch_s = switch_s if mode in ("sync", "colocate_async") else 0.0
     rollout_s = rollout.prefill_s + throughput_s + tail_s + rollout.reward_s
     held_s = rollout_s * rollout.used_gpus / rollout.num_gpus  # GPUs left over by the layout never work
@@ -235,11 +237,11 @@ def combine(
         idle = {"rollout": 1 - held_s / total, "train": 1 - train.total_s / total}
         num_gpus = rollout.num_gpus + train.num_gpus
     elif mode == "separate_sync":
-        total = rollout_s + rollout.env_wait_s + train.total_s + sync_s + other_s
+        total = rollout_s + env_s + train.total_s + sync_s + other_s
         idle = {"rollout": 1 - held_s / total, "train": 1 - train.total_s / total}
         num_gpus = rollout.num_gpus + train.num_gpus
     else:
-        total = rollout_s + rollout.env_wait_s + train.total_s + switch_s + sync_s + other_s
+        total = rollout_s + env_s + train.total_s + switch_s + sync_s + other_s
         waiting = 1 - (held_s + train.total_s) / total
         idle = {"rollout": waiting, "train": waiting}
         num_gpus = max(rollout.num_gpus, train.num_gpus)
@@ -264,7 +266,7 @@ def combine(
             train=train.train_s,
             switch=switch_s,
             sync=sync_s,
-            env=rollout.env_wait_s,
+            env=env_s,
             reward=rollout.reward_s,
             other=other_s,
             total=total,

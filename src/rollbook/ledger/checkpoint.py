@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollbook.errors import PlanError
+from rollbook.ledger.adapters import trained_params
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.workload import Workload
 
 _SAVED_BYTES_PER_PARAM = 14.0
 """bfloat16 weights, float32 master weights and two moments; gradients are not saved."""
@@ -14,7 +16,7 @@ _SAVED_BYTES_PER_PARAM = 14.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointAccount:
-    """One checkpoint of the policy."""
+    """One checkpoint of what trains: policy and critic, or adapters without their frozen base."""
 
     total_bytes: float
     bytes_per_gpu: float
@@ -30,6 +32,7 @@ class CheckpointAccount:
 
 def checkpoint_account(
     model: ModelSpec,
+    workload: Workload,
     cluster: Cluster,
     *,
     num_train_gpus: int,
@@ -37,7 +40,6 @@ def checkpoint_account(
     step_s: float,
     every_steps: int,
     is_async: bool,
-    has_critic: bool = False,
 ) -> CheckpointAccount:
     """Bytes and seconds of one checkpoint.
 
@@ -55,13 +57,13 @@ def checkpoint_account(
             f"checkpoint with {storage_bytes_per_s} B/s, a step of {step_s} s, every {every_steps} steps",
             "give positive numbers",
         )
-    total = _SAVED_BYTES_PER_PARAM * model.params * (2 if has_critic else 1)
+    total = _SAVED_BYTES_PER_PARAM * trained_params(model, workload) * workload.num_trained_models
     per_gpu = total / num_train_gpus
     write_s = total / storage_bytes_per_s
-    copy_s = per_gpu / cluster.accelerator.host_link_bytes_per_s
-    stall_s = copy_s if is_async else write_s
-    # The next asynchronous checkpoint waits for the last one's files.
-    stall_s += max(write_s - every_steps * step_s, 0.0) if is_async else 0.0
+    stall_s = write_s
+    if is_async:  # the next one waits for the last one's files
+        stall_s = per_gpu / cluster.accelerator.host_link_bytes_per_s
+        stall_s += max(write_s - every_steps * step_s, 0.0)
     return CheckpointAccount(
         total_bytes=total,
         bytes_per_gpu=per_gpu,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.ledger.account import Flops
+from rollbook.ledger.adapters import lora_params
 from rollbook.ledger.lengths import Curve
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.workload import Workload
@@ -84,9 +85,24 @@ def default_flops(model: ModelSpec, workload: Workload) -> Flops:
         reference=one_pass if workload.uses_reference else 0.0,
         proximal=one_pass if workload.uses_proximal else 0.0,
         reward_model=(one_pass + 2.0 * model.matmul_params * reward_tokens) if has_reward_model else 0.0,
-        train=3 * one_pass * workload.num_epochs,
+        train=train_flops(model, workload),
         critic=(1 + 3 * workload.num_epochs) * one_pass if has_critic else 0.0,
     )
+
+
+def train_flops(model: ModelSpec, workload: Workload) -> float:
+    """FLOPs of training, without recomputation: forward 1, backward 2.
+
+    A frozen matrix has no weight gradient, so its backward is 1; adapters pass three times.
+    """
+    one_pass = workload.num_sequences * forward_flops(
+        model, workload.sequence_tokens, sequence_mean_square(workload)
+    )
+    if not workload.lora_rank:
+        return 3 * one_pass * workload.num_epochs
+    adapters = lora_params(model, workload.lora_rank, active_only=True)
+    saved = 2.0 * (model.matmul_params - 3 * adapters) * workload.trained_tokens
+    return (3 * one_pass - saved) * workload.num_epochs
 
 
 def sequence_mean_square(workload: Workload) -> float:

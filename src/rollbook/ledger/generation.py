@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollbook.ledger.account import RolloutSide
+from rollbook.ledger.agents import env_wait_s
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.decode import decode_step, kv_bytes_of, kv_shards, prefill_s, replica_weight_bytes
 from rollbook.ledger.flops import attention_flops, prefill_flops, turn_prefill_flops
@@ -151,7 +152,7 @@ def default_rollout_side(
         reward_s=_reward_s(
             model, workload, cluster, assumptions, layout, num_replicas, steady_step_s / steady_rows
         ),
-        env_wait_s=(workload.agent.num_turns - 1) * workload.agent.env_s if workload.agent.env_s else 0.0,
+        env_wait_s=env_wait_s(workload, generate_s=float(seconds.sum())),
         error_frac=error_frac,
         why_not=tuple(why_not),
         notes=tuple(notes),

@@ -88,7 +88,7 @@ class LengthDistribution:
             alive = (at < self.mean_tokens).astype(np.float64)
         else:
             with np.errstate(divide="ignore"):
-                alive = 1.0 - _normal_cdf((np.log(np.maximum(at, 1e-9)) - self._mu) / self.sigma)
+                alive = 1.0 - normal_cdf((np.log(np.maximum(at, 1e-9)) - self._mu) / self.sigma)
         return np.where(at >= self.max_tokens, 0.0, alive)
 
     @property
@@ -100,7 +100,7 @@ class LengthDistribution:
             return 1.0
         if self.sigma == 0:
             return 0.0
-        return float(1.0 - _normal_cdf(np.float64((math.log(self.max_tokens) - self._mu) / self.sigma)))
+        return float(1.0 - normal_cdf(np.float64((math.log(self.max_tokens) - self._mu) / self.sigma)))
 
     def quantile(self, frac: Curve | float) -> Curve:
         """Length that `frac` of the responses do not exceed."""
@@ -162,7 +162,7 @@ def _phi(z: float) -> float:
     return 0.5 * math.erfc(-z / math.sqrt(2))
 
 
-def _normal_cdf(z: Curve | np.float64) -> Curve:
+def normal_cdf(z: Curve | np.float64) -> Curve:
     """Standard normal CDF, to 7.5e-8. Source: Abramowitz and Stegun, 26.2.17."""
     t = 1.0 / (1.0 + 0.2316419 * np.abs(z))
     poly = t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))

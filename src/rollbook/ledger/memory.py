@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollbook.ledger.account import RolloutSide, TrainSide
+from rollbook.ledger.adapters import policy_state_bytes, trained_params
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import TrainLayout
@@ -62,12 +63,13 @@ def train_memory(
     """
     longest = workload.prompt_tokens + workload.max_response_tokens + workload.observation_tokens
     tokens = max(longest, assumptions.micro_batch_tokens) / (layout.tp_size * layout.cp_size)
-    state = assumptions.train_state_bytes_per_param * model.params / num_gpus
+    state = policy_state_bytes(model, workload, assumptions) / num_gpus
     weights = assumptions.weight_bytes_per_param * model.params / num_gpus
     return TrainMemory(
         policy_state=state,
         critic_state=state * (workload.num_trained_models - 1),
-        reference=weights if workload.uses_reference else 0.0,
+        # The base under adapters is the reference.
+        reference=weights if workload.uses_reference and not workload.lora_rank else 0.0,
         reward_model=weights if workload.has_reward_model else 0.0,
         activations=activation_bytes(model, tokens, layout),
         logits=logits_bytes(model, min(tokens, LOGITS_CHUNK_TOKENS), layout),
@@ -141,18 +143,22 @@ def memory_items(
     memory, which stands under "train host".
     """
     memory = train_memory(model, workload, assumptions, num_gpus=train.num_gpus, layout=layout)
-    per_param = model.params / train.num_gpus
+    trained = trained_params(model, workload) / train.num_gpus
+    weights = 2 * (model.params / train.num_gpus + (trained if workload.lora_rank else 0.0))
+    formula = "adapters" if workload.lora_rank else "N"
     overhead = assumptions.memory_overhead_frac * cluster.accelerator.hbm_bytes
     fixed = min(_CONTEXT_BYTES + _COMMUNICATION_BYTES, overhead)
     items = [
-        MemoryItem(place="train device", name="weights", bytes=2 * per_param, formula="2 N / GPUs"),
-        MemoryItem(place="train device", name="gradients", bytes=2 * per_param, formula="2 N / GPUs"),
-        MemoryItem(place="train device", name="master weights", bytes=4 * per_param, formula="4 N / GPUs"),
+        MemoryItem(place="train device", name="weights", bytes=weights, formula="2 N / GPUs"),
+        MemoryItem(place="train device", name="gradients", bytes=2 * trained, formula=f"2 {formula} / GPUs"),
+        MemoryItem(
+            place="train device", name="master weights", bytes=4 * trained, formula=f"4 {formula} / GPUs"
+        ),
         MemoryItem(
             place="train device",
             name="optimizer moments",
-            bytes=memory.policy_state - 8 * per_param,
-            formula="8 N / GPUs",
+            bytes=memory.policy_state - weights - 6 * trained,
+            formula=f"8 {formula} / GPUs",
         ),
         MemoryItem(
             place="train device", name="critic", bytes=memory.critic_state, formula="as the policy's state"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rollbook.errors import ConfigError, PlanError, nearest_name
 from rollbook.ledger.account import Flops, RolloutSide, StepAccount, TrainSide, combine
+from rollbook.ledger.adapters import trained_params
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.flops import default_flops
 from rollbook.ledger.generation import default_rollout_side
@@ -182,6 +183,7 @@ def join_sides(
             num_rollout_gpus=rollout.num_gpus,
             replica_gpus=layouts.replica.num_gpus,
             weight_dtype=layouts.replica.weight_dtype,
+            lora_rank=workload.lora_rank if workload.publishes_adapters else 0,
         ),
     )
     # On a processor engine and trainer share one process and its memory: nothing is handed over or waited for.
@@ -195,9 +197,12 @@ def join_sides(
             assumptions.switch,
             num_gpus=train.num_gpus,
             rollout_weights_bytes_per_gpu=rollout.weights_bytes_per_gpu,
-            state_bytes_per_param=workload.num_trained_models * assumptions.train_state_bytes_per_param,
+            state_bytes_per_param=workload.num_trained_models
+            * assumptions.train_state_bytes_per_param
+            * trained_params(model, workload)
+            / model.params,
             frozen_bytes_per_param=assumptions.weight_bytes_per_param
-            * (int(workload.uses_reference) + int(workload.has_reward_model)),
+            * (int(workload.uses_reference or workload.lora_rank > 0) + int(workload.has_reward_model)),
         )
     )
     return combine(

@@ -40,8 +40,8 @@ def hand_over(
     Args:
         num_gpus: over which the training state is sharded.
         state_bytes_per_param: weights, gradients, master weights and moments, of policy and critic together.
-        frozen_bytes_per_param: reference and reward model. Their copy in host memory stays good, so they move
-            one way only.
+        frozen_bytes_per_param: reference (or the base of adapters) and reward model. Their copy in host memory
+            stays good, so they move one way only.
     """
     link = cluster.accelerator.host_link_bytes_per_s
     state_rate = min(assumptions.state_bytes_per_s, link)

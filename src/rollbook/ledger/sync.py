@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollbook.errors import PlanError
+from rollbook.ledger.adapters import lora_params
 from rollbook.ledger.assumptions import SyncAssumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import DTYPE_BYTES
@@ -73,21 +74,6 @@ def published_bytes(model: ModelSpec, weight_dtype: str, lora_rank: int = 0) -> 
     dtype = DTYPE_BYTES[weight_dtype]
     scales = 4.0 / (128 * 128) if weight_dtype == "float8" else 0.0
     return matrices * (dtype + scales) + ends * max(dtype, 2.0)
-
-
-def lora_params(model: ModelSpec, rank: int) -> float:
-    """Parameters of adapters of `rank` on every matrix of attention and feed-forward.
-
-    A matrix of m x n gets rank x (m + n). Experts get adapters too.
-    """
-    hidden = model.hidden_size
-    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = model.num_attention_layers * (2 * (hidden + q) + 2 * (hidden + kv))
-    dense = (model.num_mlp_layers - model.num_moe_layers) * model.mlp_matrices
-    experts = model.num_moe_layers * model.num_experts * model.mlp_matrices
-    width = model.expert_input_size or hidden
-    mlp = dense * (hidden + model.intermediate_size) + experts * (width + model.moe_intermediate_size)
-    return float(rank * (attention + mlp))
 
 
 def num_tensors(model: ModelSpec, *, splits_experts: bool) -> int:

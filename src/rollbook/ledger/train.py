@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 
 from rollbook.ledger.account import TrainSide
+from rollbook.ledger.adapters import trained_params
 from rollbook.ledger.assumptions import Assumptions, StackAssumptions
-from rollbook.ledger.flops import attention_flops, forward_flops, sequence_mean_square
+from rollbook.ledger.flops import attention_flops, sequence_mean_square, train_flops
 from rollbook.ledger.hardware import Accelerator, Cluster
 from rollbook.ledger.layout import TrainLayout
 from rollbook.ledger.memory import train_memory
@@ -185,7 +186,7 @@ def default_train_side(
     updates = workload.num_epochs * workload.num_mini_batches
     train_s = num_models * (
         workload.num_epochs * tokens_per_gpu * seconds_of_token(True)
-        + updates * optimizer_s(model, cluster, num_gpus)
+        + updates * optimizer_s(trained_params(model, workload), cluster, num_gpus)
     )
     memory = train_memory(model, workload, assumptions, num_gpus=num_gpus, layout=layout)
     usable = cluster.accelerator.hbm_bytes * (1 - assumptions.memory_overhead_frac)
@@ -205,7 +206,7 @@ def default_train_side(
             f"training takes {format_bytes(memory.total)} a GPU of {format_bytes(usable)} usable "
             f"({format_bytes(memory.state)} of it training state on {num_gpus} GPUs): it takes about {enough}"
         )
-    model_flops = 3 * workload.num_sequences * forward_flops(model, sequence, square) * workload.num_epochs
+    model_flops = train_flops(model, workload)
     peak = num_gpus * cluster.accelerator.peak("bfloat16")
     return TrainSide(
         num_gpus=num_gpus,
@@ -227,7 +228,7 @@ _OPTIMIZER_BYTES_PER_PARAM = 34.0
 for clipping reads the gradient once more (4 B)."""
 
 
-def optimizer_s(model: ModelSpec, cluster: Cluster, num_gpus: int) -> float:
+def optimizer_s(num_params: float, cluster: Cluster, num_gpus: int) -> float:
     """Seconds of one sharded optimizer update: memory traffic at 70 % of the bandwidth."""
-    moved = _OPTIMIZER_BYTES_PER_PARAM * model.params / num_gpus
+    moved = _OPTIMIZER_BYTES_PER_PARAM * num_params / num_gpus
     return moved / (0.7 * cluster.accelerator.hbm_bytes_per_s)

@@ -63,6 +63,10 @@ class Workload:
     """False where the engine's own logprobs anchor the step."""
     num_mini_batches: int = 1
     num_epochs: int = 1
+    lora_rank: int = 0
+    """Above 0: only adapters of this rank train, and the base is the reference too."""
+    publishes_adapters: bool = False
+    """Engines hold the base and take adapters alone; False: adapters arrive merged, as whole weights."""
     reward_response_tokens: float = 0.0
     """Tokens a generative reward model writes per trajectory."""
     agent: AgentWork = field(default_factory=AgentWork)
@@ -74,6 +78,14 @@ class Workload:
             require_number(name, getattr(self, name), least=0, remedy=f"give {name} above 0")
             if getattr(self, name) == 0:
                 raise PlanError(f"{name} is 0", f"give {name} above 0")
+        require_number("lora_rank", self.lora_rank, least=0, remedy="give 0 (all weights train) or a rank")
+        if self.lora_rank and self.algorithm == "ppo":
+            raise PlanError(
+                f"lora_rank is {self.lora_rank} with algorithm ppo, whose critic is a whole second model",
+                "use grpo, or train all weights",
+            )
+        if self.publishes_adapters and not self.lora_rank:
+            raise PlanError("adapters are published and none train", "give a lora_rank of 1 or more")
         if self.response_tokens > self.max_response_tokens:
             raise PlanError(
                 f"mean response of {self.response_tokens:g} tokens, limit {self.max_response_tokens}",
@@ -152,5 +164,7 @@ class Workload:
             "reward": self.reward,
             "num_mini_batches": self.num_mini_batches,
             "num_epochs": self.num_epochs,
+            "lora_rank": self.lora_rank,
+            "publishes_adapters": self.publishes_adapters,
             "agent": {name: getattr(agent, name) for name in agent.__slots__},
         }

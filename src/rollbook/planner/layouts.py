@@ -80,7 +80,14 @@ def train_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:
                     continue
                 ep = max(e for e in eps if num_gpus % (pp * e) == 0) if model.num_experts else 1
                 layouts += [
-                    TrainLayout(tp_size=tp, pp_size=pp, cp_size=cp, ep_size=ep, recompute=recompute)
+                    TrainLayout(
+                        tp_size=tp,
+                        pp_size=pp,
+                        cp_size=cp,
+                        ep_size=ep,
+                        recompute=recompute,
+                        lora=request.workload.lora_rank > 0,
+                    )
                     for recompute in _RECOMPUTE
                 ]
     return layouts

@@ -62,6 +62,7 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
         replica_gpus=chosen.rollout_layout.num_gpus,
         weight_dtype=chosen.rollout_layout.weight_dtype,
         max_buckets=MAX_BUCKETS,
+        lora_rank=request.workload.lora_rank if request.workload.publishes_adapters else 0,
     )
     methods: tuple[SyncMethod, ...] = ("in_process",) if colocated else ("broadcast", "delta", "disk")
     accounts = {

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from rollbook.ledger.account import RolloutSide, StepAccount, TrainSide
+from rollbook.ledger.adapters import trained_params
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.memory import train_memory
@@ -200,9 +201,7 @@ class Search:
     def _offload_s(self, num_gpus: int) -> float:
         """Master weights and moments cross the host link both ways at each update."""
         work = self.request.workload
-        moved = (
-            2 * _HOST_STATE_BYTES_PER_PARAM * work.num_trained_models * self.request.model.params / num_gpus
-        )
+        moved = 2 * _host_state_bytes(self.request) / num_gpus
         updates = work.num_epochs * work.num_mini_batches
         return updates * moved / self.request.cluster.accelerator.host_link_bytes_per_s
 
@@ -369,4 +368,9 @@ def host_bytes_per_node(request: PlanRequest, choice: TrainChoice) -> float:
     if not choice.is_offloaded:
         return 0.0
     nodes = max(choice.side.num_gpus / request.cluster.gpus_per_node, 1.0)
-    return _HOST_STATE_BYTES_PER_PARAM * request.workload.num_trained_models * request.model.params / nodes
+    return _host_state_bytes(request) / nodes
+
+
+def _host_state_bytes(request: PlanRequest) -> float:
+    work = request.workload
+    return _HOST_STATE_BYTES_PER_PARAM * work.num_trained_models * trained_params(request.model, work)

@@ -84,8 +84,8 @@ class _Latency:
         self.longest = self.lengths.expected_max(work.num_sequences)
         self.bound = request.max_staleness_steps
         self.fixed_s = prefill_s
-        if work.agent.num_turns > 1:
-            self.fixed_s += work.agent.num_turns * work.agent.env_s
+        # Of the slowest trajectory; the paper account has no environments, so their mean stands in.
+        self.fixed_s += rollout.env_wait_s or (work.agent.num_turns - 1) * work.agent.env_s
         mean_age = self.lengths.mean_square() / (2 * self.lengths.mean_tokens)
         context = work.prompt_tokens + work.observation_tokens / 2 + mean_age
         step_s = decode_step_s(request, layout)
