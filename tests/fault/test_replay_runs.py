@@ -48,6 +48,7 @@ def test_a_synchronous_run_repeats(tmp_path: Path) -> None:
         {"run.schedule": "colocate_async"},
         {"run.schedule": "colocate_async", "rollout.pause_mode": "abort"},
         {"trainer.num_mini_batches": 2, "trainer.shuffle": True},
+        {"sync.quantize": "int8"},
     ],
     ids=[
         "plain",
@@ -59,6 +60,7 @@ def test_a_synchronous_run_repeats(tmp_path: Path) -> None:
         "colocated",
         "abort",
         "mini_batches",
+        "quantized",
     ],
 )
 def test_an_asynchronous_run_repeats_from_its_log(more: dict[str, Any], tmp_path: Path) -> None:

@@ -155,6 +155,34 @@ def test_weights_reach_engines_by_any_transport_and_the_run_stays_the_same(
 
 
 @pytest.mark.parametrize(
+    ("scheme", "transport"),
+    [("int8", "inproc"), ("int8", "shm"), ("fp8_block", "shm"), ("fp8_block", "disk")],
+)
+def test_quantized_weights_are_published_proven_and_sampled_from(
+    scheme: str, transport: str, tmp_path: Path, plain: RunResult
+) -> None:
+    further: dict[str, Any] = {"sync.disk_dir": str(tmp_path / "weights")} if transport == "disk" else {}
+    further |= {"sync.delta": transport == "shm", "sync.transport": transport}
+    run = run_tiny(tmp_path, num_steps=2, **BF16, **further, **{"sync.quantize": scheme})
+    publications = run.events_of("publication")
+    assert [event["committed"] for event in publications] == [[0]] * 3
+    specs = plain.events_of("publication")[0]
+    assert publications[0]["num_bytes"] < specs["num_bytes"]
+    for metrics in run.metrics:  # the engine samples from what was sent, not from the trainer's weights
+        assert 1e-3 < metrics["training/logprob_gap/max"] < 2.0
+        assert 1e-4 < metrics["sync/probe_gap_max"] < 2.0
+
+
+@pytest.mark.parametrize("sleep_level", [1, 2])
+@pytest.mark.parametrize("staging", ["staged", "direct"])
+def test_quantized_weights_come_back_after_a_sleep(staging: str, sleep_level: int, tmp_path: Path) -> None:
+    moves = {"memory.sleep_level": sleep_level, "memory.offload": True, "sync.staging": staging}
+    run = run_tiny(tmp_path, num_steps=2, **BF16, **moves, **{"sync.quantize": "int8", "plan.is_on": True})
+    assert not run.events_of("publication_failed") and not run.events_of("quarantined")
+    assert run.metrics[-1]["sync/probe_gap_max"] < 2.0
+
+
+@pytest.mark.parametrize(
     ("overrides", "says"),
     [
         ({"run.schedule": "separate_async", "buffer.max_staleness_steps": 1}, "never hands a device over"),
@@ -177,6 +205,10 @@ def test_a_hand_over_that_cannot_be_is_refused(overrides: dict[str, Any], says: 
     ("overrides", "says"),
     [
         ({"sync.transport": "ipc"}, "the engine runs in the trainer's process"),
+        ({"sync.quantize": "int8", "rollout.engine": "vllm"}, "only the native engine decodes"),
+        ({"sync.quantize": "int8", "rollout.mismatch": "int4"}, "rounded twice"),
+        ({"sync.quantize": "int8", "model.lora": {"rank": 2, "publish": "adapter"}}, "no matrix of a layer"),
+        ({"sync.quantize": "int8", "cluster.kind": "ray"}, "use cluster.kind = 'inproc'"),
         ({"rollout.engine": "vllm", "rollout.device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
         ({"rollout.engine": "vllm", "rollout.num_replicas": 2}, "one vLLM engine fits a process"),
         ({"rollout.engine": "vllm", "rollout.vllm.tp_size": 2}, "rollout.vllm.tp_size is 2 with in_process"),

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rollbook.errors import SyncError
+from rollbook.sync.digest import digest
 from rollbook.sync.layout import MappedWeights, Place
-from rollbook.sync.quantized import QuantizedSource, Scheme, dequantize, quantize
+from rollbook.sync.quantized import QuantizedSource, QuantizedWeights, Scheme, dequantize, quantize
 from rollbook.sync.transaction import ReplicaTransaction
 from rollbook.weights import Bucket, Manifest, TensorSpec
 
@@ -95,8 +96,6 @@ def test_the_manifest_announces_codes_and_scales(scheme: Scheme) -> None:
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8_block"])
 def test_a_changed_scale_is_caught_like_a_changed_weight(scheme: Scheme) -> None:
-    from rollbook.sync.digest import digest
-
     quantized = QuantizedSource(source(), scheme)
     tensors = dict(quantized.export_weights())
     live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -124,6 +123,43 @@ def test_a_changed_scale_is_caught_like_a_changed_weight(scheme: Scheme) -> None
             transaction.prove(digests)
             transaction.commit()
     assert torch.equal(engine.read(scale), tensors[scale])
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8_block"])
+def test_what_the_engine_computes_with_is_held_to_codes_and_scales(scheme: Scheme) -> None:
+    trained = source()
+    live = {name: torch.zeros_like(tensor) for name, tensor in trained.tensors.items()}
+    plain = MappedWeights(live, {n: Place(parameter=n, shape=tuple(t.shape)) for n, t in live.items()})
+    weights = QuantizedWeights(plain, scheme)
+    sent = dict(QuantizedSource(trained, scheme).export_weights())
+    assert list(weights.specs().values()) == list(QuantizedSource(trained, scheme).weight_specs())
+    for name, tensor in sent.items():
+        weights.write(name, tensor)
+    wanted = {name: digest(tensor) for name, tensor in sent.items()}
+    assert {name: digest(weights.read(name)) for name in sent} == wanted
+    matrix = "model.layers.0.mlp.up_proj.weight"
+    scale = next(name for name in sent if "scale" in name)
+    assert torch.equal(live[matrix], dequantize(sent[matrix], sent[scale], scheme))
+    live[matrix].view(torch.int32)[7, 9] ^= 1  # one bit of what the engine computes with
+    assert [name for name in sent if digest(weights.read(name)) != wanted[name]] == [matrix]
+
+
+def test_a_scale_that_comes_alone_is_decoded_too() -> None:
+    """A delta may change a scale and no code."""
+    live = {"a.weight": torch.tensor([[2.0, 1.0]])}
+    plain = MappedWeights(live, {"a.weight": Place(parameter="a.weight", shape=(1, 2))})
+    weights = QuantizedWeights(plain, "int8")
+    weights.write("a.weight_scale", torch.tensor([[1.0]]))
+    weights.read("a.weight")
+    assert live["a.weight"].tolist() == [[127.0, 64.0]]
+
+
+def test_codes_of_another_scheme_are_refused() -> None:
+    live = {"a.weight": torch.ones(2, 2)}
+    plain = MappedWeights(live, {"a.weight": Place(parameter="a.weight", shape=(2, 2))})
+    weights = QuantizedWeights(plain, "int8")
+    with pytest.raises(SyncError, match="float8_e4m3fn"):
+        weights.write("a.weight", quantize(torch.ones(2, 2), "fp8_block")[0])
 
 
 def test_diverged_weights_are_not_quantized_into_something_plausible() -> None:

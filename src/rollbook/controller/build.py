@@ -20,7 +20,7 @@ from rollbook.config.run_config import RunConfig
 from rollbook.controller.evaluate import Evaluator
 from rollbook.controller.loop import Controller
 from rollbook.controller.probing import Prober
-from rollbook.controller.replicas import Parts, start_replicas
+from rollbook.controller.replicas import Parts, published, start_replicas
 from rollbook.controller.rollout import Member, Rollout
 from rollbook.controller.saving import Saver
 from rollbook.controller.schedule import SCHEDULES
@@ -73,7 +73,9 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
                     Parts(config=config, trainer=trainer, tokenizer=tokenizer, stack=stack)
                 )
                 router = Router(replicas.engines)
-                publisher = Publisher(trainer, replicas.ports, config.sync, buffers=replicas.buffers)
+                publisher = Publisher(
+                    published(config, trainer), replicas.ports, config.sync, buffers=replicas.buffers
+                )
             else:
                 router, publisher = Router(on_ray.pool.engines), on_ray.publisher
                 on_ray.pool.router = router

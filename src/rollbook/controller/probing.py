@@ -88,6 +88,8 @@ class Prober:
     @property
     def _dtype(self) -> str:
         """What the gap is held against: the coarser of the two sides."""
+        if self.sync.quantize != "none":
+            return self.sync.quantize
         sides = {str(self.trainer.model.dtype).removeprefix("torch."), self.rollout.dtype} - {
             "auto",
             "float32",

@@ -34,6 +34,7 @@ from rollbook.config.loading import load_config
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.build import build
 from rollbook.controller.loop import Controller
+from rollbook.controller.replicas import as_published, published
 from rollbook.controller.rollout import Member
 from rollbook.errors import ConfigError, RunError
 from rollbook.observe.recorder import Recorder
@@ -288,7 +289,8 @@ class _Replay:
         self.sampler.remember(publication.weight_version)
 
     def _compare_digest(self, publication: Publication, *, step: int) -> None:
-        names, tensors = zip(*self.controller.trainer.export_weights(), strict=True)
+        source = published(self.controller.config, self.controller.trainer)
+        names, tensors = zip(*source.export_weights(), strict=True)
         replayed = fold(dict(zip(names, digests(tensors), strict=True)))
         if publication.digest is None:
             if (
@@ -387,7 +389,8 @@ class _Sampler:
 
     def __init__(self, engine: NativeEngine, controller: Controller) -> None:
         self.engine = engine
-        self.trainer = controller.trainer
+        self._config = controller.config
+        self._source = published(controller.config, controller.trainer)
         config = controller.config.rollout
         self._continues_anew = controller.schedule.pauses_for_training and config.pause_mode == "abort"
         self._recomputes = config.kv_policy == "recompute"
@@ -405,7 +408,7 @@ class _Sampler:
         engine._step = self._step  # type: ignore[method-assign]
 
     def remember(self, version: int) -> None:
-        self._held[version] = {name: t.clone() for name, t in self.trainer.export_weights()}
+        self._held[version] = {name: t.clone() for name, t in self._source.export_weights()}
 
     def forget(self, before: int) -> None:
         """Versions that nothing will be sampled from any more."""
@@ -417,13 +420,15 @@ class _Sampler:
     async def hold(self, version: int) -> None:
         """Put a version's weights into the engine, below its publications. Its own label only ever grows: labels are
         read from the log instead."""
-        weights = await self.engine.live_weights()
+        weights = as_published(self._config, await self.engine.live_weights())
         tensors = self._held[version]
 
         @torch.no_grad()
         def write() -> None:
             for name in weights.specs():
                 weights.write(name, tensors[name])
+            for name in weights.specs():
+                weights.read(name)  # codes and scales are decoded where they are read
             scheduler = self.engine._scheduler
             if self._recomputes:  # the same number again: keys and values are made anew
                 scheduler.adopt_version(scheduler.weight_version, "recompute")

@@ -28,10 +28,11 @@ from rollbook.rollout.engine import Engine
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.sync.bucket import Buffers
 from rollbook.sync.inproc import InprocPort, SwapEngine
+from rollbook.sync.quantized import QuantizedSource, QuantizedWeights
 from rollbook.sync.remote import RemotePort, ReplicaServer
 from rollbook.sync.transport import Receiver, Sender
 from rollbook.trainer.trainer import Trainer
-from rollbook.weights import WeightPort
+from rollbook.weights import LiveWeights, WeightPort, WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,16 +153,38 @@ def _shares_weights(config: RunConfig) -> bool:
         and config.rollout.dtype in ("auto", config.model.dtype)
         and config.rollout.mismatch == "none"
         and config.sync.transport == "inproc"
+        and config.sync.quantize == "none"
         and not _takes_merged(config)
         and config.sync.staging == "staged"
         and config.sync.every_steps == 1  # else the engine would serve updates that no publication has named
     )
 
 
+def published(config: RunConfig, trainer: Trainer) -> WeightSource:
+    """What the engines are sent of the trainer's weights."""
+    return trainer if config.sync.quantize == "none" else QuantizedSource(trainer, config.sync.quantize)
+
+
+def as_published(config: RunConfig, live: LiveWeights) -> LiveWeights:
+    """An engine's weights in the terms of what it is sent."""
+    return live if config.sync.quantize == "none" else QuantizedWeights(live, config.sync.quantize)
+
+
+class _Port(InprocPort):
+    """Of an engine that may be sent other tensors than it holds."""
+
+    def __init__(self, engine: SwapEngine, config: RunConfig) -> None:
+        super().__init__(engine, staging=config.sync.staging)
+        self._config = config
+
+    async def live_weights(self) -> LiveWeights:
+        return as_published(self._config, await super().live_weights())
+
+
 async def _port(parts: Parts, link: Link | None, engine: SwapEngine) -> WeightPort:
     """The port of an engine of this process. Over a transport, its server listens on loopback and asks for a token that
     nobody else is told."""
-    port = InprocPort(engine, staging=parts.config.sync.staging)
+    port = _Port(engine, parts.config)
     if link is None:
         return port
     token = secrets.token_hex(16)
@@ -189,7 +212,7 @@ async def _open_link(parts: Parts) -> Link | None:
         from rollbook.sync.disk import DiskReceiver, DiskSender
 
         link = Link(
-            sender=DiskSender(config.disk_dir, parts.trainer.weight_specs()),
+            sender=DiskSender(config.disk_dir, published(parts.config, parts.trainer).weight_specs()),
             receivers=[DiskReceiver(config.disk_dir) for _ in range(count)],
         )
     elif config.transport == "ipc":

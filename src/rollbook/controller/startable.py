@@ -22,6 +22,7 @@ def unstartable(config: RunConfig) -> list[Problem]:
     return [
         *_cluster_problems(config),
         *_engine_problems(config),
+        *_quantize_problems(config),
         *_adapter_problems(config),
         *_device_problems(config),
     ]
@@ -123,6 +124,32 @@ def _transport_problems(config: RunConfig) -> Iterator[Problem]:
         yield (
             "sync.transport is 'ipc', and the engine runs in the trainer's process, which has that memory already",
             "use sync.transport = 'inproc' (or rollout.vllm.in_process = false)",
+        )
+
+
+def _quantize_problems(config: RunConfig) -> Iterator[Problem]:
+    quantize, lora = config.sync.quantize, config.model.lora
+    if quantize == "none":
+        return
+    if config.cluster.kind != "inproc":
+        yield (
+            f"sync.quantize is '{quantize}' and cluster.kind '{config.cluster.kind}'",
+            "use cluster.kind = 'inproc'",
+        )
+    if config.rollout.engine != "native":
+        yield (
+            f"sync.quantize is '{quantize}' and rollout.engine '{config.rollout.engine}'",
+            "only the native engine decodes what it is sent: use engine = 'native', or quantize = 'none'",
+        )
+    if lora is not None and lora.publish == "adapter":
+        yield (
+            f"sync.quantize is '{quantize}' and model.lora.publish 'adapter', which sends no matrix of a layer",
+            "use publish = 'merged', or quantize = 'none'",
+        )
+    if config.rollout.mismatch != "none":
+        yield (
+            f"sync.quantize is '{quantize}' and rollout.mismatch '{config.rollout.mismatch}'",
+            "weights would be rounded twice: choose one of them",
         )
 
 

@@ -30,6 +30,10 @@ class SyncConfig(Section):
     the replica out of service until it is re-synced."""
     delta: bool = False
     """Send only what changed against the last acknowledged version; costs the trainer one copy of the weights."""
+    quantize: Literal["none", "int8", "fp8_block"] = "none"
+    """Send the layers' matrices as codes and scales, half the bytes of bfloat16: the engines then sample from the
+    rounded weights, and the logprob gap shows by how much they differ. "int8": one scale a row; "fp8_block": one for
+    128 x 128. The engines keep the codes too, about a byte a parameter."""
     commit_order: Literal["together", "rolling"] = "together"
     """Which replicas swap at the same time: all, or one after the other, so that at most one stands still. While it
     rolls they differ by one version, every token says which one sampled it, and admission counts on the older."""

@@ -80,7 +80,7 @@ class InprocPort:
         await self._blocked()
         if self.transaction is None:
             self.transaction = ReplicaTransaction(
-                await self.engine.live_weights(),
+                await self.live_weights(),
                 replica_id=self.replica_id,
                 weight_version=await self.engine.weight_version(),
                 staging=self.staging,
@@ -92,6 +92,10 @@ class InprocPort:
         if self.staging == "direct":
             self._holds_pause = True
             await self.engine.pause("keep")
+
+    async def live_weights(self) -> LiveWeights:
+        """What the transaction writes and proves; another port may stand something between it and the engine."""
+        return await self.engine.live_weights()
 
     async def receive(self, bucket: Bucket) -> None:
         transaction = self._opened()

@@ -16,9 +16,21 @@ import numpy as np
 
 from rollbook.types import Floats, Ids, VersionRun
 
-FLOOR_NATS: Mapping[str, float] = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
-"""Differences that mean nothing: order of summation, kernels."""
-CEILING_NATS: Mapping[str, float] = {"float32": 1e-2, "float16": 0.5, "bfloat16": 1.0}
+FLOOR_NATS: Mapping[str, float] = {
+    "float32": 1e-4,
+    "float16": 2e-2,
+    "bfloat16": 5e-2,
+    "int8": 0.1,
+    "fp8_block": 0.3,
+}
+"""Differences that mean nothing: order of summation, kernels, and what weights lose that are sent as codes."""
+CEILING_NATS: Mapping[str, float] = {
+    "float32": 1e-2,
+    "float16": 0.5,
+    "bfloat16": 1.0,
+    "int8": 2.0,
+    "fp8_block": 4.0,
+}
 """No sound engine shows more on any token: a gap above it never becomes a baseline."""
 BASELINE_PROBES = 3
 

@@ -1,8 +1,9 @@
 """Weights quantized on the trainer's side, in the scheme the engine computes with.
 
-`QuantizedSource` stands between the trainer's export and the publisher. Every matrix it is told to quantize becomes
-two tensors of the manifest, the codes under the matrix's own name and the scales beside it, so that both are
-announced, carried, digested and proven like any other tensor.
+`QuantizedSource` stands between the trainer's export and the publisher, `QuantizedWeights` between the replica's
+transaction and an engine that computes in its own dtype. Every matrix becomes two tensors of the manifest, the codes
+under the matrix's own name and the scales beside it, so that both are announced, carried, digested and proven like
+any other tensor; the proof also holds what the engine computes with to be what codes and scales say, bit for bit.
 
     int8        one float32 scale per output channel       w ≈ codes · weight_scale           |error| ≤ scale / 2
     fp8_block   float8_e4m3fn, one float32 scale per        w ≈ codes · weight_scale_inv       |error| ≤ |w| / 16,
@@ -13,7 +14,7 @@ Names and shapes of the scales are those of Hugging Face checkpoints in these sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollbook.errors import SyncError
-from rollbook.weights import TensorSpec, WeightSource
+from rollbook.weights import LiveWeights, TensorSpec, WeightSource
 
 Scheme = Literal["int8", "fp8_block"]
 
@@ -58,25 +59,7 @@ class QuantizedSource:
         self._chosen = chosen
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
-        specs = []
-        for spec in self._source.weight_specs():
-            if not self._chosen(spec.name, spec.shape):
-                specs.append(spec)
-                continue
-            code_dtype = CODE_DTYPE[self._scheme]
-            rows, columns = spec.shape
-            scale = (rows, 1) if self._scheme == "int8" else (-(-rows // BLOCK), -(-columns // BLOCK))
-            dtype = str(code_dtype).removeprefix("torch.")
-            specs.append(TensorSpec(name=spec.name, shape=spec.shape, dtype=dtype, num_bytes=rows * columns))
-            specs.append(
-                TensorSpec(
-                    name=spec.name + SCALE_SUFFIX[self._scheme],
-                    shape=scale,
-                    dtype="float32",
-                    num_bytes=4 * scale[0] * scale[1],
-                )
-            )
-        return tuple(specs)
+        return quantized_specs(self._source.weight_specs(), self._scheme, self._chosen)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._source.export_weights():
@@ -91,6 +74,97 @@ class QuantizedSource:
             codes, scales = quantize(tensor, self._scheme)
             yield name, codes
             yield name + SCALE_SUFFIX[self._scheme], scales
+
+
+class QuantizedWeights:
+    """`LiveWeights` of an engine that computes in its own dtype, in the terms of a quantized manifest.
+
+    Codes and scales are kept beside the engine's weights (about one byte a parameter), and decoded into them when they
+    were written. Reading codes compares: where the engine's matrix is not what codes and scales say, bits come back
+    that no trainer sent, and the proof fails by name.
+    """
+
+    def __init__(
+        self, live: LiveWeights, scheme: Scheme, chosen: Callable[[str, tuple[int, ...]], bool] = is_matrix
+    ) -> None:
+        self._live = live
+        self._scheme: Scheme = scheme
+        self._matrices = {name for name, spec in live.specs().items() if chosen(name, spec.shape)}
+        self._matrix_of = {name + SCALE_SUFFIX[scheme]: name for name in self._matrices}
+        self._specs = {spec.name: spec for spec in quantized_specs(live.specs().values(), scheme, chosen)}
+        self._held: dict[str, Tensor] = {}
+        """Codes and scales, by their names in the manifest."""
+        self._is_stale: set[str] = set()
+        """Matrices whose codes or scales were written since they were decoded."""
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self._specs
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        matrix = self._matrix_of.get(name, name)
+        if matrix not in self._matrices:
+            self._live.write(name, tensor)
+            return
+        self._make(matrix)
+        held, spec = self._held[name], self._specs[name]
+        if tensor.shape != held.shape or tensor.dtype != held.dtype:
+            raise SyncError(
+                f"{name}: the publication carries {tuple(tensor.shape)} {tensor.dtype}, the engine holds "
+                f"{spec.shape} {spec.dtype}",
+                "quantize on the trainer's side in the engine's scheme (sync.quantize)",
+            )
+        held.copy_(tensor)
+        self._is_stale.add(matrix)
+
+    def read(self, name: str) -> Tensor:
+        matrix = self._matrix_of.get(name, name)
+        if matrix not in self._matrices:
+            return self._live.read(name)
+        self._make(matrix)
+        held = self._held[name]
+        if name != matrix:
+            return held
+        live = self._live.read(matrix)
+        decoded = dequantize(held, self._held[matrix + SCALE_SUFFIX[self._scheme]], self._scheme).to(
+            live.dtype
+        )
+        if matrix in self._is_stale:
+            self._live.write(matrix, decoded)
+            self._is_stale.discard(matrix)
+            live = self._live.read(matrix)
+        if torch.equal(live, decoded):
+            return held
+        return (held.view(torch.uint8) ^ 1).view(held.dtype)
+
+    def _make(self, matrix: str) -> None:
+        """Before anything was published: what the engine's matrix would be sent as."""
+        if matrix not in self._held:
+            codes, scales = quantize(self._live.read(matrix), self._scheme)
+            self._held[matrix], self._held[matrix + SCALE_SUFFIX[self._scheme]] = codes, scales
+
+
+def quantized_specs(
+    specs: Iterable[TensorSpec], scheme: Scheme, chosen: Callable[[str, tuple[int, ...]], bool] = is_matrix
+) -> tuple[TensorSpec, ...]:
+    """A manifest's tensors, with codes and scales in the place of the chosen ones."""
+    made: list[TensorSpec] = []
+    for spec in specs:
+        if not chosen(spec.name, spec.shape):
+            made.append(spec)
+            continue
+        rows, columns = spec.shape
+        scale = (rows, 1) if scheme == "int8" else (-(-rows // BLOCK), -(-columns // BLOCK))
+        dtype = str(CODE_DTYPE[scheme]).removeprefix("torch.")
+        made.append(TensorSpec(name=spec.name, shape=spec.shape, dtype=dtype, num_bytes=rows * columns))
+        made.append(
+            TensorSpec(
+                name=spec.name + SCALE_SUFFIX[scheme],
+                shape=scale,
+                dtype="float32",
+                num_bytes=4 * scale[0] * scale[1],
+            )
+        )
+    return tuple(made)
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
