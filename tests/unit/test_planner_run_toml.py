@@ -14,6 +14,7 @@ from rollbook.cli.main import main
 from rollbook.config.loading import load_config
 from rollbook.config.run_config import RunConfig
 from rollbook.controller import startable
+from rollbook.errors import ConfigError
 from rollbook.ledger.hardware import MachineSpec
 
 TINY = {
@@ -75,6 +76,8 @@ GPU_CASES = [
     ("qwen3-30b-a3b", 64, ["--rollout-dtype", "auto", "--mini-batches", "16"]),
     ("gpt-oss-20b", 16, ["--group-size", "2", "--prompts", "7"]),
     ("deepseek-v3", 512, ["--max-staleness", "2"]),
+    ("qwen3-8b", 8, ["--lora-rank", "16", "--checkpoint-every", "7"]),
+    ("qwen3-32b", 32, ["--lora-rank", "32", "--lora-publish", "adapter", "--checkpoint-async"]),
 ]
 
 
@@ -127,3 +130,50 @@ def test_a_processor_hands_nothing_over(tmp_path: Path, capsys: pytest.CaptureFi
         main(["plan", "--model", str(model_folder(tmp_path)), "--gpu", str(hardware), *sizes, "--json"])
     seconds = json.loads(capsys.readouterr().out)["step"]["seconds"]
     assert seconds["switch"] == seconds["other"] == 0 and seconds["train"] > 0
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_adapters_and_checkpoints_of_the_plan_are_written(tmp_path: Path) -> None:
+    config, text = written(
+        tmp_path, "--model", "qwen3-8b", "--lora-rank", "16", "--lora-publish", "adapter", "--checkpoint-every", "7",
+        "--checkpoint-async",
+    )  # fmt: skip
+    assert config.model.lora is not None
+    assert (config.model.lora.rank, config.model.lora.publish) == (16, "merged")
+    assert config.checkpoint.every_steps == 7
+    flat = text.replace("\n# ", " ")
+    assert "vLLM's processes take them merged" in flat and "stands still until they are written" in flat
+
+
+def test_native_engines_of_a_cpu_take_adapters_alone(tmp_path: Path) -> None:
+    hardware = tmp_path / "hardware.toml"
+    CPU.write(hardware)
+    config, _ = written(
+        tmp_path, "--model", str(model_folder(tmp_path)), "--gpu", str(hardware), "--num-gpus", "1", "--prompts", "4",
+        "--group-size", "2", "--prompt-tokens", "16", "--response-tokens", "32", "--lora-rank", "4",
+        "--lora-publish", "adapter",
+    )  # fmt: skip
+    assert config.model.lora is not None and config.model.lora.publish == "adapter"
+    config.check(startable.unstartable(config))
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_what_ray_is_told_to_need_is_a_config_that_train_can_start(tmp_path: Path) -> None:
+    """The head of a plan for several hosts names the keys of the way over hosts: they are taken, and its others not."""
+    _, text = written(tmp_path, "--model", "qwen3-8b", "--num-gpus", "16")
+    flat = text.replace("\n# ", " ")
+    assert "2 hosts by the plan, and this file runs on one" in flat and 'cluster.kind = "ray"' in flat
+    assert "the plan divides the trainer over" in flat and "one process on one GPU" in flat
+    on_ray = load_config(
+        tmp_path / "run.toml",
+        [
+            'cluster.kind="ray"', "cluster.num_trainer_ranks=8", "rollout.num_replicas=8", 'rollout.engine="native"',
+            'sync.transport="disk"', 'sync.disk_dir="/tmp/weights"', "memory.sleep_level=0", "memory.offload=false",
+        ],
+        RunConfig,
+    )  # fmt: skip
+    assert not on_ray.memory.moves_anything
+    on_ray.check([])
+    for refused in ('rollout.engine="vllm"', 'sync.transport="ipc"'):
+        with pytest.raises(ConfigError, match="ray"):
+            load_config(tmp_path / "run.toml", ['cluster.kind="ray"', refused], RunConfig).check([])

@@ -63,6 +63,15 @@ OffloadOption = Annotated[
 StalenessOption = Annotated[
     int, typer.Option("--max-staleness", help="Versions a trained token may be old; 0: on-policy only.")
 ]
+LoraRankOption = Annotated[
+    int, typer.Option("--lora-rank", help="Train adapters of this rank on a frozen base; 0: all weights.")
+]
+LoraPublishOption = Annotated[
+    str,
+    typer.Option(
+        "--lora-publish", help="merged (whole weights) or adapter (alone, to engines with the base)."
+    ),
+]
 ContextOption = Annotated[
     str, typer.Option("--max-context", help="Longest sequence; 0: what the model was released for.")
 ]
@@ -96,6 +105,21 @@ def command(
     rollout_dtype: DtypeOption = DEFAULTS.rollout_dtype,
     offload: OffloadOption = DEFAULTS.offload,
     max_staleness: StalenessOption = DEFAULTS.max_staleness,
+    lora_rank: LoraRankOption = DEFAULTS.lora_rank,
+    lora_publish: LoraPublishOption = DEFAULTS.lora_publish,
+    checkpoint_every: Annotated[
+        int, typer.Option("--checkpoint-every", help="Steps between checkpoints; 0: about one an hour.")
+    ] = DEFAULTS.checkpoint_every,
+    checkpoint_async: Annotated[
+        bool,
+        typer.Option(
+            "--checkpoint-async/--checkpoint-sync",
+            help="Write from a copy in pinned host memory while training goes on.",
+        ),
+    ] = DEFAULTS.checkpoint_async,
+    storage_gb_per_s: Annotated[
+        float, typer.Option("--storage-gb-per-s", help="Gigabytes a second of the job's storage; 0: assumed.")
+    ] = DEFAULTS.storage_gb_per_s,
     max_context: ContextOption = str(DEFAULTS.max_context),
     assume: AssumeOption = DEFAULTS.assume,
     split: Annotated[
@@ -128,7 +152,9 @@ def command(
         algorithm=algorithm, reward=reward, reference=reference, proximal=proximal, mini_batches=mini_batches,
         turns=turns, observation_tokens=observation_tokens, env_seconds=env_seconds,
         env_p99_seconds=env_p99_seconds, rollout_tp=rollout_tp, rollout_dtype=rollout_dtype, offload=offload,
-        max_staleness=max_staleness, max_context=max_context, assume=assume, split=split,
+        max_staleness=max_staleness, lora_rank=lora_rank, lora_publish=lora_publish,
+        checkpoint_every=checkpoint_every, checkpoint_async=checkpoint_async, storage_gb_per_s=storage_gb_per_s,
+        max_context=max_context, assume=assume, split=split,
     )  # fmt: skip
     plan = make_plan(options.request(), is_brief=bool(emit))
     if output is not None:

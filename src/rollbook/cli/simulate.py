@@ -19,6 +19,8 @@ from rollbook.cli.plan import (
     GpuOption,
     GroupOption,
     LengthsOption,
+    LoraPublishOption,
+    LoraRankOption,
     MaxResponseOption,
     MiniBatchOption,
     ModelOption,
@@ -85,6 +87,8 @@ def command(
     rollout_dtype: DtypeOption = DEFAULTS.rollout_dtype,
     offload: OffloadOption = DEFAULTS.offload,
     max_staleness: StalenessOption = DEFAULTS.max_staleness,
+    lora_rank: LoraRankOption = DEFAULTS.lora_rank,
+    lora_publish: LoraPublishOption = DEFAULTS.lora_publish,
     max_context: ContextOption = str(DEFAULTS.max_context),
     assume: AssumeOption = DEFAULTS.assume,
     mode: Annotated[
@@ -154,7 +158,8 @@ def command(
         algorithm=algorithm, reward=reward, reference=reference, proximal=proximal, mini_batches=mini_batches,
         turns=turns, observation_tokens=observation_tokens, env_seconds=env_seconds,
         env_p99_seconds=env_p99_seconds, rollout_tp=rollout_tp, rollout_dtype=rollout_dtype, offload=offload,
-        max_staleness=max_staleness, max_context=max_context, assume=assume, split=split,
+        max_staleness=max_staleness, lora_rank=lora_rank, lora_publish=lora_publish,
+        max_context=max_context, assume=assume, split=split,
     )  # fmt: skip
     request = options.request()
     candidate = _candidate(request, mode)

@@ -40,6 +40,13 @@ class Flops:
     reward_model: float
     train: float
     critic: float
+    """Values before training, and training."""
+    num_epochs: int = 1
+
+    @property
+    def critic_values(self) -> float:
+        """The critic's forward before training: one of its 1 + 3 epochs passes."""
+        return self.critic / (1 + 3 * self.num_epochs)
 
     @property
     def total(self) -> float:
@@ -55,7 +62,8 @@ class Flops:
 
     def as_json(self) -> dict[str, float]:
         """The keys of `plan --json`."""
-        return {**asdict(self), "total": self.total}
+        stages = {name: value for name, value in asdict(self).items() if name != "num_epochs"}
+        return {**stages, "total": self.total}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,7 @@ def default_flops(model: ModelSpec, workload: Workload) -> Flops:
         reward_model=(one_pass + 2.0 * model.matmul_params * reward_tokens) if has_reward_model else 0.0,
         train=train_flops(model, workload),
         critic=(1 + 3 * workload.num_epochs) * one_pass if has_critic else 0.0,
+        num_epochs=workload.num_epochs,
     )
 
 

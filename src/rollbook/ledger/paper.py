@@ -34,6 +34,7 @@ def paper_flops(model: ModelSpec, workload: Workload) -> Flops:
         reward_model=one_pass if has_reward_model else 0.0,
         train=3 * one_pass * workload.num_epochs,
         critic=(1 + 3 * workload.num_epochs) * one_pass if has_critic else 0.0,
+        num_epochs=workload.num_epochs,
     )
 
 
@@ -98,7 +99,7 @@ def paper_train_side(
     accelerator = cluster.accelerator
     flops = paper_flops(model, workload)
     peak = num_gpus * accelerator.peak("bfloat16")
-    critic_forward = flops.critic / (1 + 3 * workload.num_epochs)
+    critic_forward = flops.critic_values
     forward_flops = flops.reference + flops.proximal + flops.reward_model + critic_forward
     train_flops = flops.train + flops.critic - critic_forward
     state_bytes = assumptions.train_state_bytes_per_param * model.params

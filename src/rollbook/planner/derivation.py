@@ -12,7 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from rollbook.ledger.adapters import policy_state_bytes
 from rollbook.ledger.asynchrony import AsyncAccount, async_account
+from rollbook.planner.beside import Beside
 from rollbook.planner.publication import Publication
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import (
@@ -35,6 +37,7 @@ from rollbook.planner.words import (
 )
 
 _MOST_SENT_BACK = 4
+_LAST_TITLE = "Publication, staleness, and what stands beside the step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ def derive(
     chosen: Candidate | None,
     choice_because: str,
     publication: Publication | None,
+    around: Beside,
     changes: tuple[str, ...],
 ) -> list[Reasoned]:
     """The six steps; the last two say what would have to change when nothing fits."""
@@ -74,7 +78,7 @@ def derive(
         _generation(request, base),
         _topology(request, search, candidates, base),
         _layouts(request, search, candidates, chosen, choice_because, changes),
-        _publication(request, chosen, publication, changes),
+        _publication(request, chosen, publication, around, changes),
     ]
 
 
@@ -124,12 +128,14 @@ def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
     memory = base.account.memory
     usable = cluster.accelerator.hbm_bytes * (1 - assumptions.memory_overhead_frac)
     num_models = request.workload.num_trained_models
-    state = num_models * assumptions.train_state_bytes_per_param * model.params
+    rank = request.workload.lora_rank
+    state = num_models * policy_state_bytes(model, request.workload, assumptions)
     least = math.ceil(state / usable)
     per_node = cluster.gpus_per_node
     nodes = math.ceil(least / per_node)
     weights = memory["weights_bytes"]
     critic = ", policy and critic," if num_models == 2 else ""
+    of = f" of the adapters, {assumptions.weight_bytes_per_param:g} of the frozen base" if rank else ""
     return Reasoned(
         step=2,
         title="What has to fit where",
@@ -148,8 +154,8 @@ def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
         },
         because=(
             f"The training state of {model.name}{critic} is {format_bytes(state)} at "
-            f"{assumptions.train_state_bytes_per_param:g} bytes a parameter; with {format_bytes(usable)} usable on a "
-            f"GPU it needs at least {least} GPU{'s' if least > 1 else ''}"
+            f"{assumptions.train_state_bytes_per_param:g} bytes a parameter{of}; with {format_bytes(usable)} usable on "
+            f"a GPU it needs at least {least} GPU{'s' if least > 1 else ''}"
             + (f", so {nodes} whole nodes" if nodes > 1 and cluster.num_nodes > 1 else "")
             + f", before activations. One copy of the weights for generation is {format_bytes(weights)}, which a "
             f"replica of {base.rollout_layout.num_gpus} GPU{'s' if base.rollout_layout.num_gpus > 1 else ''} holds "
@@ -339,12 +345,16 @@ def _memory_wall(candidates: list[Candidate]) -> Candidate | None:
 
 
 def _publication(
-    request: PlanRequest, chosen: Candidate | None, publication: Publication | None, changes: tuple[str, ...]
+    request: PlanRequest,
+    chosen: Candidate | None,
+    publication: Publication | None,
+    around: Beside,
+    changes: tuple[str, ...],
 ) -> Reasoned:
     if chosen is None or publication is None:
         return Reasoned(
             step=6,
-            title="Publication and staleness",
+            title=_LAST_TITLE,
             inputs={},
             outputs={},
             because="Nothing fits, so there is nothing to publish to. "
@@ -386,7 +396,11 @@ def _publication(
                 told = ", ".join(f"{seconds(s)} at {bound}" for bound, s in by_bound.items())
                 because += f", and the trainer waits for them as far as the bound demands: {told}."
     return Reasoned(
-        step=6, title="Publication and staleness", inputs=inputs, outputs=outputs, because=because
+        step=6,
+        title=_LAST_TITLE,
+        inputs=inputs,
+        outputs=outputs | around.as_json(),
+        because=f"{because} {around.sentences()}",
     )
 
 

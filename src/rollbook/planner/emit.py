@@ -14,10 +14,25 @@ from rollbook.planner.plan import Plan
 
 Emitter = Callable[[Plan], str]
 
+
+def _without_adapters(name: str, write: Emitter) -> Emitter:
+    """An exporter of a system whose settings for adapters are not known here: it refuses them."""
+
+    def checked(plan: Plan) -> str:
+        if rank := plan.request.workload.lora_rank:
+            raise PlanError(
+                f"adapters of rank {rank} cannot be exported to {name}",
+                "plan without --lora-rank, or use --emit verl or -o run.toml",
+            )
+        return write(plan)
+
+    return checked
+
+
 EMITTERS: Mapping[str, Emitter] = {
     "verl": verl_script,
-    "slime": slime_script,
-    "areal": areal_yaml,
+    "slime": _without_adapters("slime", slime_script),
+    "areal": _without_adapters("areal", areal_yaml),
     "ray": ray_script,
     "kubernetes": kubernetes_yaml,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rollbook.errors import PlanError
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.search import Candidate
 from rollbook.planner.words import MODE_TITLES, format_bytes, seconds, split
@@ -93,7 +94,27 @@ def _model(plan: Plan, chosen: Candidate) -> list[Override]:
     overrides.append(
         Override("actor_rollout_ref.model.enable_gradient_checkpointing", layout.recompute == "full")
     )
-    return overrides
+    return overrides + _adapters(plan, chosen)
+
+
+def _adapters(plan: Plan, chosen: Candidate) -> list[Override]:
+    """verl's FSDP trainer takes adapters by these keys; for Megatron it has others, by another library."""
+    rank = plan.request.workload.lora_rank
+    if rank and _is_megatron(chosen):
+        raise PlanError(
+            f"adapters of rank {rank} with a planned trainer layout for Megatron, whose adapters are not exported",
+            "plan without --lora-rank, or for a model and length that need no tensor or pipeline parallelism",
+        )
+    if not rank:
+        return []
+    model = "actor_rollout_ref.model"
+    return [
+        Override(
+            f"{model}.lora_rank", rank, "adapters of all matrices; the base is frozen, and the reference"
+        ),
+        Override(f"{model}.lora_alpha", 2 * rank),
+        Override(f"{model}.target_modules", "all-linear"),
+    ]
 
 
 def _is_megatron(chosen: Candidate) -> bool:

@@ -53,6 +53,13 @@ BOUNDS: dict[str, Bounds] = {
     "env_seconds": Bounds(least=0, most=_MOST_S, remedy="give 0 (no environment) or more, in seconds"),
     "env_p99_seconds": Bounds(least=0, most=_MOST_S, remedy="give 0 (as the mean) or more, in seconds"),
     "rollout_tp": Bounds(least=0, most=1024, remedy="give at least 1, or 0 to leave it to the planner"),
+    "lora_rank": Bounds(least=0, most=65_536, remedy="give 0 (all weights train), or a rank such as 16"),
+    "checkpoint_every": Bounds(
+        least=0, most=1_000_000, remedy="give 1 step or more, or 0 for about one an hour"
+    ),
+    "storage_gb_per_s": Bounds(
+        least=0, most=1e6, remedy="give gigabytes a second of the whole job, or 0 for the assumption"
+    ),
     "max_staleness": Bounds(least=0, most=1000, remedy="give 0 for on-policy training, or 1 or more"),
 }
 """Of the options that are plain numbers, by the field of `PlanOptions`; counts are checked where they are read."""
@@ -95,6 +102,11 @@ class PlanOptions:
     rollout_dtype: str = "bfloat16"
     offload: str = "auto"
     max_staleness: int = 1
+    lora_rank: int = 0
+    lora_publish: str = "merged"
+    checkpoint_every: int = 0
+    checkpoint_async: bool = False
+    storage_gb_per_s: float = 0.0
     max_context: Count = "0"
     assume: str = "default"
     split: str = ""
@@ -128,6 +140,8 @@ class PlanOptions:
             uses_reference=self.reference,
             uses_proximal=self.proximal,
             num_mini_batches=self.mini_batches,
+            lora_rank=self.lora_rank,
+            publishes_adapters=self._publishes_adapters(),
             agent=AgentWork(
                 num_turns=self.turns,
                 observation_tokens=self._count("observation_tokens", most=_MOST_TOKENS, may_be_zero=True),
@@ -150,6 +164,9 @@ class PlanOptions:
             rollout_dtype=choice_of("--rollout-dtype", self.rollout_dtype, "bfloat16", "float8", "auto"),
             offload=choice_of("--offload", self.offload, "none", "optimizer", "auto"),
             max_staleness_steps=self.max_staleness,
+            checkpoint_every_steps=self.checkpoint_every,
+            checkpoint_is_async=self.checkpoint_async,
+            storage_bytes_per_s=self.storage_gb_per_s * 1e9,
             max_context_tokens=max_context,
         )
 
@@ -163,6 +180,12 @@ class PlanOptions:
                 f"give 0 (as the mean), or between {mean_s:g} and {_MOST_P99_OVER_MEAN * mean_s:.4g}: the seconds "
                 "are taken as log-normal",
             )
+
+    def _publishes_adapters(self) -> bool:
+        alone = choice_of("--lora-publish", self.lora_publish, "merged", "adapter") == "adapter"
+        if alone and not self.lora_rank:
+            raise PlanError("--lora-publish is adapter without --lora-rank", "give --lora-rank, such as 16")
+        return alone
 
     def _count(self, field_name: str, *, most: int, may_be_zero: bool = False) -> int:
         value, option = getattr(self, field_name), option_name(field_name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from rollbook.errors import PlanError
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import ReplicaLayout
+from rollbook.planner.beside import Beside, beside
 from rollbook.planner.choice import choose
 from rollbook.planner.derivation import Reasoned, derive
 from rollbook.planner.publication import Publication, choose_publication
@@ -58,6 +59,8 @@ class Plan:
     """The recommendation; None when nothing fits."""
     choice_because: str
     publication: Publication | None
+    beside: Beside
+    """Checkpoints, adapters and environments of what is recommended, or of the base."""
     derivation: tuple[Reasoned, ...]
     base_waterfall: tuple[Loss, ...]
     chosen_waterfall: tuple[Loss, ...]
@@ -82,6 +85,7 @@ class Plan:
             "cluster": cluster_json(r.cluster),
             "assumptions": r.assumptions.as_json(),
             "step": self.base.account.as_json(),
+            **self.beside.as_json(),
             "topologies": [c.as_json() for c in self.candidates],
             "recommendation": self._recommendation_json(),
             "waterfall": [loss.as_json() for loss in self.base_waterfall],
@@ -139,6 +143,7 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
     if chosen is None:
         changes = tuple(smallest_changes(request))
     publication = choose_publication(request, chosen) if chosen else None
+    around = beside(request, chosen or base)
     brief = is_brief or chosen is None
     return Plan(
         request=request,
@@ -147,7 +152,8 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         chosen=chosen,
         choice_because=because,
         publication=publication,
-        derivation=tuple(derive(request, search, candidates, chosen, because, publication, changes)),
+        beside=around,
+        derivation=tuple(derive(request, search, candidates, chosen, because, publication, around, changes)),
         base_waterfall=tuple(waterfall(base.account, request.cluster)),
         chosen_waterfall=tuple(waterfall(chosen.account, request.cluster)) if chosen else (),
         sizes=() if brief else tuple(_sizes(request, search.layouts)),

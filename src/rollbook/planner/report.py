@@ -59,6 +59,7 @@ def html_report(plan: Plan) -> str:
         _topologies(plan),
         _waterfall(plan, shown),
         _memory(plan, shown),
+        _flops_and_beside(plan),
         _timeline(plan, simulated, shown) if simulated is not None else "",
         _sizes_and_shifts(plan),
         _derivation(plan),
@@ -273,6 +274,26 @@ def _memory_row(name: str, note: str, parts: list[tuple[str, str, float]], capac
     if used < capacity:
         segments.append(Segment("free", capacity - used, f"free: {format_bytes(capacity - used)}"))
     return Row(name=name, note=note, lanes=(tuple(segments),), value=format_bytes(used))
+
+
+def _flops_and_beside(plan: Plan) -> str:
+    flops = plan.base.account.flops
+    stages = [(name.replace("_", " "), value) for name, value in flops.as_json().items() if value]
+    work = "".join(
+        f'<tr><td>{_e(name)}</td><td class="n">{count(value)}</td>'
+        f'<td class="n">{percent(value / flops.total)}</td></tr>'
+        for name, value in stages
+    )
+    rows = "".join(
+        f"<tr><td>{_e(n.strip())}</td><td>{_e(value)}</td></tr>" for n, value in plan.beside.rows()
+    )
+    left = _section("FLOPs of the step", "Model FLOPs, without recomputation.", _scrolled(work))
+    right = _section("Beside the step", "Not part of the step's seconds.", _scrolled(rows))
+    return f'<div class="two">{left}{right}</div>'
+
+
+def _scrolled(rows: str) -> str:
+    return f'<div class="scroll"><table>{rows}</table></div>'
 
 
 # -- simulation

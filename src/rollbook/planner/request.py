@@ -38,6 +38,12 @@ class PlanRequest:
     """Bound that an asynchronous recommendation writes into the config."""
     min_async_gain_frac: float = 0.10
     """Share of the step that asynchrony must save before it is recommended over on-policy training."""
+    checkpoint_every_steps: int = 0
+    """Steps between checkpoints; 0: about once an hour."""
+    checkpoint_is_async: bool = False
+    """Copy the state to pinned host memory and write it from there while training goes on."""
+    storage_bytes_per_s: float = 0.0
+    """Of the whole job; 0: the assumptions' `sync.disk_bytes_per_s`."""
     max_context_tokens: int = 0
     """Longest sequence allowed; 0 takes the model's own limit."""
 
@@ -59,6 +65,16 @@ class PlanRequest:
             raise PlanError(
                 "group_size is 1 with algorithm grpo: the baseline is the group's own mean, so every advantage is 0",
                 "use a group of at least 2 (8 or 16 are usual), or --algorithm ppo, whose critic is the baseline",
+            )
+        if work.lora_rank and self.assumptions.method == "paper":
+            raise PlanError(
+                f"adapters of rank {work.lora_rank} under the paper account, which trains all weights",
+                "use --assume default",
+            )
+        if work.lora_rank > self.model.hidden_size:
+            raise PlanError(
+                f"adapters of rank {work.lora_rank} for matrices of {self.model.hidden_size} columns",
+                "give a rank far below that: 8 to 128 are usual",
             )
         self._check_degrees(cluster)
         if self.max_staleness_steps < 0:

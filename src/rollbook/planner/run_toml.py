@@ -60,6 +60,7 @@ def run_toml(plan: Plan) -> str:
     tables = [
         _run(plan, chosen),
         _model(plan),
+        *_lora(plan),
         *_data(),
         *_rollout(plan, chosen),
         *_algorithm(plan, chosen),
@@ -67,7 +68,7 @@ def run_toml(plan: Plan) -> str:
         _buffer(plan, chosen),
         _sync(plan, chosen, publication),
         *_memory(plan, chosen),
-        _checkpoint(chosen),
+        _checkpoint(plan),
         _plan(plan),
     ]
     return "\n\n".join([_header(plan, chosen), *(table.text() for table in tables)]) + "\n"
@@ -100,23 +101,60 @@ def _is_cpu(plan: Plan) -> bool:
 
 def _needs(plan: Plan, chosen: Candidate) -> list[str]:
     """Packages and hardware that the file asks for, and what of the plan `rollbook train` does not do."""
-    cluster, layout = plan.request.cluster, chosen.rollout_layout
+    r, layout = plan.request, chosen.rollout_layout
+    cluster, num_train_gpus = r.cluster, chosen.split[1]
+    patience = []
+    if plan.beside.checkpoint.is_async:
+        patience.append(
+            "patience at checkpoints: the plan writes them beside training, and `train` stands still until they are "
+            "written"
+        )
     if _is_cpu(plan):
-        return ["this machine's processor: the native engine needs no extra package"]
-    gpus = f"{cluster.num_gpus} x {cluster.accelerator.name}"
-    needs = [f"{gpus} with CUDA", "the engine's package: pip install 'rollbook[vllm]'"]
+        return ["this machine's processor: the native engine needs no extra package", *patience]
+    needs = [
+        f"{cluster.num_gpus} x {cluster.accelerator.name} with CUDA",
+        "the engine's package: pip install 'rollbook[vllm]'",
+    ]
     if cluster.num_nodes > 1:
         needs.append(
-            f"{cluster.num_nodes} hosts by the plan. Engines that take weights by {_transport(plan, chosen)} share a "
-            f"host with the trainer: on one host plan with --num-gpus {cluster.gpus_per_node}, or print the plan for "
-            "a cluster with --emit"
+            f"{cluster.num_nodes} hosts by the plan, and this file runs on one: vLLM's processes take weights by "
+            f"{_transport(plan, chosen)}, within a host. {_on_ray(plan)} For vLLM on one host plan with --num-gpus "
+            f"{cluster.gpus_per_node}; for all of it print the plan for a cluster with --emit"
+        )
+    if num_train_gpus > 1:
+        more = "" if cluster.num_nodes > 1 else f" {_on_ray(plan)}"
+        patience.insert(
+            0,
+            f"patience in training: the plan divides the trainer over {num_train_gpus} GPUs, and in this file it is "
+            f"one process on one GPU.{more}",
+        )
+    if r.workload.publishes_adapters:
+        patience.append(
+            "patience at publications: the plan's are of adapters alone, and vLLM's processes take them merged into "
+            "whole weights"
         )
     if layout.weight_dtype not in ("bfloat16", "float16"):
-        needs.append(
+        patience.append(
             f"patience: the plan's seconds are for engines with {layout.weight_dtype} weights, and rollout.dtype "
             "holds bfloat16 at least"
         )
-    return needs
+    return needs + patience
+
+
+def _on_ray(plan: Plan) -> str:
+    """What `train` spreads over GPUs and hosts: ranks and replicas of one GPU each, on Ray."""
+    if plan.request.workload.lora_rank:
+        ranks, divided = "one trainer rank (adapters are not divided)", ""
+    else:
+        ranks, divided = "cluster.num_trainer_ranks", "; FSDP2 divides the trainer, without TP, PP or CP"
+    # Weights pass between processes of one host in shared memory, between hosts through a shared folder.
+    is_wide = plan.request.cluster.num_nodes > 1
+    transport = '"disk" with a shared sync.disk_dir' if is_wide else '"shm"'
+    return (
+        f'With cluster.kind = "ray" it is {ranks} and rollout.num_replicas of one GPU each{divided}: set '
+        f'rollout.engine = "native", sync.transport = {transport}, and no [memory] table, because vLLM, ipc and '
+        "hand-overs are refused there."
+    )
 
 
 def _transport(plan: Plan, chosen: Candidate) -> str:
@@ -156,6 +194,17 @@ def _model(plan: Plan) -> _Table:
     table.put("dtype", "float32" if _is_cpu(plan) else "bfloat16")
     table.put("device", "cpu" if _is_cpu(plan) else "cuda")
     return table
+
+
+def _lora(plan: Plan) -> list[_Table]:
+    work = plan.request.workload
+    if not work.lora_rank:
+        return []
+    table = _Table("model.lora")
+    table.put("rank", work.lora_rank, "Adapters of all matrices; the base is frozen, and the reference.")
+    table.put("alpha", 2.0 * work.lora_rank)
+    table.put("publish", "adapter" if work.publishes_adapters and _is_cpu(plan) else "merged")
+    return [table]
 
 
 def _data() -> list[_Table]:
@@ -321,10 +370,9 @@ def _memory(plan: Plan, chosen: Candidate) -> list[_Table]:
     return [table]
 
 
-def _checkpoint(chosen: Candidate) -> _Table:
+def _checkpoint(plan: Plan) -> _Table:
     table = _Table("checkpoint")
-    every = max(1, round(3600 / chosen.step_s))
-    table.put("every_steps", every, "About once an hour: what a failure may cost.")
+    table.put("every_steps", plan.beside.checkpoint.every_steps, plan.beside.checkpoint.because)
     return table
 
 

@@ -44,9 +44,11 @@ def show_plan(plan: Plan, console: Console, *, num_topologies: int = 6) -> None:
     _section(
         console, "One step, colocated and synchronous", _step_table(plan.base.account, plan.base_waterfall)
     )
+    _section(console, "FLOPs of the step", _flops_table(plan.base.account))
     _section(console, "Topologies, fastest first", _topology_table(plan, num_topologies))
     for reasoned in plan.derivation:
         _section(console, f"{reasoned.step}  {reasoned.title}", Text(reasoned.because))
+    _section(console, "Beside the step", _beside_table(plan))
     shown = plan.chosen or plan.base
     losses = plan.chosen_waterfall or plan.base_waterfall
     title = f"Where the peak goes: {MODE_TITLES[shown.mode]}, {split(*shown.split, shown.mode)}"
@@ -92,9 +94,13 @@ def _step_table(account: StepAccount, losses: tuple[Loss, ...]) -> Table:
         ("decode, slots full", s.generate_throughput, f.generate),
         ("decode, tail", s.generate_tail, 0.0),
         ("prefill", s.prefill, f.prefill),
-        ("forward passes", s.forward, f.reference + f.proximal + (0.0 if s.reward else f.reward_model)),
+        (
+            "forward passes",
+            s.forward,
+            f.reference + f.proximal + f.critic_values + (0.0 if s.reward else f.reward_model),
+        ),
         ("reward model", s.reward, f.reward_model),
-        ("training", s.train, f.train + f.critic),
+        ("training", s.train, f.train + f.critic - f.critic_values),
         ("hand-over", s.switch, 0.0),
         ("weight sync", s.sync, 0.0),
         ("environments", s.env, 0.0),
@@ -112,6 +118,36 @@ def _step_table(account: StepAccount, losses: tuple[Loss, ...]) -> Table:
             name, seconds(value_s), percent(value_s / s.total), count(flops) if flops else "", of_peak
         )
     table.add_row("step", seconds(s.total), "", count(f.total), percent(account.mfu_frac), style="bold")
+    return table
+
+
+def _flops_table(account: StepAccount) -> Table:
+    """One row for each key of "flops", in the order of `plan --json`."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    flops = account.flops
+    for key, value in flops.as_json().items():
+        if value:
+            style = "bold" if key == "total" else None
+            note = _FLOPS_NOTES.get(key, "")
+            table.add_row(
+                key.replace("_", " "), count(value), percent(value / flops.total), note, style=style
+            )
+    return table
+
+
+_FLOPS_NOTES = {"critic": "values with the forward passes, the rest with training"}
+
+
+def _beside_table(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column()
+    for name, value in plan.beside.rows():
+        table.add_row(name, value)
     return table
 
 

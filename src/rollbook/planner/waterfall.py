@@ -34,7 +34,6 @@ def waterfall(account: StepAccount, cluster: Cluster) -> list[Loss]:
     total_gpu_s = account.seconds.total * account.num_gpus
     s, f = account.seconds, account.flops
     rollout, train = account.rollout, account.train
-    critic_forward = f.critic / 4 if f.critic else 0.0
     everyone = account.num_gpus
     both_wait = 0 if account.mode == "separate_async" else everyone
     stages = [
@@ -44,13 +43,13 @@ def waterfall(account: StepAccount, cluster: Cluster) -> list[Loss]:
         (
             "forward",
             s.forward * train.num_gpus,
-            f.reference + f.proximal + critic_forward + (0.0 if s.reward else f.reward_model),
+            f.reference + f.proximal + f.critic_values + (0.0 if s.reward else f.reward_model),
             "logprob passes reach a part of peak: memory-bound operators, exchange, padding",
         ),
         (
             "train",
             s.train * train.num_gpus,
-            f.train + f.critic - critic_forward,
+            f.train + f.critic - f.critic_values,
             f"training itself reaches {percent(train.mfu_frac)} of peak: recomputation, memory-bound "
             "operators, exchange, optimizer",
         ),

@@ -1,0 +1,247 @@
+"""What a plan says beside the stages of a step: checkpoints, adapters, environments."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from rollbook.errors import PlanError
+from rollbook.ledger.adapters import trained_params
+from rollbook.ledger.agents import AgentAccount, agent_account, sandboxes_needed
+from rollbook.ledger.checkpoint import CheckpointAccount, checkpoint_account
+from rollbook.ledger.sync import SyncWork, sync_account
+from rollbook.planner.request import PlanRequest
+from rollbook.planner.search import Candidate
+from rollbook.planner.words import count, format_bytes, percent, seconds
+
+_USUAL_INTERVAL_S = 3600.0
+"""Without a wish, a checkpoint about once an hour: what a failure may cost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointing:
+    """How often the state is saved and what that takes from training. Not part of the step's seconds."""
+
+    account: CheckpointAccount
+    every_steps: int
+    is_async: bool
+    storage_bytes_per_s: float
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "every_steps": self.every_steps,
+            "is_async": self.is_async,
+            "storage_bytes_per_s": self.storage_bytes_per_s,
+            **asdict(self.account),
+        }
+
+    @property
+    def because(self) -> str:
+        """The sentence of the derivation."""
+        a, every = self.account, f"every {self.every_steps} steps" if self.every_steps > 1 else "every step"
+        text = (
+            f"A checkpoint {every} writes {format_bytes(a.total_bytes)} ({format_bytes(a.bytes_per_gpu)} a training "
+            f"GPU) in {seconds(a.write_s)} at {format_bytes(self.storage_bytes_per_s)}/s of storage"
+        )
+        if self.is_async:
+            text += (
+                f"; asynchronous, training stands still for {seconds(a.stall_s)}, and "
+                f"{format_bytes(a.pinned_bytes_per_node)} of a node's host memory are pinned for the copy"
+            )
+        else:
+            text += "; training stands still for all of it"
+        return f"{text}: {percent(a.step_frac)} of the time."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """What low-rank adapters leave to train, keep and publish."""
+
+    rank: int
+    trained_params: float
+    trained_frac: float
+    state_bytes: float
+    """Frozen weights, and the adapters' own weights, gradients, master weights and moments."""
+    merged_bytes: float
+    merged_s: float
+    """A publication of whole weights, adapters merged."""
+    alone_bytes: float
+    alone_s: float
+    """A publication of adapters alone, to engines that hold the base."""
+    publishes_alone: bool
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @property
+    def because(self) -> str:
+        """The sentence of the derivation."""
+        chosen, other = "adapters alone", "merged into whole weights"
+        at = (self.alone_bytes, self.alone_s, self.merged_bytes, self.merged_s)
+        if not self.publishes_alone:
+            chosen, other, at = other, chosen, (*at[2:], *at[:2])
+        return (
+            f"Adapters of rank {self.rank} are {count(self.trained_params)} parameters, "
+            f"{percent(self.trained_frac)} of the model: the frozen rest has neither gradients nor moments, and is "
+            f"the reference too. They are published {chosen}, {format_bytes(at[0])} in {seconds(at[1])}; {other} it "
+            f"would be {format_bytes(at[2])} in {seconds(at[3])}."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environments:
+    """What turns and sandboxes ask of the processors, and how long the step waits for them."""
+
+    account: AgentAccount
+    wait_s: float
+    """By which the slowest trajectories come later than decoding alone would have them."""
+    num_running: int
+    """Trajectories under way at once: sandboxes that exist at a time."""
+    num_sandboxes_least: int
+    """That finish a step's calls within the step."""
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            **asdict(self.account),
+            "wait_s": self.wait_s,
+            "num_running": self.num_running,
+            "num_sandboxes_least": self.num_sandboxes_least,
+        }
+
+    @property
+    def because(self) -> str:
+        """The sentence of the derivation."""
+        a = self.account
+        return (
+            f"Environments work {seconds(a.trajectory_env_s)} on an average trajectory and {seconds(a.slowest_env_s)} "
+            f"on the slowest; a step that waits for all its trajectories ends {seconds(self.wait_s)} later for it, "
+            f"and {count(self.num_running)} sandboxes are open at a time."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """The three of them for one topology."""
+
+    checkpoint: Checkpointing
+    adapters: Adapters | None
+    agents: Environments | None
+
+    def as_json(self) -> dict[str, object]:
+        """Keys of `plan --json` next to "step"."""
+        return {
+            "checkpoint": self.checkpoint.as_json(),
+            "adapters": self.adapters.as_json() if self.adapters else None,
+            "agents": self.agents.as_json() if self.agents else None,
+        }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value, for terminal and page."""
+        c, rows = self.checkpoint, []
+        rows += [
+            ("checkpoint", f"every {c.every_steps} steps, {'asynchronous' if c.is_async else 'synchronous'}"),
+            (
+                "  bytes",
+                f"{format_bytes(c.account.total_bytes)}, {format_bytes(c.account.bytes_per_gpu)} a GPU",
+            ),
+            ("  written in", seconds(c.account.write_s)),
+            (
+                "  training stands still",
+                f"{seconds(c.account.stall_s)}, {percent(c.account.step_frac)} of the time",
+            ),
+        ]
+        if c.is_async:
+            rows.append(("  pinned host memory", f"{format_bytes(c.account.pinned_bytes_per_node)} a node"))
+        if a := self.adapters:
+            rows += [
+                ("adapters", f"rank {a.rank}, published {'alone' if a.publishes_alone else 'merged'}"),
+                ("  trained", f"{count(a.trained_params)} parameters, {percent(a.trained_frac)}"),
+                ("  training state", format_bytes(a.state_bytes)),
+                ("  publication, merged", f"{format_bytes(a.merged_bytes)}, {seconds(a.merged_s)}"),
+                ("  publication, alone", f"{format_bytes(a.alone_bytes)}, {seconds(a.alone_s)}"),
+            ]
+        if e := self.agents:
+            rows += [
+                ("environments", f"{count(e.account.num_calls)} calls a step"),
+                ("  of a trajectory", seconds(e.account.trajectory_env_s)),
+                ("  of the slowest", seconds(e.account.slowest_env_s)),
+                ("  a synchronous step waits", seconds(e.wait_s)),
+                ("  sandboxes open", f"{count(e.num_running)}, at least {count(e.num_sandboxes_least)}"),
+                ("  processor core hours a step", f"{e.account.cpu_core_hours:.1f}"),
+                ("  tokens a sampled token", f"{e.account.effective_tokens_per_response_token:.2f}"),
+            ]
+        return rows
+
+    def sentences(self) -> str:
+        """For the derivation."""
+        parts = [self.checkpoint.because]
+        parts += [self.adapters.because] if self.adapters else []
+        parts += [self.agents.because] if self.agents else []
+        return " ".join(parts)
+
+
+def beside(request: PlanRequest, shown: Candidate) -> Beside:
+    """Checkpoints, adapters and environments of a topology."""
+    return Beside(
+        checkpoint=_checkpointing(request, shown),
+        adapters=_adapters(request, shown) if request.workload.lora_rank else None,
+        agents=_environments(request, shown) if request.workload.agent.env_s else None,
+    )
+
+
+def _checkpointing(request: PlanRequest, shown: Candidate) -> Checkpointing:
+    every = request.checkpoint_every_steps or max(1, round(_USUAL_INTERVAL_S / shown.step_s))
+    storage = request.storage_bytes_per_s or request.assumptions.sync.disk_bytes_per_s
+    account = checkpoint_account(
+        request.model,
+        request.workload,
+        request.cluster,
+        num_train_gpus=shown.split[1],
+        storage_bytes_per_s=storage,
+        step_s=shown.step_s,
+        every_steps=every,
+        is_async=request.checkpoint_is_async,
+    )
+    return Checkpointing(
+        account=account, every_steps=every, is_async=request.checkpoint_is_async, storage_bytes_per_s=storage
+    )
+
+
+def _adapters(request: PlanRequest, shown: Candidate) -> Adapters:
+    model, work, train = request.model, request.workload, shown.account.train
+    merged = SyncWork(
+        method=shown.sync_method,
+        num_train_gpus=train.num_gpus,
+        num_rollout_gpus=shown.account.rollout.num_gpus,
+        replica_gpus=shown.rollout_layout.num_gpus,
+        weight_dtype=shown.rollout_layout.weight_dtype,
+    )
+    whole, alone = (
+        sync_account(model, request.cluster, request.assumptions.sync, w)
+        for w in (merged, replace(merged, lora_rank=work.lora_rank))
+    )
+    number = trained_params(model, work)
+    return Adapters(
+        rank=work.lora_rank,
+        trained_params=number,
+        trained_frac=number / model.params,
+        state_bytes=train.train_state_bytes_per_gpu * train.num_gpus,
+        merged_bytes=whole.total_bytes,
+        merged_s=whole.seconds,
+        alone_bytes=alone.total_bytes,
+        alone_s=alone.seconds,
+        publishes_alone=work.publishes_adapters,
+    )
+
+
+def _environments(request: PlanRequest, shown: Candidate) -> Environments:
+    work, rollout = request.workload, shown.account.rollout
+    try:
+        least = sandboxes_needed(work, target_s=shown.step_s)
+    except PlanError:  # one trajectory spans steps: each holds a sandbox of its own
+        least = work.num_sequences
+    return Environments(
+        account=agent_account(work),
+        wait_s=rollout.env_wait_s,
+        num_running=min(work.num_sequences, rollout.num_replicas * rollout.slots_per_replica),
+        num_sandboxes_least=least,
+    )
