@@ -1,4 +1,5 @@
-"""An OpenAI-compatible server on loopback, for judges and baselines: answers come from a function of the question."""
+"""An OpenAI-compatible server on loopback, for judges, baselines and teachers: answers come from a function of
+the question."""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ class FakeServer:
     def answer(self, path: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
         if path == "/v1/models":
             return 200, {"data": [{"id": "big", "max_model_len": 4096}]}
-        assert path == "/v1/chat/completions" and body is not None
+        assert body is not None
         self.questions.append(body)
+        if path == "/v1/completions":
+            return 200, {"choices": [{"prompt_logprobs": self._scored(body["prompt"])}]}
+        assert path == "/v1/chat/completions"
         said = self.reply(body["messages"][-1]["content"])
         if isinstance(said, int):
             return said, {"error": {"message": "refused by the test"}}
@@ -34,6 +38,11 @@ class FakeServer:
             "choices": [{"message": {"role": "assistant", "content": said}, "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 5, "completion_tokens": 3},
         }
+
+    @staticmethod
+    def _scored(token_ids: list[int]) -> list[dict[str, dict[str, float]] | None]:
+        """As vLLM's: every token is -0.5 - its id / 100."""
+        return [None, *({str(i): {"logprob": -0.5 - i / 100}} for i in token_ids[1:])]
 
 
 @contextmanager

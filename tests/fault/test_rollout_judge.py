@@ -4,7 +4,9 @@ failure, never a score of zero."""
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,8 +21,9 @@ from rollbook.envs.rewards.scorer import Scorer
 from rollbook.errors import ConfigError, EngineError
 from rollbook.rollout.judge import Baseline, HttpJudge
 from rollbook.rollout.openai import OpenAIClient
+from rollbook.rollout.teacher import HttpTeacher
 from rollbook.types import FailureKind, Prompt, SamplingParams
-from tiny_run import run_tiny
+from tiny_run import run_tiny, tiny_config
 
 PROMPT = Prompt(
     prompt_id="a/0",
@@ -213,6 +216,53 @@ def test_a_run_is_trained_by_a_judge_and_compared_with_a_baseline(tmp_path: Path
     rewards = [row["reward"] for row in run.trajectories(0)]
     assert len(rewards) == 8 and all(0 <= reward <= 1 for reward in rewards)
     assert first["critic/rewards/mean"] == pytest.approx(float(np.mean(rewards)))
+
+
+def test_a_policy_is_drawn_to_a_teacher_behind_a_server(tmp_path: Path) -> None:
+    with serving(lambda question: "") as server:
+        endpoint = {"url": server.url, "model": "big"}
+        run = run_tiny(tmp_path, num_steps=1, **{"algorithm.name": "distill", "teacher_endpoint": endpoint})
+    rows = run.trajectories(0)
+    asked = [question["prompt"] for question in server.questions[1:]]  # the first is the check before the run
+    assert sorted(asked) == sorted(list(row["token_ids"]) for row in rows)
+    gaps = [
+        behavior - (-0.5 - token_id / 100)
+        for row in rows
+        for token_id, behavior, is_action in zip(
+            row["token_ids"], row["behavior_logprobs"], row["action_mask"], strict=True
+        )
+        if is_action
+    ]
+    assert run.metrics[0]["actor/teacher_kl_k1"] == pytest.approx(float(np.mean(gaps)), abs=1e-5)
+    assert run.metrics[0]["actor/grad_norm"] > 0
+
+
+async def test_a_teacher_that_cannot_say_a_token_stops_the_step_by_name(tmp_path: Path) -> None:
+    def reply(request: httpx.Request) -> httpx.Response:
+        rows: list[Any] = [None, {"4": {"logprob": -1.0}}, {"5": {"logprob": float("-inf")}}]
+        return httpx.Response(200, content=json.dumps({"choices": [{"prompt_logprobs": rows}]}))
+
+    client = OpenAIClient("http://teacher/v1", "big", transport=httpx.MockTransport(reply))
+    teacher = HttpTeacher(EndpointConfig(url="http://teacher/v1", model="big"), client)
+    batch = SimpleNamespace(sequences=[SimpleNamespace(token_ids=np.array([3, 4, 5]), teacher_logprobs=None)])
+    with pytest.raises(EngineError, match="token 2 of 3"):
+        await teacher.fill(batch)  # type: ignore[arg-type]
+    assert batch.sequences[0].teacher_logprobs is None
+    await teacher.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"algorithm.name": "distill", "rollout.temperature": 0.7}, "sample at 1"),
+        ({"algorithm.name": "distill", "teacher": {"path": "x"}}, "remove one of them"),
+        ({}, "it would never be asked"),
+    ],
+)
+def test_a_teacher_that_makes_no_sense_is_refused(overrides: dict[str, Any], says: str) -> None:
+    endpoint = {"url": "http://teacher/v1", "model": "big"}
+    with pytest.raises(ConfigError, match=says):
+        tiny_config(teacher_endpoint=endpoint, **overrides).check()
 
 
 def test_a_server_that_is_not_there_stops_the_run_before_it_has_a_directory(tmp_path: Path) -> None:

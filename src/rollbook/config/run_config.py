@@ -11,7 +11,7 @@ from rollbook.checkpoint.config import CheckpointConfig
 from rollbook.cluster.config import ClusterConfig
 from rollbook.controller.config import EvalSection, PlanSection, RunSection, WarmupSection
 from rollbook.controller.schedule import SCHEDULES
-from rollbook.envs.config import DataConfig, RewardConfig
+from rollbook.envs.config import DataConfig, EndpointConfig, RewardConfig
 from rollbook.errors import ConfigError
 from rollbook.memory.config import MemoryConfig
 from rollbook.modeling.config import ModelConfig
@@ -42,6 +42,8 @@ class RunConfig(Section):
     """Advantages, loss, filters, corrections."""
     teacher: ModelConfig | None = None
     """A second model, frozen, whose logprobs the policy is drawn to; for `algorithm.distill`."""
+    teacher_endpoint: EndpointConfig | None = None
+    """Instead of `teacher`: a vLLM server whose model has the policy's tokenizer."""
     trainer: TrainerConfig = TrainerConfig()
     """Optimizer and batches."""
     critic: CriticConfig = CriticConfig()
@@ -138,14 +140,24 @@ class RunConfig(Section):
                 f"trainer.num_mini_batches is {mini_batches} and a step has {num_sequences} sequences",
                 "use fewer mini batches or more sequences",
             )
-        if self.algorithm.needs_teacher and self.teacher is None:
+        has_teacher = self.teacher is not None or self.teacher_endpoint is not None
+        if self.algorithm.needs_teacher and not has_teacher:
             yield (
                 f"algorithm.distill.placement is '{self.algorithm.distill.placement}' and there is no teacher",
-                "add a [teacher] table with the path of a model that has the policy's tokenizer",
+                "add a [teacher] table with the path of a model that has the policy's tokenizer, or a "
+                "[teacher_endpoint]",
             )
-        if self.teacher is not None and not self.algorithm.needs_teacher:
+        if self.teacher is not None and self.teacher_endpoint is not None:
+            yield "there is a [teacher] table and a [teacher_endpoint]", "remove one of them"
+        if self.teacher_endpoint is not None and self.rollout.temperature != 1:
             yield (
-                "there is a [teacher] table and algorithm.distill.placement is 'none': it would never be asked",
+                f"there is a [teacher_endpoint] and rollout.temperature is {self.rollout.temperature:g}",
+                "a server scores tokens at temperature 1: sample at 1, or load the model as [teacher]",
+            )
+        if has_teacher and not self.algorithm.needs_teacher:
+            table = "teacher" if self.teacher is not None else "teacher_endpoint"
+            yield (
+                f"there is a [{table}] table and algorithm.distill.placement is 'none': it would never be asked",
                 "set algorithm.name = 'distill' (or algorithm.distill), or remove the table",
             )
 

@@ -39,6 +39,7 @@ from rollbook.observe.recorder import Recorder
 from rollbook.rollout.agent_loop import run_trajectory
 from rollbook.rollout.judge import Baseline, HttpJudge
 from rollbook.rollout.router import Router
+from rollbook.rollout.teacher import HttpTeacher
 from rollbook.sync.publisher import Publisher
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import Group, Prompt, SamplingParams, Trajectory
@@ -116,6 +117,7 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
                 max_context_tokens=trainer.model.facts.max_position,
             ),
             saver=Saver(recorder.path / "checkpoints", config.checkpoint),
+            remote_teacher=await _remote_teacher(config, prompts, stack),
             train_prompts=[prompt for source in prompts.train for prompt in source],
         )
         stack.push_async_callback(controller.close)
@@ -142,6 +144,16 @@ async def _baseline(config: RunConfig, scorer: Scorer, stack: AsyncExitStack) ->
     stack.push_async_callback(baseline.close)
     await baseline.start()
     return baseline
+
+
+async def _remote_teacher(config: RunConfig, prompts: Prompts, stack: AsyncExitStack) -> HttpTeacher | None:
+    """The model behind a server that the policy is drawn to; it was asked to score a prompt."""
+    if config.teacher_endpoint is None:
+        return None
+    teacher = HttpTeacher(config.teacher_endpoint)
+    stack.push_async_callback(teacher.close)
+    await teacher.start(prompts.train[0][0].prompt_ids)
+    return teacher
 
 
 def _trainer_arguments(config: RunConfig) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from rollbook.observe.recorder import Recorder
 from rollbook.observe.values import Last, Peak, Ratio, Total, Values
 from rollbook.rollout.engine import EngineStats
 from rollbook.rollout.router import Router
+from rollbook.rollout.teacher import HttpTeacher
 from rollbook.sync.publisher import PublicationReport, Publisher
 from rollbook.trainer.objective import SupervisedObjective
 from rollbook.trainer.trainer import Trainer
@@ -78,6 +79,8 @@ class Controller:
     saver: Saver
     scorer: Scorer
     train_prompts: Sequence[Prompt]
+    remote_teacher: HttpTeacher | None = None
+    """Asked instead of the trainer's own teacher."""
     plan: Plan | None = None
     """What the ledger expects of each stage of a step."""
     expected: Mapping[str, Entry] = field(default_factory=dict)
@@ -320,7 +323,10 @@ class Controller:
                 span.set(tokens=batch.num_tokens)
         if algorithm.needs_teacher:
             with self.recorder.span("teacher", expected_s=self._expected_s("teacher")) as span:
-                self.recorder.metrics(await self.compute(lambda: self.trainer.fill_teacher(batch)))
+                if self.remote_teacher is not None:
+                    await self.remote_teacher.fill(batch)
+                else:
+                    self.recorder.metrics(await self.compute(lambda: self.trainer.fill_teacher(batch)))
                 self.recorder.metrics(teacher_values(batch))
                 span.set(tokens=batch.num_tokens)
         if algorithm.needs_values:
