@@ -191,3 +191,44 @@ def test_terminal_derivation_and_page_say_it(capsys: pytest.CaptureFixture[str],
         assert sentence in text and sentence in html
     last = planned(capsys, "--lora-rank", "16")["derivation"][-1]
     assert last["outputs"]["checkpoint"]["every_steps"] >= 1 and last["outputs"]["adapters"]["rank"] == 16
+
+
+# -- owners and moves
+
+
+def test_the_moves_add_up_to_the_hand_over(capsys: pytest.CaptureFixture[str]) -> None:
+    data = planned(capsys, "--max-staleness", "0", "--split", "8:8")
+    assert data["recommendation"]["mode"] == "sync"
+    moves = data["hand_over"]["moves"]
+    assert sum(move["seconds"] for move in moves) == pytest.approx(data["step"]["seconds"]["switch"])
+    state = next(move["bytes"] for move in moves if move["name"] == "training state to host")
+    assert state == pytest.approx(data["step"]["memory"]["train_state_bytes_per_gpu"])
+    assert data["hand_over"]["pinned_bytes_per_gpu"] > state  # the reference too
+
+
+@pytest.mark.parametrize(
+    "extra", [[], ["--lora-rank", "16"], ["--algorithm", "ppo"], ["--offload", "optimizer"]]
+)
+def test_owners_of_memory_add_up_to_what_the_plan_holds(
+    capsys: pytest.CaptureFixture[str], extra: list[str]
+) -> None:
+    data = planned(capsys, *extra)
+    of: dict[str, float] = {}
+    for item in data["memory_items"]:
+        if item["place"] == "train device":
+            of[item["name"]] = item["bytes"]
+    state = sum(of.get(name, 0) for name in ("weights", "gradients", "master weights", "optimizer moments"))
+    memory = data["recommendation"]["step"]["memory"]
+    assert state == pytest.approx(memory["train_state_bytes_per_gpu"])
+    on_host = [item["bytes"] for item in data["memory_items"] if item["name"] == "optimizer state (pinned)"]
+    if extra[:1] == ["--offload"]:
+        assert "master weights" not in of and "optimizer moments" not in of
+        num_gpus = data["recommendation"]["num_train_gpus"]
+        assert on_host == [pytest.approx(12 * data["model"]["params"] / num_gpus)]
+    else:
+        assert on_host == []
+
+
+def test_the_paper_account_has_no_owners_and_no_moves(capsys: pytest.CaptureFixture[str]) -> None:
+    data = planned(capsys, "--assume", "paper")
+    assert data["memory_items"] == [] and data["hand_over"]["moves"] == []

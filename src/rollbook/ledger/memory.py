@@ -136,28 +136,33 @@ def memory_items(
     train: TrainSide,
     layout: TrainLayout,
     shares_devices: bool,
+    offloaded_bytes: float = 0.0,
 ) -> list[MemoryItem]:
     """Who owns which bytes of each role's GPU, largest first within a place.
 
     Where both roles share a device only one of them is awake; the trainer's state then needs its own pinned host
     memory, which stands under "train host".
+
+    Args:
+        offloaded_bytes: master weights and moments of one GPU that live in host memory; `assumptions` hold what is
+            left on the device.
     """
     memory = train_memory(model, workload, assumptions, num_gpus=train.num_gpus, layout=layout)
     trained = trained_params(model, workload) / train.num_gpus
     weights = 2 * (model.params / train.num_gpus + (trained if workload.lora_rank else 0.0))
+    kept = max(memory.policy_state - weights - 2 * trained, 0.0)  # master weights and moments on the device
+    master = min(4 * trained, kept)
     formula = "adapters" if workload.lora_rank else "N"
     overhead = assumptions.memory_overhead_frac * cluster.accelerator.hbm_bytes
     fixed = min(_CONTEXT_BYTES + _COMMUNICATION_BYTES, overhead)
     items = [
         MemoryItem(place="train device", name="weights", bytes=weights, formula="2 N / GPUs"),
         MemoryItem(place="train device", name="gradients", bytes=2 * trained, formula=f"2 {formula} / GPUs"),
-        MemoryItem(
-            place="train device", name="master weights", bytes=4 * trained, formula=f"4 {formula} / GPUs"
-        ),
+        MemoryItem(place="train device", name="master weights", bytes=master, formula=f"4 {formula} / GPUs"),
         MemoryItem(
             place="train device",
             name="optimizer moments",
-            bytes=memory.policy_state - weights - 6 * trained,
+            bytes=kept - master,
             formula=f"8 {formula} / GPUs",
         ),
         MemoryItem(
@@ -216,6 +221,14 @@ def memory_items(
             formula="CUDA context, NCCL buffers",
         ),
     ]
+    items.append(
+        MemoryItem(
+            place="train host",
+            name="optimizer state (pinned)",
+            bytes=offloaded_bytes,
+            formula="master weights and moments that do not fit on the device",
+        )
+    )
     if shares_devices:
         items.append(
             MemoryItem(

@@ -25,7 +25,7 @@ from rollbook.ledger.paper import (
     paper_sync_s,
     paper_train_side,
 )
-from rollbook.ledger.switch import hand_over
+from rollbook.ledger.switch import Move, hand_over
 from rollbook.ledger.sync import SyncMethod, SyncWork, sync_account
 from rollbook.ledger.train import default_train_side
 from rollbook.ledger.workload import MODES, Mode, Workload
@@ -186,25 +186,7 @@ def join_sides(
             lora_rank=workload.lora_rank if workload.publishes_adapters else 0,
         ),
     )
-    # On a processor engine and trainer share one process and its memory: nothing is handed over or waited for.
-    is_cpu = cluster.accelerator.is_cpu
-    moves = (
-        []
-        if is_cpu
-        else hand_over(
-            model,
-            cluster,
-            assumptions.switch,
-            num_gpus=train.num_gpus,
-            rollout_weights_bytes_per_gpu=rollout.weights_bytes_per_gpu,
-            state_bytes_per_param=workload.num_trained_models
-            * assumptions.train_state_bytes_per_param
-            * trained_params(model, workload)
-            / model.params,
-            frozen_bytes_per_param=assumptions.weight_bytes_per_param
-            * (int(workload.uses_reference or workload.lora_rank > 0) + int(workload.has_reward_model)),
-        )
-    )
+    moves = hand_over_moves(model, workload, cluster, assumptions, rollout=rollout, train=train)
     return combine(
         mode,
         cluster=cluster,
@@ -215,8 +197,38 @@ def join_sides(
         switch_s=sum(move.seconds for move in moves),
         sync_s=published.seconds,
         overlaps_sync=False,
-        other_s=0.0 if is_cpu else assumptions.step_base_s,
+        other_s=0.0 if cluster.accelerator.is_cpu else assumptions.step_base_s,
         sync_error_frac=published.error_frac,
+    )
+
+
+def hand_over_moves(
+    model: ModelSpec,
+    workload: Workload,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    *,
+    rollout: RolloutSide,
+    train: TrainSide,
+) -> list[Move]:
+    """Every move of a step's hand-overs on one GPU that both roles share, under the default account.
+
+    On a processor engine and trainer share one process and its memory: nothing is handed over or waited for.
+    """
+    if cluster.accelerator.is_cpu:
+        return []
+    return hand_over(
+        model,
+        cluster,
+        assumptions.switch,
+        num_gpus=train.num_gpus,
+        rollout_weights_bytes_per_gpu=rollout.weights_bytes_per_gpu,
+        state_bytes_per_param=workload.num_trained_models
+        * assumptions.train_state_bytes_per_param
+        * trained_params(model, workload)
+        / model.params,
+        frozen_bytes_per_param=assumptions.weight_bytes_per_param
+        * (int(workload.uses_reference or workload.lora_rank > 0) + int(workload.has_reward_model)),
     )
 
 

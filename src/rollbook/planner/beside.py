@@ -1,4 +1,5 @@
-"""What a plan says beside the stages of a step: checkpoints, adapters, environments."""
+"""What a plan says beside the stages of a step: owners of memory, moves of a hand-over, checkpoints, adapters,
+environments."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ from rollbook.errors import PlanError
 from rollbook.ledger.adapters import trained_params
 from rollbook.ledger.agents import AgentAccount, agent_account, sandboxes_needed
 from rollbook.ledger.checkpoint import CheckpointAccount, checkpoint_account
+from rollbook.ledger.memory import MemoryItem, memory_items
+from rollbook.ledger.step import hand_over_moves, is_colocated
+from rollbook.ledger.switch import Move, pinned_bytes
 from rollbook.ledger.sync import SyncWork, sync_account
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate
+from rollbook.planner.search import Candidate, host_state_bytes, with_offload
 from rollbook.planner.words import count, format_bytes, percent, seconds
 
 _USUAL_INTERVAL_S = 3600.0
@@ -120,8 +124,12 @@ class Environments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """The three of them for one topology."""
+    """All of it for one topology."""
 
+    memory: tuple[MemoryItem, ...]
+    """By owner, on one GPU of each role and on the host; empty under the paper account, which has no owners."""
+    moves: tuple[Move, ...]
+    """Of a step's hand-overs, on one GPU; empty where the roles have their own devices."""
     checkpoint: Checkpointing
     adapters: Adapters | None
     agents: Environments | None
@@ -129,6 +137,11 @@ class Beside:
     def as_json(self) -> dict[str, object]:
         """Keys of `plan --json` next to "step"."""
         return {
+            "memory_items": [asdict(item) for item in self.memory],
+            "hand_over": {
+                "moves": [asdict(move) for move in self.moves],
+                "pinned_bytes_per_gpu": pinned_bytes(list(self.moves)),
+            },
             "checkpoint": self.checkpoint.as_json(),
             "adapters": self.adapters.as_json() if self.adapters else None,
             "agents": self.agents.as_json() if self.agents else None,
@@ -171,6 +184,18 @@ class Beside:
             ]
         return rows
 
+    def owners(self) -> list[tuple[str, str, str]]:
+        """Place, owner and bytes, for terminal and page."""
+        places = [item.place for item in self.memory]
+        return [
+            ("" if i and places[i - 1] == item.place else item.place, item.name, format_bytes(item.bytes))
+            for i, item in enumerate(self.memory)
+        ]
+
+    def hand_over_rows(self) -> list[tuple[str, str, str]]:
+        """Move, bytes over the host link and seconds, for terminal and page."""
+        return [(m.name, format_bytes(m.bytes) if m.bytes else "", seconds(m.seconds)) for m in self.moves]
+
     def sentences(self) -> str:
         """For the derivation."""
         parts = [self.checkpoint.because]
@@ -181,11 +206,48 @@ class Beside:
 
 def beside(request: PlanRequest, shown: Candidate) -> Beside:
     """Checkpoints, adapters and environments of a topology."""
+    has_owners = request.assumptions.method != "paper"
     return Beside(
+        memory=_memory(request, shown) if has_owners else (),
+        moves=_moves(request, shown) if has_owners and is_colocated(shown.mode) else (),
         checkpoint=_checkpointing(request, shown),
         adapters=_adapters(request, shown) if request.workload.lora_rank else None,
         agents=_environments(request, shown) if request.workload.agent.env_s else None,
     )
+
+
+def _memory(request: PlanRequest, shown: Candidate) -> tuple[MemoryItem, ...]:
+    assumptions, offloaded = request.assumptions, 0.0
+    if shown.train.is_offloaded:
+        assumptions = with_offload(assumptions)
+        offloaded = host_state_bytes(request) / shown.split[1]
+    return tuple(
+        memory_items(
+            request.model,
+            request.workload,
+            request.cluster,
+            assumptions,
+            rollout=shown.account.rollout,
+            train=shown.account.train,
+            layout=shown.train.layout,
+            shares_devices=is_colocated(shown.mode) and not request.cluster.accelerator.is_cpu,
+            offloaded_bytes=offloaded,
+        )
+    )
+
+
+def _moves(request: PlanRequest, shown: Candidate) -> tuple[Move, ...]:
+    # What lives on the host has no hand-over to make.
+    assumptions = with_offload(request.assumptions) if shown.train.is_offloaded else request.assumptions
+    moves = hand_over_moves(
+        request.model,
+        request.workload,
+        request.cluster,
+        assumptions,
+        rollout=shown.account.rollout,
+        train=shown.account.train,
+    )
+    return tuple(move for move in moves if move.seconds > 0)
 
 
 def _checkpointing(request: PlanRequest, shown: Candidate) -> Checkpointing:

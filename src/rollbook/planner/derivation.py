@@ -378,7 +378,9 @@ def _publication(
         by_bound = step_by_bound(request, chosen)
         outputs |= {
             "max_staleness_steps": request.max_staleness_steps,
+            "sync_frac": ages.sync_frac,
             "mean_staleness_steps": ages.mean_staleness_steps,
+            "over_bound_frac": ages.over_bound_frac,
             "max_in_flight": ages.max_in_flight,
             "step_s_by_bound": {str(bound): step_s for bound, step_s in by_bound.items()},
         }

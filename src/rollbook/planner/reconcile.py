@@ -283,21 +283,20 @@ def _stages(request: PlanRequest, account: StepAccount) -> dict[str, Expected]:
     else:
         gpus = everyone if is_colocated(account.mode) else account.rollout.num_gpus
         parts["rollout"] = (rollout_s + s.env, f.generate + f.prefill, rollout_error, gpus)
-    critic_forward = f.critic / (1 + 3 * request.workload.num_epochs)
     forwards = {
         "proximal": f.proximal,
         "reference": f.reference,
         "reward": f.reward_model,
-        "values": critic_forward,
+        "values": f.critic_values,
     }
     total = sum(forwards.values())
     for name, flops in forwards.items():
         if flops:
             parts[name] = (s.forward * flops / total, flops, train_error, train_gpus)
-    policy_share = f.train / (f.train + f.critic - critic_forward)
+    policy_share = f.train / (f.train + f.critic - f.critic_values)
     parts["train"] = (s.train * policy_share, f.train, train_error, train_gpus)
     if f.critic:
-        parts["critic"] = (s.train * (1 - policy_share), f.critic - critic_forward, train_error, train_gpus)
+        parts["critic"] = (s.train * (1 - policy_share), f.critic - f.critic_values, train_error, train_gpus)
     if s.switch:
         parts["to_trainer"] = (s.switch / 2, 0.0, 0.5, everyone)
         parts["to_rollout"] = (s.switch / 2, 0.0, 0.5, everyone)

@@ -287,9 +287,22 @@ def _flops_and_beside(plan: Plan) -> str:
     rows = "".join(
         f"<tr><td>{_e(n.strip())}</td><td>{_e(value)}</td></tr>" for n, value in plan.beside.rows()
     )
-    left = _section("FLOPs of the step", "Model FLOPs, without recomputation.", _scrolled(work))
-    right = _section("Beside the step", "Not part of the step's seconds.", _scrolled(rows))
-    return f'<div class="two">{left}{right}</div>'
+    parts = [
+        _section("FLOPs of the step", "Model FLOPs, without recomputation.", _scrolled(work)),
+        _section("Beside the step", "Not part of the step's seconds.", _scrolled(rows)),
+    ]
+    for title, lead, lines in (
+        ("Memory by owner", "Of one GPU of each role, and of the host beside it.", plan.beside.owners()),
+        ("Moves of the hand-overs", "Both ways of a step, on one GPU.", plan.beside.hand_over_rows()),
+    ):
+        if lines:
+            parts.append(_section(title, lead, _scrolled("".join(_line(line) for line in lines))))
+    return f'<div class="two">{"".join(parts)}</div>'
+
+
+def _line(cells: tuple[str, str, str]) -> str:
+    first, second, last = (_e(cell) for cell in cells)
+    return f'<tr><td>{first}</td><td>{second}</td><td class="n">{last}</td></tr>'
 
 
 def _scrolled(rows: str) -> str:

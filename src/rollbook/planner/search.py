@@ -191,7 +191,7 @@ class Search:
         r = self.request
         assumptions = r.assumptions
         if is_offloaded:
-            assumptions = _with_offload(assumptions)
+            assumptions = with_offload(assumptions)
         layout = smallest_layout(replace(r, assumptions=assumptions), num_gpus)
         side = train_side(r.model, r.workload, r.cluster, assumptions, num_gpus=num_gpus, layout=layout)
         if is_offloaded:
@@ -201,7 +201,7 @@ class Search:
     def _offload_s(self, num_gpus: int) -> float:
         """Master weights and moments cross the host link both ways at each update."""
         work = self.request.workload
-        moved = 2 * _host_state_bytes(self.request) / num_gpus
+        moved = 2 * host_state_bytes(self.request) / num_gpus
         updates = work.num_epochs * work.num_mini_batches
         return updates * moved / self.request.cluster.accelerator.host_link_bytes_per_s
 
@@ -235,7 +235,7 @@ class Search:
             max_staleness_steps=max(r.max_staleness_steps, 1),
         )
         # What lives on the host has no hand-over to make.
-        assumptions = _with_offload(r.assumptions) if train.is_offloaded else r.assumptions
+        assumptions = with_offload(r.assumptions) if train.is_offloaded else r.assumptions
         account = join_sides(
             r.model, r.workload, r.cluster, assumptions,
             mode=mode, layouts=layouts, rollout=rollout, train=train.side,
@@ -319,7 +319,7 @@ _COLOCATED: tuple[Mode, ...] = ("sync", "colocate_async")
 _SEPARATED: tuple[Mode, ...] = ("separate_async", "separate_sync")
 
 
-def _with_offload(assumptions: Assumptions) -> Assumptions:
+def with_offload(assumptions: Assumptions) -> Assumptions:
     """Master weights and moments in host memory: the device holds what is left."""
     on_gpu = assumptions.train_state_bytes_per_param - _HOST_STATE_BYTES_PER_PARAM
     return replace(assumptions, train_state_bytes_per_param=max(on_gpu, 2.0))
@@ -368,9 +368,10 @@ def host_bytes_per_node(request: PlanRequest, choice: TrainChoice) -> float:
     if not choice.is_offloaded:
         return 0.0
     nodes = max(choice.side.num_gpus / request.cluster.gpus_per_node, 1.0)
-    return _host_state_bytes(request) / nodes
+    return host_state_bytes(request) / nodes
 
 
-def _host_state_bytes(request: PlanRequest) -> float:
+def host_state_bytes(request: PlanRequest) -> float:
+    """Master weights and moments of everything that trains: what optimizer offload keeps on the host."""
     work = request.workload
     return _HOST_STATE_BYTES_PER_PARAM * work.num_trained_models * trained_params(request.model, work)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -48,7 +50,13 @@ def show_plan(plan: Plan, console: Console, *, num_topologies: int = 6) -> None:
     _section(console, "Topologies, fastest first", _topology_table(plan, num_topologies))
     for reasoned in plan.derivation:
         _section(console, f"{reasoned.step}  {reasoned.title}", Text(reasoned.because))
-    _section(console, "Beside the step", _beside_table(plan))
+    _section(console, "Beside the step", _plain_table(plan.beside.rows()))
+    if plan.beside.memory:
+        _section(console, "Memory by owner, of one GPU", _plain_table(plan.beside.owners()))
+    if plan.beside.moves:
+        _section(
+            console, "Moves of a step's hand-overs, of one GPU", _plain_table(plan.beside.hand_over_rows())
+        )
     shown = plan.chosen or plan.base
     losses = plan.chosen_waterfall or plan.base_waterfall
     title = f"Where the peak goes: {MODE_TITLES[shown.mode]}, {split(*shown.split, shown.mode)}"
@@ -142,12 +150,10 @@ def _flops_table(account: StepAccount) -> Table:
 _FLOPS_NOTES = {"critic": "values with the forward passes, the rest with training"}
 
 
-def _beside_table(plan: Plan) -> Table:
+def _plain_table(rows: Sequence[tuple[str, ...]]) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column()
-    for name, value in plan.beside.rows():
-        table.add_row(name, value)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
