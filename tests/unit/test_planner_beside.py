@@ -232,3 +232,22 @@ def test_owners_of_memory_add_up_to_what_the_plan_holds(
 def test_the_paper_account_has_no_owners_and_no_moves(capsys: pytest.CaptureFixture[str]) -> None:
     data = planned(capsys, "--assume", "paper")
     assert data["memory_items"] == [] and data["hand_over"]["moves"] == []
+
+
+# -- switches
+
+
+def test_recomputing_everything_takes_longer_and_less_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four passes over the matrices instead of three; of a layer's activations its input alone."""
+    small = ["--response-tokens", "512", "--max-response-tokens", "2048"]
+    full, selective = (planned(capsys, *small, "--recompute", mode)["step"] for mode in ("full", "selective"))
+    assert full["seconds"]["train"] > 1.05 * selective["seconds"]["train"]
+    of = "activation_bytes_per_gpu"
+    assert full["memory"][of] < selective["memory"][of] / 4
+    assert full["flops"] == selective["flops"]  # model FLOPs
+
+
+def test_a_lost_prefix_is_prefilled_again_each_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    kept, lost = planned(capsys, *AGENTS), planned(capsys, *AGENTS, "--lose-prefix")
+    assert lost["step"]["flops"]["prefill"] > 3 * kept["step"]["flops"]["prefill"]
+    assert lost["agents"]["prefilled_tokens"] > 3 * kept["agents"]["prefilled_tokens"]

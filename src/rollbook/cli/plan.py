@@ -63,6 +63,16 @@ OffloadOption = Annotated[
 StalenessOption = Annotated[
     int, typer.Option("--max-staleness", help="Versions a trained token may be old; 0: on-policy only.")
 ]
+RecomputeOption = Annotated[
+    str, typer.Option("--recompute", help="Activations: selective, full, auto (full only if needed).")
+]
+PrefixOption = Annotated[
+    bool,
+    typer.Option(
+        "--keep-prefix/--lose-prefix",
+        help="Engines keep a trajectory's KV while its environment works, or prefill all of it again.",
+    ),
+]
 LoraRankOption = Annotated[
     int, typer.Option("--lora-rank", help="Train adapters of this rank on a frozen base; 0: all weights.")
 ]
@@ -104,6 +114,8 @@ def command(
     rollout_tp: RolloutTpOption = DEFAULTS.rollout_tp,
     rollout_dtype: DtypeOption = DEFAULTS.rollout_dtype,
     offload: OffloadOption = DEFAULTS.offload,
+    recompute: RecomputeOption = DEFAULTS.recompute,
+    keep_prefix: PrefixOption = DEFAULTS.keep_prefix,
     max_staleness: StalenessOption = DEFAULTS.max_staleness,
     lora_rank: LoraRankOption = DEFAULTS.lora_rank,
     lora_publish: LoraPublishOption = DEFAULTS.lora_publish,
@@ -153,6 +165,7 @@ def command(
         turns=turns, observation_tokens=observation_tokens, env_seconds=env_seconds,
         env_p99_seconds=env_p99_seconds, rollout_tp=rollout_tp, rollout_dtype=rollout_dtype, offload=offload,
         max_staleness=max_staleness, lora_rank=lora_rank, lora_publish=lora_publish,
+        recompute=recompute, keep_prefix=keep_prefix,
         checkpoint_every=checkpoint_every, checkpoint_async=checkpoint_async, storage_gb_per_s=storage_gb_per_s,
         max_context=max_context, assume=assume, split=split,
     )  # fmt: skip

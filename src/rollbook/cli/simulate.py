@@ -28,9 +28,11 @@ from rollbook.cli.plan import (
     NumGpusOption,
     ObservationOption,
     OffloadOption,
+    PrefixOption,
     PromptsOption,
     PromptTokensOption,
     ProximalOption,
+    RecomputeOption,
     ReferenceOption,
     ResponseTokensOption,
     RewardOption,
@@ -86,6 +88,8 @@ def command(
     rollout_tp: RolloutTpOption = DEFAULTS.rollout_tp,
     rollout_dtype: DtypeOption = DEFAULTS.rollout_dtype,
     offload: OffloadOption = DEFAULTS.offload,
+    recompute: RecomputeOption = DEFAULTS.recompute,
+    keep_prefix: PrefixOption = DEFAULTS.keep_prefix,
     max_staleness: StalenessOption = DEFAULTS.max_staleness,
     lora_rank: LoraRankOption = DEFAULTS.lora_rank,
     lora_publish: LoraPublishOption = DEFAULTS.lora_publish,
@@ -159,6 +163,7 @@ def command(
         turns=turns, observation_tokens=observation_tokens, env_seconds=env_seconds,
         env_p99_seconds=env_p99_seconds, rollout_tp=rollout_tp, rollout_dtype=rollout_dtype, offload=offload,
         max_staleness=max_staleness, lora_rank=lora_rank, lora_publish=lora_publish,
+        recompute=recompute, keep_prefix=keep_prefix,
         max_context=max_context, assume=assume, split=split,
     )  # fmt: skip
     request = options.request()

@@ -39,12 +39,16 @@ class Checkpointing:
         }
 
     @property
+    def interval(self) -> str:
+        return f"every {self.every_steps} steps" if self.every_steps > 1 else "every step"
+
+    @property
     def because(self) -> str:
         """The sentence of the derivation."""
-        a, every = self.account, f"every {self.every_steps} steps" if self.every_steps > 1 else "every step"
+        a = self.account
         text = (
-            f"A checkpoint {every} writes {format_bytes(a.total_bytes)} ({format_bytes(a.bytes_per_gpu)} a training "
-            f"GPU) in {seconds(a.write_s)} at {format_bytes(self.storage_bytes_per_s)}/s of storage"
+            f"A checkpoint {self.interval} writes {format_bytes(a.total_bytes)} ({format_bytes(a.bytes_per_gpu)} a "
+            f"training GPU) in {seconds(a.write_s)} at {format_bytes(self.storage_bytes_per_s)}/s of storage"
         )
         if self.is_async:
             text += (
@@ -151,7 +155,7 @@ class Beside:
         """Name and value, for terminal and page."""
         c, rows = self.checkpoint, []
         rows += [
-            ("checkpoint", f"every {c.every_steps} steps, {'asynchronous' if c.is_async else 'synchronous'}"),
+            ("checkpoint", f"{c.interval}, {'asynchronous' if c.is_async else 'synchronous'}"),
             (
                 "  bytes",
                 f"{format_bytes(c.account.total_bytes)}, {format_bytes(c.account.bytes_per_gpu)} a GPU",

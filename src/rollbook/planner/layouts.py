@@ -89,6 +89,7 @@ def train_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:
                         lora=request.workload.lora_rank > 0,
                     )
                     for recompute in _RECOMPUTE
+                    if request.recompute in ("auto", recompute)
                 ]
     return layouts
 

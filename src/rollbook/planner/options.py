@@ -101,6 +101,8 @@ class PlanOptions:
     rollout_tp: int = 0
     rollout_dtype: str = "bfloat16"
     offload: str = "auto"
+    recompute: str = "auto"
+    keep_prefix: bool = True
     max_staleness: int = 1
     lora_rank: int = 0
     lora_publish: str = "merged"
@@ -147,6 +149,7 @@ class PlanOptions:
                 observation_tokens=self._count("observation_tokens", most=_MOST_TOKENS, may_be_zero=True),
                 env_s=self.env_seconds,
                 env_p99_s=self.env_p99_seconds,
+                keeps_prefix=self.keep_prefix,
             ),
         )
         return PlanRequest(
@@ -163,6 +166,7 @@ class PlanOptions:
             split=split_of(self.split) if self.split else None,
             rollout_dtype=choice_of("--rollout-dtype", self.rollout_dtype, "bfloat16", "float8", "auto"),
             offload=choice_of("--offload", self.offload, "none", "optimizer", "auto"),
+            recompute=choice_of("--recompute", self.recompute, "selective", "full", "auto"),
             max_staleness_steps=self.max_staleness,
             checkpoint_every_steps=self.checkpoint_every,
             checkpoint_is_async=self.checkpoint_async,

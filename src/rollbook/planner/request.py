@@ -14,6 +14,7 @@ from rollbook.ledger.workload import Workload
 Choice = TypeVar("Choice", bound=str)
 RolloutDtype = Literal["bfloat16", "float8", "auto"]
 Offload = Literal["none", "optimizer", "auto"]
+RecomputeChoice = Literal["selective", "full", "auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class PlanRequest:
     """Weights of the engines. `auto` also tries float8, which widens the logprob gap."""
     offload: Offload = "auto"
     """Optimizer state in host memory: never, always, or only when no topology fits without."""
+    recompute: RecomputeChoice = "auto"
+    """Of activations. `auto` recomputes whole layers only where memory demands it."""
     max_staleness_steps: int = 1
     """Bound that an asynchronous recommendation writes into the config."""
     min_async_gain_frac: float = 0.10
