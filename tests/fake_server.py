@@ -70,7 +70,11 @@ def serving(reply: Callable[[str], Answer]) -> Iterator[FakeServer]:
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """A client that hangs up is none."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
         fake.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
