@@ -9,16 +9,18 @@ VLLM   ?= .venv-vllm
 .PHONY: demo test test-vllm lint check format clean
 
 $(STAMP): pyproject.toml constraints-dev.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints-dev.txt -e .
+	@echo "installing rollbook into $(VENV): torch, transformers and what they need"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q -c constraints-dev.txt -e .
 	@touch $(STAMP)
 
 $(DEV): $(STAMP)
-	$(BIN)/pip install -q -c constraints-dev.txt -e '.[dev,tasks]'
+	@echo "installing into $(VENV) what the tests need"
+	@$(BIN)/pip install -q -c constraints-dev.txt -e '.[dev,tasks]'
 	@touch $(DEV)
 
 demo: $(STAMP)            ## plan, train and reconcile the arithmetic task (about three minutes)
-	$(BIN)/rollbook demo
+	@$(BIN)/rollbook demo
 
 test: $(DEV)              ## the tests, on both cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile

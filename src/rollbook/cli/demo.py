@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -36,11 +38,20 @@ def command(
     with resources.as_file(resources.files("rollbook.cli").joinpath("reverse.toml")) as config:
         run_dir = start_run(config, overrides)
     reconcile(str(run_dir))
+    rollbook = program()
     print(
         f"\nRun directory: {run_dir}\nNext:\n"
-        f"  rollbook watch {run_dir}        the same run on one web page\n"
-        f"  rollbook diagnose {run_dir}     what is wrong with it, if anything\n"
-        f"  rollbook trace {run_dir} -o trace.json   one step for Perfetto\n"
-        "  rollbook plan --model Qwen3-32B --gpu H100 --num-gpus 64   a job you do not have the GPUs for yet\n"
+        f"  {rollbook} watch {run_dir}        the same run on one web page\n"
+        f"  {rollbook} diagnose {run_dir}     what is wrong with it, if anything\n"
+        f"  {rollbook} trace {run_dir} -o trace.json   one step for Perfetto\n"
+        f"  {rollbook} plan --model Qwen3-32B --gpu H100 --num-gpus 64   a job you do not have the GPUs for yet\n"
         "  examples/                     the same loop on your own model and data"
     )
+
+
+def program() -> str:
+    """How the reader's shell calls this program: by its name where the path has it, else by where it lies."""
+    called = Path(sys.argv[0])
+    if shutil.which("rollbook") or called.name != "rollbook":
+        return "rollbook"
+    return str(called.relative_to(Path.cwd()) if called.is_relative_to(Path.cwd()) else called)
