@@ -14,6 +14,11 @@ def low_digits(response: str, task: Mapping[str, Any]) -> float:
     return sum(character in "01234" for character in response) / max(len(response), 1)
 
 
+def first_is_low(response: str, task: Mapping[str, Any]) -> float:
+    """1 or 0: of a group of two, every other one is flat."""
+    return float(response[:1] in tuple("01234"))
+
+
 def zero(response: str, task: Mapping[str, Any]) -> float:
     return 0.0
 

@@ -30,13 +30,12 @@ SHORT: dict[str, Any] = {
     "warmup.batch_sequences": 4,
     "eval.num_prompts": 2,
     "eval.every_steps": 1,
-    "plan.is_on": False,
     "observe.terminal": "off",
     "observe.strict_metrics": True,
     "run.max_failure_frac": 1.0,
     "algorithm.filter.refill": False,  # an untrained model answers nothing right: every group is flat
 }
-"""Each example as it stands, with less to do."""
+"""Each example as it stands, with less to do: what is on by default, such as the plan, stays on."""
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +80,8 @@ def test_an_example_passes_its_checks_and_runs(
         overrides |= {"eval.num_prompts": 0}
     run = RunResult(start_run(path, as_set(overrides)))
     assert run.state["num_steps_done"] == 1
+    (plan,) = run.events_of("plan")
+    assert ("critic" in plan["stages"]) == config.algorithm.needs_values
     assert (run.folder / "model" / "config.json").is_file()
 
 

@@ -15,6 +15,7 @@ from rollbook.controller import calibrate
 from rollbook.controller.calibrate import TypicalWork
 from rollbook.ledger.fit import fit_decode, fit_train
 from rollbook.rollout.engine import EngineStats
+from tiny_run import TinyRun
 
 WORK = TypicalWork(prompt_tokens=8, response_tokens=8, group_size=2, num_sequences=32, micro_batch_tokens=240)
 
@@ -123,3 +124,38 @@ def test_an_update_is_never_taken_for_less_than_two_forwards(
     for update, alone in zip(train, forward, strict=True):
         assert update.seconds >= 2 * alone.seconds > 0
     assert np.isfinite([p.seconds for p in train]).all()
+
+
+TEACHER = {
+    "hidden_size": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "intermediate_size": 64,
+    "alphabet": "0123456789+=",
+}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param({"algorithm.name": "ppo"}, id="values"),
+        pytest.param({"algorithm.kl.placement": "reward", "algorithm.kl.coef": 0.1}, id="kl in the reward"),
+        pytest.param({"algorithm.kl.placement": "loss", "algorithm.kl.coef": 0.1}, id="kl in the loss"),
+        pytest.param(
+            {
+                "algorithm.distill.placement": "advantage",
+                "algorithm.distill.coef": 0.5,
+                "teacher.new": TEACHER,
+            },
+            id="teacher",
+        ),
+        pytest.param({"algorithm.proximal": "behavior"}, id="no forward"),
+        pytest.param({"algorithm.correction.level": "token"}, id="corrected"),
+    ],
+)
+def test_whatever_an_algorithm_reads_is_there_when_its_host_work_is_measured(
+    algorithm: dict[str, Any], tiny_run: TinyRun
+) -> None:
+    run = tiny_run(num_steps=1, **{"plan.is_on": True}, **algorithm)
+    (plan,) = run.events_of("plan")
+    assert plan["stages"]["adv"] > 0

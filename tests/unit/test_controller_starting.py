@@ -156,6 +156,34 @@ def test_every_stage_that_takes_time_is_planned_also_those_of_some_steps(tiny_ru
     assert again.metrics[2]["expected_s/save_checkpoint"] > 0  # from the checkpoint written last
 
 
+def test_a_step_is_expected_to_take_what_its_stages_are_and_its_rate_counts_what_was_generated(
+    tiny_run: TinyRun,
+) -> None:
+    """Filters leave a step less to train, or nothing; the engine generated what they dropped."""
+    run = tiny_run(
+        num_steps=4,
+        **{
+            "plan.is_on": True,
+            "algorithm.filter.drop_flat": True,
+            "algorithm.filter.refill": False,
+            "reward.terms.0.function": "tiny_rewards:first_is_low",
+        },
+    )
+    plan = json.loads((run.folder / "plan.json").read_text())["stages"]
+    num_dropped = 0
+    for step, metrics in enumerate(run.metrics):
+        stages = {n: v for n, v in metrics.items() if n.startswith("expected_s/") and n != "expected_s/step"}
+        stages.pop("expected_s/testing", None)  # not part of the step
+        expected_s = sum(stages.values()) + plan["other"]["seconds"]
+        assert metrics["expected_s/step"] == pytest.approx(expected_s)
+        rows = run.trajectories(step)
+        num_dropped += sum(row["loss_mask"] is None for row in rows)
+        generated = sum(turn["num_response_tokens"] for row in rows for turn in row["turns"])
+        rate = metrics["perf/tokens_per_s/gen"]
+        assert rate * metrics["timing_s/gen"] == pytest.approx(generated)
+    assert num_dropped > 0
+
+
 def test_the_gap_is_of_the_sequences_that_trained_where_others_have_no_loss_token(tiny_run: TinyRun) -> None:
     """One update on policy notes the trainer's logprobs as it trains; a masked response passes it by."""
     run = tiny_run(num_steps=1, **{"algorithm.filter.mask_truncated": True, "rollout.group_size": 8})

@@ -17,6 +17,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,9 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.algos.advantage import estimate_advantages
 from rollbook.algos.config import AlgorithmConfig
-from rollbook.algos.correction import correct
 from rollbook.algos.filters import train_sequences
 from rollbook.algos.gap import logprob_gap
 from rollbook.buffer.buffer import Taken
@@ -40,7 +39,7 @@ from rollbook.modeling.load import ModelFacts
 from rollbook.observe.trajectories import write_trajectories
 from rollbook.rollout.engine import Engine, EngineStats, GenerateRequest
 from rollbook.trainer.trainer import Trainer
-from rollbook.types import Group, SamplingParams, TrainSequence
+from rollbook.types import Group, SamplingParams, TrainBatch, TrainSequence
 
 if TYPE_CHECKING:
     from rollbook.controller.loop import Controller
@@ -162,24 +161,30 @@ async def measure_host(controller: Controller, groups: Sequence[Group]) -> HostF
         prompts_done=[],
     )
     pack_s, advantage_s, report_s = [], [], []
+    filled: TrainBatch | None = None
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(FEW_REPEATS):
             began_s = time.perf_counter()
             sequences = train_sequences(groups, unfiltered)
             batch = trainer.make_batch(sequences, step=0, weight_version=controller.weight_version)
             packed_s = time.perf_counter()
-            for sequence in batch.sequences:
-                sequence.proximal_logprobs = sequence.behavior_logprobs
-            if controller.needs_proximal:
-                correct(batch.sequences, config.algorithm.correction)
-            estimate_advantages(batch.sequences, config.algorithm)
+            if filled is None:
+                filled = batch
+                for _, fill in controller.forward_passes():
+                    await fill(filled)
+            batch = replace(filled, sequences=[copy(sequence) for sequence in filled.sequences])
+            filled_s = time.perf_counter()
+            controller.correct_and_estimate(batch)
             estimated_s = time.perf_counter()
+            for sequence in batch.sequences:  # on the shortcut the update notes them, before the report
+                if sequence.proximal_logprobs is None:
+                    sequence.proximal_logprobs = sequence.behavior_logprobs
             trajectory_values(taken, [])
-            staleness_values(taken, controller.weight_version)
+            staleness_values(taken)
             batch_values(batch)
             logprob_gap(
                 batch.sequences,
-                weight_version=batch.weight_version,
+                staleness=taken.staleness,
                 clip_eps_low=config.algorithm.clip_eps_low,
                 clip_eps_high=config.algorithm.clip_eps_high,
             )
@@ -189,7 +194,7 @@ async def measure_host(controller: Controller, groups: Sequence[Group]) -> HostF
                 write_trajectories(Path(folder) / "trial.parquet", 0, scored, masks)
             ended_s = time.perf_counter()
             pack_s.append(packed_s - began_s)
-            advantage_s.append(estimated_s - packed_s)
+            advantage_s.append(estimated_s - filled_s)
             report_s.append(ended_s - estimated_s)
     every = max(config.observe.trajectories_every_steps, 1)
     return HostFit(

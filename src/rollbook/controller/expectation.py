@@ -75,7 +75,8 @@ class Plan:
             trained_frac=min(num_sequences / self.work.num_sequences, 1.0),
             lengths=LengthDistribution(limit, min(responses, float(limit))),
         )
-        return self.stages | _stages(self.model, self.machine, work)
+        stages = _stages(self.model, self.machine, work)
+        return self.stages | stages | {"rollout": self.stages["rollout"]}
 
     def mean_seconds(self) -> dict[str, float]:
         """Seconds of every stage in the mean of all steps."""

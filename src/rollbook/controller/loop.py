@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,9 +57,15 @@ from rollbook.rollout.teacher import HttpTeacher
 from rollbook.sync.publisher import PublicationReport, Publisher
 from rollbook.trainer.objective import SupervisedObjective
 from rollbook.trainer.trainer import Trainer
-from rollbook.types import Prompt, TrainBatch
+from rollbook.types import Prompt, TrainBatch, TrainSequence
 
 Result = TypeVar("Result")
+MAX_FRESH = 16
+"""Responses a step that are scored for the gap alone, when the batch holds none of the trainer's own version."""
+FillBatch = Callable[[TrainBatch], Awaitable[Values]]
+"""A forward pass that writes what it found into the batch."""
+OF_A_BATCH = frozenset({"proximal", "reference", "teacher", "values", "adv", "train", "critic"})
+"""Stages that a step without a batch has not."""
 
 
 @dataclass(kw_only=True)
@@ -275,11 +281,13 @@ class Controller:
                     taken = await self._collect()
                     batch = await self._prepare(taken, step)
                     if batch is not None:
-                        await self._train(batch)
+                        await self._train(batch, taken)
                     await self._publish(step, moved=batch is not None)
                     await self._report(taken, batch, step)
                     await self._evaluate(step)
                     await self._save(step)
+                    # Expected of the work that the step got, as its stages are.
+                    span.expected_s = self._expected_step_s(saves=self._is_save_due(step))
                 self.saver.commit()
                 self.num_steps_done = step + 1
                 self.rollout.admit()
@@ -295,11 +303,18 @@ class Controller:
         """Wait for the groups of this step. The engines generate them; scoring happens as they finish."""
         with self.recorder.span("rollout", expected_s=self._expected_s("rollout")) as span:
             taken = await self.rollout.collect()
-            span.set(tokens=sum(t.num_response_tokens for g in taken.groups for t in g.scored))
+            span.set(tokens=self._num_generated(taken))
         if self.schedule.pauses_for_training:
             with self.recorder.span("to_trainer", expected_s=self._switch_s("to_trainer")):
                 await self.switch.to_trainer()
         return taken
+
+    def _num_generated(self, taken: Taken) -> int:
+        """Response tokens of everything that ended: groups that filters dropped took the engine's time as well, and so
+        did failures."""
+        groups = [*taken.groups, *taken.dropped]
+        finished = [t for group in groups for t in group.scored]
+        return sum(t.num_response_tokens for t in [*finished, *self.rollout.failed_trajectories])
 
     async def _prepare(self, taken: Taken, step: int) -> TrainBatch | None:
         """Sequences with everything the loss reads: trainer's logprobs, corrections, advantages. None when the
@@ -309,41 +324,55 @@ class Controller:
             sequences = train_sequences(taken.groups, algorithm.filter)
             if not sequences:
                 self.recorder.event("empty_batch", evictions=len(taken.evictions))
+                self.expected = _without(self.expected, OF_A_BATCH)
                 return None
             batch = self.trainer.make_batch(sequences, step=step, weight_version=self.weight_version)
         if self.plan is not None:
             self.expected = self.plan.stages_for(len(sequences), batch.num_tokens / len(sequences))
-        if self.needs_proximal:
-            with self.recorder.span("proximal", expected_s=self._expected_s("proximal")) as span:
-                self.recorder.metrics(await self.compute(lambda: self.trainer.fill_proximal(batch)))
-                span.set(tokens=batch.num_tokens)
-        if algorithm.needs_reference:
-            with self.recorder.span("reference", expected_s=self._expected_s("reference")) as span:
-                self.recorder.metrics(await self.compute(lambda: self.trainer.fill_reference(batch)))
-                span.set(tokens=batch.num_tokens)
-        if algorithm.needs_teacher:
-            with self.recorder.span("teacher", expected_s=self._expected_s("teacher")) as span:
-                if self.remote_teacher is not None:
-                    await self.remote_teacher.fill(batch)
-                else:
-                    self.recorder.metrics(await self.compute(lambda: self.trainer.fill_teacher(batch)))
-                self.recorder.metrics(teacher_values(batch))
-                span.set(tokens=batch.num_tokens)
-        if algorithm.needs_values:
-            with self.recorder.span("values", expected_s=self._expected_s("values")) as span:
-                self.recorder.metrics(await self.compute(lambda: self.trainer.fill_values(batch)))
+        for stage, fill in self.forward_passes():
+            with self.recorder.span(stage, expected_s=self._expected_s(stage)) as span:
+                self.recorder.metrics(await fill(batch))
                 span.set(tokens=batch.num_tokens)
         with self.recorder.span("adv", expected_s=self._expected_s("adv")):
-            if self.needs_proximal:
-                self.recorder.metrics(correct(batch.sequences, algorithm.correction))
-            self.recorder.metrics(estimate_advantages(batch.sequences, algorithm))
+            self.recorder.metrics(self.correct_and_estimate(batch))
         return batch
 
-    async def _train(self, batch: TrainBatch) -> None:
+    def forward_passes(self) -> list[tuple[str, FillBatch]]:
+        """What this algorithm reads of the networks beside the sampled tokens, by stage, in the order of a step. The
+        calibration makes the same passes: what one of them fills in, the advantages may read."""
+        algorithm, trainer = self.config.algorithm, self.trainer
+        wanted: dict[str, tuple[bool, FillBatch]] = {
+            "proximal": (self.needs_proximal, self._on_trainer(trainer.fill_proximal)),
+            "reference": (algorithm.needs_reference, self._on_trainer(trainer.fill_reference)),
+            "teacher": (algorithm.needs_teacher, self._fill_teacher),
+            "values": (algorithm.needs_values, self._on_trainer(trainer.fill_values)),
+        }
+        return [(stage, fill) for stage, (is_wanted, fill) in wanted.items() if is_wanted]
+
+    def _on_trainer(self, fill: Callable[[TrainBatch], Values]) -> FillBatch:
+        return lambda batch: self.compute(lambda: fill(batch))
+
+    async def _fill_teacher(self, batch: TrainBatch) -> Values:
+        if self.remote_teacher is not None:
+            await self.remote_teacher.fill(batch)
+            return teacher_values(batch)
+        return await self.compute(lambda: self.trainer.fill_teacher(batch)) | teacher_values(batch)
+
+    def correct_and_estimate(self, batch: TrainBatch) -> Values:
+        """Write importance weights and advantages, once every forward pass was made."""
+        algorithm = self.config.algorithm
+        values = correct(batch.sequences, algorithm.correction) if self.needs_proximal else {}
+        return values | estimate_advantages(batch.sequences, algorithm)
+
+    async def _train(self, batch: TrainBatch, taken: Taken) -> None:
         """Every optimizer update of the step."""
         objective = PolicyObjective(self.config.algorithm, proximal_is_current=not self.needs_proximal)
+        fresh: list[TrainSequence] = []
+        before_step = self._fresh_scorer(batch, taken, fresh)
         with self.recorder.span("train", expected_s=self._expected_s("train")) as span:
-            values = await self.compute(lambda: self.trainer.update(batch, objective))
+            values = await self.compute(
+                lambda: self.trainer.update(batch, objective, before_step=before_step)
+            )
             self._note_movement(values)
             self.recorder.metrics(values)
             span.set(tokens=batch.num_tokens)
@@ -354,7 +383,7 @@ class Controller:
         for idx in batch.mini_batches[0]:  # the others were seen by weights that had moved already
             if idx in objective.noted:
                 batch.sequences[idx].proximal_logprobs = objective.noted[idx].float().cpu().numpy()
-        self.recorder.metrics(self._gap(batch))
+        self.recorder.metrics(self._gap(batch, taken, fresh))
 
     async def _publish(self, step: int, *, moved: bool) -> None:
         """Prove the new weights on every replica; then they, and only they, serve."""
@@ -368,7 +397,11 @@ class Controller:
                     report = await self.publish(self.weight_version + 1)
                     span.set(bytes=report.num_bytes)
                     self.recorder.metrics(report.values())
+            else:
+                self.expected = _without(self.expected, {"sync"})
             self.rollout.buffer.published(self.weight_version, step + 1)
+        else:
+            self.expected = _without(self.expected, {"sync"})
         if self.schedule.pauses_for_training:
             with self.recorder.span("to_rollout", expected_s=self._switch_s("to_engine")):
                 await self.switch.to_engine()
@@ -414,7 +447,7 @@ class Controller:
         values["training/weight_version"] = Last(self.weight_version)
         values["batch/num_groups"] = Total(len(taken.groups))
         masks = {}
-        values |= staleness_values(taken, self.weight_version if batch is None else batch.weight_version)
+        values |= staleness_values(taken)
         if batch is not None:
             values |= batch_values(batch)
             masks = {f"{s.group_id}/{s.member_idx}": s.loss_mask for s in batch.sequences}
@@ -533,7 +566,36 @@ class Controller:
     def _is_publication_due(self, step: int) -> bool:
         return self._is_last(step) or (step + 1) % self.config.sync.every_steps == 0
 
-    def _gap(self, batch: TrainBatch) -> Values:
+    def _fresh_scorer(
+        self, batch: TrainBatch, taken: Taken, fresh: list[TrainSequence]
+    ) -> Callable[[], None] | None:
+        """What fills `fresh` once the gradients of the first update are there, and the weights are still those that
+        began the step: responses that the engines finished under these weights meanwhile, with the trainer's logprobs.
+
+        None where the batch itself holds such responses, or the trainer is elsewhere.
+        """
+        ages = {taken.staleness(s.oldest_version) for s in batch.sequences}
+        if 0 in ages or self.schedule.pauses_for_training or self.config.cluster.kind != "inproc":
+            return None
+        loop = asyncio.get_running_loop()
+
+        async def finished() -> list[TrainSequence]:
+            buffer = self.rollout.buffer
+            if buffer.serving_step != taken.step:  # the trainer has moved on from what the engines hold
+                return []
+            sequences = train_sequences(buffer.finished(), self.config.algorithm.filter)
+            return [s for s in sequences if s.oldest_version == batch.weight_version][:MAX_FRESH]
+
+        def score() -> None:
+            found = asyncio.run_coroutine_threadsafe(finished(), loop).result()
+            if found:
+                beside = self.trainer.make_batch(found, step=batch.step, weight_version=batch.weight_version)
+                self.trainer.fill_proximal(beside)
+                fresh.extend(found)
+
+        return score
+
+    def _gap(self, batch: TrainBatch, taken: Taken, fresh: Sequence[TrainSequence]) -> Values:
         """Trainer against engine on the step's tokens; with proximal = "behavior" and several updates, on those of the
         first, which alone saw the weights that began the step."""
         sequences = [s for s in batch.sequences if s.proximal_logprobs is not None]
@@ -541,7 +603,8 @@ class Controller:
         values: Values = {} if self.needs_proximal else correct(sequences, algorithm.correction)
         report = logprob_gap(
             sequences,
-            weight_version=batch.weight_version,
+            staleness=taken.staleness,
+            fresh=fresh,
             clip_eps_low=algorithm.clip_eps_low,
             clip_eps_high=algorithm.clip_eps_high,
         )
@@ -582,3 +645,8 @@ class Controller:
         )
         self._engine_stats, self._engine_stats_at_s = now, now_s
         return values
+
+
+def _without(expected: Mapping[str, Entry], stages: Set[str]) -> dict[str, Entry]:
+    """What is expected of a step that does not have these stages."""
+    return {name: entry for name, entry in expected.items() if name not in stages}
