@@ -13,6 +13,7 @@ from rollbook.cli import plan as plan_command
 from rollbook.cli import simulate as simulate_command
 from rollbook.cli.main import main
 
+NOT_NUMBERS = ("nan", "inf", "-inf")
 COUNTS = (
     "num-gpus", "prompts", "group-size", "prompt-tokens", "response-tokens", "max-response-tokens",
 )  # fmt: skip
@@ -22,12 +23,18 @@ INTEGERS = {  # option -> values that cannot be meant
     "mini-batches": ("0", "-2", "1e3"),
     "rollout-tp": ("-1", "3000"),
     "max-staleness": ("-1", "5000"),
+    "lora-rank": ("-1", "1e3", "99999"),
 }
 FLOATS = {
     "length-sigma": ("-0.1", "99", "1e300"),
     "turns": ("0", "-2", "0.5", "1e300"),
     "env-seconds": ("-5", "1e300"),
     "env-p99-seconds": ("-5", "1e300", "3"),  # three seconds, where the mean is zero
+}
+PLAN_ONLY = {
+    "top": ("0", "-1", *NOT_NUMBERS),
+    "checkpoint-every": ("-1", "1e3", "9999999", *NOT_NUMBERS),
+    "storage-gb-per-s": ("-1", "1e300", *NOT_NUMBERS),
 }
 SIMULATE_ONLY = {
     "steps": ("-1", "1e9", "99999999"),
@@ -39,7 +46,6 @@ SIMULATE_ONLY = {
     "replica-recovery-seconds": ("-1", "nan", "inf"),
     "length-growth": ("-1", "9", "nan", "inf"),
 }
-NOT_NUMBERS = ("nan", "inf", "-inf")
 
 
 def cases() -> list[tuple[str, str, str]]:
@@ -51,7 +57,7 @@ def cases() -> list[tuple[str, str, str]]:
     shared += [(name, value) for name, values in INTEGERS.items() for value in (*values, *NOT_NUMBERS)]
     shared += [(name, value) for name, values in FLOATS.items() for value in (*values, *NOT_NUMBERS)]
     shared += [("split", value) for value in ("0:8", "-1:9", "4:99", "nan:4", "4:", "1e3:2")]
-    only_plan = [("top", value) for value in ("0", "-1", *NOT_NUMBERS)]
+    only_plan = [(name, value) for name, values in PLAN_ONLY.items() for value in values]
     only_simulate = [(name, value) for name, values in SIMULATE_ONLY.items() for value in values]
     return [
         *(("plan", *case) for case in shared + only_plan),
@@ -82,9 +88,9 @@ def test_a_number_that_cannot_be_meant_is_refused(
 
 def test_the_table_covers_every_number_option() -> None:
     """A new option must say which of its values are senseless."""
-    told = {*COUNTS, *COUNTS_OR_ZERO, *INTEGERS, *FLOATS, *SIMULATE_ONLY, "top", "split"}
+    told = {*COUNTS, *COUNTS_OR_ZERO, *INTEGERS, *FLOATS, *PLAN_ONLY, *SIMULATE_ONLY, "split"}
     words = "model gpu lengths algorithm reward reference proximal rollout-dtype offload assume output html emit json"
-    words += " mode take on-stale on-publish recompute-kv"
+    words += " mode take on-stale on-publish recompute-kv recompute keep-prefix lora-publish checkpoint-async"
     for command in (plan_command.command, simulate_command.command):
         signature = inspect.signature(command, eval_str=True)
         for parameter in signature.parameters.values():

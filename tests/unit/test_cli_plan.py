@@ -115,6 +115,15 @@ def test_planning_imports_no_torch() -> None:
         (["--model", "qwen3-8b", "--assume", "papr"], "'papr'", "paper"),
         (["--model", "qwen3-8b", "--split", "4;4"], "'4;4'", "40:24"),
         (["--model", "no/such/config.json"], "no/such/config.json", "config.json"),
+        (["--model", "qwen3-8b", "--observation-tokens", "4k"], "with one turn", "--turns of 2"),
+        (["--model", "qwen3-8b", "--env-seconds", "30"], "with one turn", "--turns of 2"),
+        (["--model", "qwen3-8b", "--lose-prefix"], "--lose-prefix with one turn", "--turns of 2"),
+        (
+            ["--model", "qwen3-8b", "--turns", "2", "--env-p99-seconds", "5"],
+            "without --env-seconds",
+            "the mean",
+        ),
+        (["--model", "qwen3-8b", "--prompt-tokens", "1m"], "a prompt of 1000000", "shorten the prompt"),
     ],
 )
 def test_a_mistake_is_told_with_a_remedy_and_no_traceback(
@@ -165,10 +174,10 @@ def test_files_are_written_and_named_on_stderr(capsys: pytest.CaptureFixture[str
 def test_measured_lengths_replace_mean_and_sigma(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text("100\n200\n4000\n")
-    base = ["plan", "--model", "qwen3-8b", "--response-tokens", "1433", "--max-response-tokens", "4000"]
+    base = ["plan", "--model", "qwen3-8b", "--max-response-tokens", "4000"]
     _, out, _ = run(capsys, *base, "--lengths", str(path), "--json")
     measured = json.loads(out)["step"]["seconds"]["total"]
-    _, out, _ = run(capsys, *base, "--length-sigma", "0", "--json")
+    _, out, _ = run(capsys, *base, "--response-tokens", "1433", "--length-sigma", "0", "--json")
     assert measured != json.loads(out)["step"]["seconds"]["total"]
     code, _, err = run(capsys, *base, "--lengths", str(tmp_path / "none.txt"))
     assert code == 2 and "cannot read" in err
@@ -202,6 +211,22 @@ def test_simulate_prints_json_with_the_steps(capsys: pytest.CaptureFixture[str])
     assert data["num_failed"] > 0
     assert data["topology"]["mode"] == "separate_async"
     assert sum(data["staleness"].values()) == data["num_trained"]
+
+
+@pytest.mark.parametrize(
+    ("args", "remedy"),
+    [
+        (["--mode", "sync", "--split", "4:4"], "a separated mode"),
+        (["--mode", "colocate_async", "--lend", "5"], "a separated mode"),
+        (["--on-stale", "wait"], "--take arrival"),
+        (["--replica-recovery-seconds", "60"], "--replica-mtbf-hours"),
+    ],
+)
+def test_simulate_refuses_an_option_that_would_be_ignored(
+    capsys: pytest.CaptureFixture[str], args: list[str], remedy: str
+) -> None:
+    code, out, err = run(capsys, "simulate", *SMALL, *args)
+    assert (code, out) == (2, "") and "has no effect" in err and remedy in err
 
 
 def test_simulate_refuses_a_mode_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

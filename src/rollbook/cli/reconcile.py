@@ -85,7 +85,8 @@ def _expectation_of(path: Path, assume: str, means: dict[str, float]) -> Expecta
     values: dict[str, Any] = {"assume": assume, **read_options(path)}
     notes = []
     for key, metric in (("prompt_tokens", "prompt_length/mean"), ("response_tokens", "response_length/mean")):
-        if key not in values and metric in means:
+        is_given = key in values or (key == "response_tokens" and "lengths" in values)
+        if not is_given and metric in means:
             values[key] = max(round(means[metric]), 1)
             notes.append(f"{key} = {values[key]}, as the log measured it")
     named = str(values.pop("mode", "sync"))

@@ -63,6 +63,8 @@ BOUNDS: dict[str, Bounds] = {
 }
 """Of the numbers that only a simulation has, by option."""
 
+_RECOVERY_S = 120.0
+
 
 def command(
     model: ModelOption,
@@ -132,7 +134,7 @@ def command(
     ] = 0.0,
     replica_recovery_seconds: Annotated[
         float, typer.Option("--replica-recovery-seconds", help="Until a failed replica serves again.")
-    ] = 120.0,
+    ] = _RECOVERY_S,
     length_growth: Annotated[
         float, typer.Option("--length-growth", help="Growth of the responses a step, such as 0.01.")
     ] = 0.0,
@@ -155,6 +157,18 @@ def command(
         bounds.check(option_name(name), numbers[name])
     if mode:
         choice_of("--mode", mode, "sync", "colocate_async", "separate_sync", "separate_async")
+    is_shared = mode in ("sync", "colocate_async")
+    _refuse_if("--split", bool(split) and is_shared, f"--mode {mode} shares all GPUs", "a separated mode")
+    _refuse_if("--lend", lend > 0 and is_shared, f"--mode {mode} has no GPUs to lend", "a separated mode")
+    _refuse_if(
+        "--on-stale", on_stale != "drop" and take != "arrival", "groups of a step are fixed", "--take arrival"
+    )
+    _refuse_if(
+        "--replica-recovery-seconds",
+        replica_recovery_seconds != _RECOVERY_S and replica_mtbf_hours == 0,
+        "no replica fails",
+        "--replica-mtbf-hours",
+    )
     options = PlanOptions(
         model=model, gpu=gpu, num_gpus=num_gpus, gpus_per_node=gpus_per_node, prompts=prompts,
         group_size=group_size, prompt_tokens=prompt_tokens, response_tokens=response_tokens,
@@ -192,6 +206,14 @@ def command(
     from rollbook.planner.show_simulation import show_simulation
 
     show_simulation(result, candidate, Console(highlight=False))
+
+
+def _refuse_if(option: str, is_idle: bool, because: str, remedy: str) -> None:
+    """Raises PlanError for an option that the others leave without effect: its value would be ignored."""
+    from rollbook.errors import PlanError
+
+    if is_idle:
+        raise PlanError(f"{option} has no effect: {because}", f"leave it out, or give {remedy}")
 
 
 def _candidate(request: PlanRequest, mode: str) -> Candidate:

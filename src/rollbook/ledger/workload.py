@@ -55,7 +55,7 @@ class Workload:
     length_sigma: float = DEFAULT_SIGMA
     """Standard deviation of ln(response length) before clipping."""
     length_samples: tuple[float, ...] = ()
-    """Observed response lengths; replaces mean and sigma."""
+    """Observed response lengths; mean and sigma are then theirs, whatever was given for them."""
     algorithm: Algorithm = "grpo"
     reward: RewardKind = "rule"
     uses_reference: bool = True
@@ -78,6 +78,11 @@ class Workload:
             require_number(name, getattr(self, name), least=0, remedy=f"give {name} above 0")
             if getattr(self, name) == 0:
                 raise PlanError(f"{name} is 0", f"give {name} above 0")
+        if self.length_samples:
+            # One workload: what generation samples is what forwards and training then pass.
+            lengths = self.lengths()
+            object.__setattr__(self, "response_tokens", lengths.mean_tokens)
+            object.__setattr__(self, "length_sigma", lengths.sigma)
         require_number("lora_rank", self.lora_rank, least=0, remedy="give 0 (all weights train) or a rank")
         if self.lora_rank and self.algorithm == "ppo":
             raise PlanError(
@@ -160,6 +165,7 @@ class Workload:
             "response_tokens": self.response_tokens,
             "max_response_tokens": self.max_response_tokens,
             "length_sigma": self.length_sigma,
+            "num_length_samples": len(self.length_samples),
             "algorithm": self.algorithm,
             "reward": self.reward,
             "num_mini_batches": self.num_mini_batches,

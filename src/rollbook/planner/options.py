@@ -5,6 +5,7 @@ The options of `rollbook plan` and `rollbook simulate`, and the keys of a worklo
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -89,6 +90,7 @@ class PlanOptions:
     """Empty: four times the mean, as far as the context allows."""
     length_sigma: float = 0.6
     lengths: Path | None = None
+    """File of measured response lengths: their mean and spread, and without a limit their longest."""
     algorithm: str = "grpo"
     reward: str = "rule"
     reference: bool = True
@@ -120,12 +122,16 @@ class PlanOptions:
             ConfigError, PlanError: a value that is no number, an unknown name, or what cannot be meant.
         """
         self._check_numbers()
+        self._check_that_all_act()
         model = load_model(self.model)
+        measured = _read_lengths(self.lengths) if self.lengths else ()
         mean_response = self._count("response_tokens", most=_MOST_TOKENS)
         prompt_tokens = self._count("prompt_tokens", most=_MOST_TOKENS)
         max_context = self._count("max_context", most=_MOST_TOKENS, may_be_zero=True)
         if self.max_response_tokens:
             longest = self._count("max_response_tokens", most=_MOST_TOKENS)
+        elif measured:
+            longest = math.ceil(max(measured))
         else:
             room = (max_context or model.max_context_tokens or 5 * mean_response) - prompt_tokens
             longest = max(min(4 * mean_response, room), mean_response)
@@ -133,10 +139,10 @@ class PlanOptions:
             num_prompts=self._count("prompts", most=_MOST_PER_STEP),
             group_size=self._count("group_size", most=_MOST_PER_STEP),
             prompt_tokens=prompt_tokens,
-            response_tokens=mean_response,
+            response_tokens=min(mean_response, longest) if measured else mean_response,
             max_response_tokens=longest,
             length_sigma=self.length_sigma,
-            length_samples=_read_lengths(self.lengths) if self.lengths else (),
+            length_samples=measured,
             algorithm=choice_of("--algorithm", self.algorithm, "grpo", "ppo"),
             reward=choice_of("--reward", self.reward, "rule", "model", "generative", "sandbox"),
             uses_reference=self.reference,
@@ -178,12 +184,40 @@ class PlanOptions:
         for field_name, bounds in BOUNDS.items():
             bounds.check(option_name(field_name), getattr(self, field_name))
         mean_s, p99_s = self.env_seconds, self.env_p99_seconds
+        if p99_s and not mean_s:
+            raise PlanError(
+                f"--env-p99-seconds is {p99_s:g} without --env-seconds", "give the mean seconds of a call too"
+            )
         if p99_s and not mean_s <= p99_s <= _MOST_P99_OVER_MEAN * mean_s:
             raise PlanError(
                 f"--env-p99-seconds is {p99_s:g} where --env-seconds is {mean_s:g}",
                 f"give 0 (as the mean), or between {mean_s:g} and {_MOST_P99_OVER_MEAN * mean_s:.4g}: the seconds "
                 "are taken as log-normal",
             )
+
+    def _check_that_all_act(self) -> None:
+        """Raises PlanError for an option that the others leave without effect: its number would be ignored."""
+        for name, other in (("response_tokens", "lengths"), ("length_sigma", "lengths")):
+            if self.lengths and not self._is_default(name):
+                raise PlanError(
+                    f"{option_name(name)} is {getattr(self, name)} beside --{other}, which measured it",
+                    f"leave out {option_name(name)}, or --{other}",
+                )
+        for name in ("observation_tokens", "env_seconds", "keep_prefix"):
+            if self.turns == 1 and not self._is_default(name):
+                what = (
+                    "--lose-prefix"
+                    if name == "keep_prefix"
+                    else f"{option_name(name)} is {getattr(self, name)}"
+                )
+                raise PlanError(
+                    f"{what} with one turn a trajectory: environments answer between turns",
+                    "give --turns of 2 or more",
+                )
+
+    def _is_default(self, field_name: str) -> bool:
+        default = next(f.default for f in fields(self) if f.name == field_name)
+        return str(getattr(self, field_name)).strip() == str(default)
 
     def _publishes_adapters(self) -> bool:
         alone = choice_of("--lora-publish", self.lora_publish, "merged", "adapter") == "adapter"
@@ -208,7 +242,7 @@ def _model_path(named: str) -> str:
     return str(path.resolve()) if path.is_dir() else named
 
 
-def read_options(path: Path) -> dict[str, str | int | float | bool]:
+def read_options(path: Path) -> dict[str, str | int | float | bool | Path]:
     """A workload's description in TOML: fields of `PlanOptions` as keys, and `mode`.
 
     Raises:
@@ -226,6 +260,8 @@ def read_options(path: Path) -> dict[str, str | int | float | bool]:
             raise ConfigError(f"{path}: unknown key {key}", nearest_name(key, known))
     if "model" not in values:
         raise ConfigError(f"{path} names no model", 'add model = "..."')
+    if "lengths" in values:
+        values["lengths"] = Path(str(values["lengths"]))
     return values
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from rollbook.errors import PlanError
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import ReplicaLayout
+from rollbook.ledger.lengths import DEFAULT_SIGMA
 from rollbook.planner.beside import Beside, beside
 from rollbook.planner.choice import choose
 from rollbook.planner.derivation import Reasoned, derive
@@ -251,12 +252,36 @@ def _warnings(request: PlanRequest, base: Candidate) -> list[str]:
     """What a reader must know before believing the numbers."""
     notes = [f"{request.model.name}: {note}" for note in request.model.assumed]
     notes += [f"{request.cluster.accelerator.name}: {note}" for note in request.cluster.accelerator.assumed]
+    work = request.workload
+    num_cut = sum(length > work.max_response_tokens for length in work.length_samples)
+    if num_cut:
+        notes.append(
+            f"{num_cut} of {len(work.length_samples)} measured lengths pass the limit of {work.max_response_tokens} "
+            "tokens and are taken as cut there"
+        )
     if request.assumptions.method == "paper":
+        notes += _unused_by_paper(request)
         notes += [
             f"{stage} computes above the peak: the paper account has no compute roof, use --assume default"
             for stage in above_peak(base.account, request.cluster)
         ]
     return notes
+
+
+def _unused_by_paper(request: PlanRequest) -> list[str]:
+    """What was asked for and the paper account has no term for."""
+    work = request.workload
+    asked = {
+        "lengths beyond their mean and limit": bool(work.length_samples)
+        or work.length_sigma != DEFAULT_SIGMA,
+        f"engines in {request.rollout_dtype}": request.rollout_dtype == "float8",
+        f"{request.recompute} recomputation": request.recompute != "auto",
+    }
+    return [
+        f"the paper account has no term for {what}: use --assume default"
+        for what, is_asked in asked.items()
+        if is_asked
+    ]
 
 
 def cluster_json(cluster: Cluster) -> dict[str, object]:

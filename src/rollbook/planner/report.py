@@ -88,7 +88,7 @@ def _header(plan: Plan, title: str) -> str:
     work, r = plan.request.workload, plan.request
     lead = (
         f"A step is {work.num_prompts} prompts x {work.group_size}: {count(work.num_sequences)} trajectories with "
-        f"{work.prompt_tokens:g} + {work.response_tokens:g} tokens on average, responses up to "
+        f"{work.prompt_tokens:.0f} + {work.response_tokens:.0f} tokens on average, responses up to "
         f"{work.max_response_tokens:,}; {work.algorithm.upper()}, reward by {work.reward}, assumptions “"
         f"{r.assumptions.name}”."
     )

@@ -57,10 +57,11 @@ class PlanRequest:
         longest = work.prompt_tokens + work.max_response_tokens + work.observation_tokens
         if limit and longest > limit:
             fitting = limit - round(work.prompt_tokens + work.observation_tokens)
+            cut = ", where longer ones are then cut" if work.length_samples else ""
             raise PlanError(
-                f"a prompt of {work.prompt_tokens:g} and a response of up to {work.max_response_tokens} tokens "
-                f"make {longest:g}, beyond the {limit} of {self.model.name}",
-                f"lower max_response_tokens to {fitting}, or give --max-context if the model's rope is scaled"
+                f"a prompt of {work.prompt_tokens:.0f} and a response of up to {work.max_response_tokens} tokens "
+                f"make {longest:.0f}, beyond the {limit} of {self.model.name}",
+                f"lower max_response_tokens to {fitting}{cut}, or give --max-context if the model's rope is scaled"
                 if fitting > 0
                 else "shorten the prompt, or choose a model with a longer context",
             )

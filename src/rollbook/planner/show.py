@@ -32,12 +32,14 @@ def show_plan(plan: Plan, console: Console, *, num_topologies: int = 6) -> None:
     """Print the whole plan."""
     r = plan.request
     work, cluster = r.workload, r.cluster
+    measured = f" of {len(work.length_samples)} measured lengths" if work.length_samples else ""
     console.print(
         Text.assemble(
             (f"{r.model.name} on {cluster.num_gpus} {cluster.accelerator.name}", "bold"),
             f", {cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}; a step is {work.num_prompts} prompts x "
-            f"{work.group_size}, {work.prompt_tokens:g} + {work.response_tokens:g} tokens on average, responses up to "
-            f"{work.max_response_tokens}; {work.algorithm}, assumptions `{r.assumptions.name}`",
+            f"{work.group_size}, {work.prompt_tokens:.0f} + {work.response_tokens:.0f} tokens on average"
+            f"{measured}, responses up to {work.max_response_tokens}; {work.algorithm}, assumptions "
+            f"`{r.assumptions.name}`",
         )
     )
     for note in plan.warnings:
