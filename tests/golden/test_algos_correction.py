@@ -212,19 +212,19 @@ def test_geometric_mean_shows_a_sharper_sampler_where_the_mean_ratio_does_not() 
     assert gap.geometric_mean_ratio < 0.95
 
 
-def test_gap_by_replica_and_version() -> None:
+def test_gap_by_replica_and_age() -> None:
     """Replica 1 is off by ln 2, replica 0 not; the trainer is at version 3, so only the third is on policy."""
     batch = [
         sequence([0.5], [0.5], version=2, replica_id=0),
         sequence([0.5], [0.25], version=2, replica_id=1),
         sequence([0.3], [0.3], version=3, replica_id=0),
     ]
-    report = logprob_gap(batch, weight_version=3, clip_eps_low=0.2, clip_eps_high=0.2)
+    report = logprob_gap(batch, staleness=lambda v: 3 - v, clip_eps_low=0.2, clip_eps_high=0.2)
     assert report is not None
     assert report.on_policy is not None
     assert report.on_policy.max == pytest.approx(0.0, abs=1e-6)
     assert {k: round(g.max, 4) for k, g in report.by_replica.items()} == {0: 0.0, 1: 0.6931}
-    assert {k: g.num_tokens for k, g in report.by_version.items()} == {2: 2, 3: 1}
+    assert {k: g.num_tokens for k, g in report.by_staleness.items()} == {0: 1, 1: 2}
     values = report.values()
     assert values["training/logprob_gap/max"].result() == pytest.approx(0.0, abs=1e-6)
     assert values["training/logprob_gap_by_replica/1/mean"].result() == pytest.approx(math.log(2))
@@ -232,6 +232,21 @@ def test_gap_by_replica_and_version() -> None:
     assert values["training/rollout_probs_diff_max"].result() == pytest.approx(0.25)
 
 
+def test_fresh_sequences_tell_the_gap_of_numerics_when_the_whole_batch_is_stale() -> None:
+    """The batch is a step old and moved by ln 2; the fresh one is off by ln 1.1 and counts for nothing else."""
+    stale, fresh = sequence([0.5], [0.25], version=2), sequence([0.55], [0.5], version=3, replica_id=7)
+    report = logprob_gap(
+        [stale], staleness=lambda v: 3 - v, clip_eps_low=0.2, clip_eps_high=0.2, fresh=[fresh]
+    )
+    assert report is not None
+    values = report.values()
+    assert values["training/logprob_gap/mean"].result() == pytest.approx(math.log(1.1), rel=1e-5)
+    assert values["training/logprob_gap_all/mean"].result() == pytest.approx(math.log(2))
+    assert values["training/rollout_probs_diff_max"].result() == pytest.approx(0.25)
+    assert set(report.by_replica) == {0}
+    assert set(report.by_staleness) == {1}
+
+
 def test_gap_of_no_tokens_is_none() -> None:
     one = sequence([0.5], [0.5], mask=[0])
-    assert logprob_gap([one], weight_version=0, clip_eps_low=0.2, clip_eps_high=0.2) is None
+    assert logprob_gap([one], staleness=lambda v: 0, clip_eps_low=0.2, clip_eps_high=0.2) is None

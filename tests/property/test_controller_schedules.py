@@ -97,12 +97,45 @@ def test_every_token_carries_the_version_that_sampled_it_and_none_is_trained_too
         assert any(len(set(versions_of(row))) > 1 for row in rows(run)), "no response spanned a publication"
     hist = Counter[int]()
     for m in run.metrics:
-        hist.update({n: int(m.get(f"training/off_policy/staleness_hist/{n}", 0)) for n in range(10)})
-        assert m["training/off_policy/trajectory_staleness_worst/max"] <= staleness
+        of_step = {n: int(m.get(f"training/off_policy/staleness_hist/{n}", 0)) for n in range(10)}
+        hist.update(of_step)
+        worst = max(n for n, count in of_step.items() if count)  # in steps, however many a publication holds
+        assert m["training/off_policy/trajectory_staleness_worst/max"] == worst <= staleness
+        assert (
+            m.get("training/logprob_gap/max", 0.0) < 2e-5
+        )  # numerics alone: no token of other weights is in it
         assert m["batch/num_groups"] == 4
     assert sum(hist.values()) == sum(m["batch/num_sequences"] for m in run.metrics)
     assert max(n for n, count in hist.items() if count) <= staleness
     assert sorted(steps_of_versions(run).values()) == sorted({0, *range(every, 5, every), 5})
+
+
+def test_the_gap_at_one_version_is_measured_also_where_every_batch_is_stale(tiny_run: TinyRun) -> None:
+    """Engines ahead of the trainer: each batch is a step old, and what they finish meanwhile is compared instead."""
+
+    def wait_for_the_engines(controller: Controller) -> None:
+        plain = controller.trainer.update
+
+        def update(*args: Any, **kwargs: Any) -> Any:
+            while not controller.is_complete and len(controller.rollout.buffer.finished()) < 2:
+                pass  # the event loop and the engine's thread are at work
+            return plain(*args, **kwargs)
+
+        controller.trainer.update = update  # type: ignore[method-assign]
+
+    run = tiny_run(
+        num_steps=5,
+        faults=[wait_for_the_engines],
+        **{
+            "run.schedule": "separate_async",
+            "buffer.max_staleness_steps": 1,
+            "rollout.kv_policy": "recompute",
+        },
+    )
+    stale = [m for m in run.metrics if "training/off_policy/staleness_hist/0" not in m]
+    assert len(stale) >= 3
+    for m in stale:
+        assert m["training/logprob_gap/max"] < 2e-5 < m["training/logprob_gap_all/max"]
 
 
 def test_admission_order_trains_the_prompts_in_the_order_of_the_data(tiny_run: TinyRun) -> None:

@@ -48,7 +48,7 @@ def test_every_reported_name_is_catalogued() -> None:
             "correction": {"level": "token", "mode": "mask", "reject": reject},
         }
     )
-    gap = logprob_gap(batch, weight_version=1, clip_eps_low=0.2, clip_eps_high=0.2)
+    gap = logprob_gap(batch, staleness=lambda v: 1 - v, clip_eps_low=0.2, clip_eps_high=0.2)
     assert gap is not None
     values: Values = correct(batch, config.correction) | gap.values()
     values |= estimate_advantages(batch, config) | keep_groups([], FilterConfig()).values()

@@ -4,13 +4,16 @@ At one weight version the two compute the same number, so the gap is their numer
 also holds the policy's own movement, which is why it is reported by version as well as over all. The geometric
 mean of the ratio stands beside the arithmetic one because the latter's expectation is 1 for *any* pair of
 policies: only the former shows a sampler that is not the one the trainer thinks it is.
+
+In an asynchronous run every token of a batch may be older than the trainer's weights. Then responses that finished
+under those weights, and will be trained later, are scored beside the batch: `fresh`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,10 +93,10 @@ class GapReport:
 
     total: LogprobGap
     by_replica: dict[int, LogprobGap]
-    by_version: dict[int, LogprobGap]
-    """By the oldest weight version of the sequence."""
-    weight_version: int
-    """The trainer's."""
+    by_staleness: dict[int, LogprobGap]
+    """By the age in steps of the sequence's oldest token."""
+    fresh: LogprobGap | None
+    """Of sequences outside the batch, sampled wholly under the trainer's weights."""
     probs_diff: Array
     """[n] |p_trainer - p_engine| per token: what verl's `rollout_probs_diff` is made of."""
     probs_pearson: float
@@ -101,8 +104,8 @@ class GapReport:
 
     @property
     def on_policy(self) -> LogprobGap | None:
-        """Over the sequences sampled wholly under the trainer's version: numerics alone."""
-        return self.by_version.get(self.weight_version)
+        """Over sequences sampled wholly under the trainer's weights: numerics alone."""
+        return self.by_staleness.get(0, self.fresh)
 
     def values(self) -> Values:
         """Metrics. Means merge over batches; quantiles and correlations are of this batch alone."""
@@ -111,10 +114,7 @@ class GapReport:
             whole["training/logprob_gap"] = self.on_policy
         parts = {f"training/logprob_gap_by_replica/{key}": gap for key, gap in self.by_replica.items()}
         # By age, not by version: a run has thousands of versions and a handful of ages.
-        parts |= {
-            f"training/logprob_gap_by_staleness/{self.weight_version - version}": gap
-            for version, gap in self.by_version.items()
-        }
+        parts |= {f"training/logprob_gap_by_staleness/{age}": gap for age, gap in self.by_staleness.items()}
         values: Values = {}
         for prefix, gap in whole.items():
             values |= {f"{prefix}/{statistic}": value for statistic, value in gap.values().items()}
@@ -131,37 +131,46 @@ class GapReport:
 
 
 def logprob_gap(
-    sequences: Sequence[TrainSequence], *, weight_version: int, clip_eps_low: float, clip_eps_high: float
+    sequences: Sequence[TrainSequence],
+    *,
+    staleness: Callable[[int], int],
+    clip_eps_low: float,
+    clip_eps_high: float,
+    fresh: Sequence[TrainSequence] = (),
 ) -> GapReport | None:
     """Compare `proximal_logprobs` with `behavior_logprobs` on action tokens; None when there are none.
 
     Args:
-        sequences: scored by the trainer at `weight_version`.
-        weight_version: the trainer's.
+        sequences: a batch, scored by the trainer before its first update.
+        staleness: steps that a weight version is older than the trainer's weights; 0: they are its weights.
         clip_eps_low, clip_eps_high: the clip band that `outside_clip_frac` counts against.
+        fresh: sequences outside the batch, sampled under the trainer's weights and scored by them.
     Raises:
         DataError: a sequence was not scored, or a logprob is not finite.
     """
+    num_batch = len(sequences)
+    sequences = [*sequences, *fresh]
     pairs = [_pair(sequence) for sequence in sequences]
-    if not sum(len(trainer) for trainer, _ in pairs):
+    if not sum(len(trainer) for trainer, _ in pairs[:num_batch]):
         return None
     by_replica: dict[int, list[int]] = defaultdict(list)
-    by_version: dict[int, list[int]] = defaultdict(list)
-    for idx, sequence in enumerate(sequences):
+    by_staleness: dict[int, list[int]] = defaultdict(list)
+    for idx, sequence in enumerate(sequences[:num_batch]):
         if len(pairs[idx][0]):
             by_replica[sequence.replica_id].append(idx)
-            by_version[sequence.oldest_version].append(idx)
+            by_staleness[staleness(sequence.oldest_version)].append(idx)
+    beside = [idx for idx in range(num_batch, len(pairs)) if len(pairs[idx][0])]
 
     def gap(indices: Sequence[int]) -> LogprobGap:
         trainer, engine = (np.concatenate([pairs[i][side] for i in indices]) for side in (0, 1))
         return LogprobGap.of(trainer, engine, clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
 
-    trainer, engine = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
+    trainer, engine = (np.concatenate([pair[side] for pair in pairs[:num_batch]]) for side in (0, 1))
     return GapReport(
-        total=gap(range(len(pairs))),
+        total=gap(range(num_batch)),
         by_replica={replica: gap(indices) for replica, indices in sorted(by_replica.items())},
-        by_version={version: gap(indices) for version, indices in sorted(by_version.items())},
-        weight_version=weight_version,
+        by_staleness={age: gap(indices) for age, indices in sorted(by_staleness.items())},
+        fresh=gap(beside) if beside else None,
         probs_diff=np.abs(np.exp(trainer) - np.exp(engine)),
         probs_pearson=_pearson(np.exp(trainer), np.exp(engine)),
     )

@@ -81,6 +81,15 @@ class Taken:
     """Groups that finished and were not trained (flat, stale): their rewards are part of the policy's record."""
     prompts_done: list[Prompt]
     """Prompts that will not be sampled again: trained, failed and evicted ones, for the prompt stream."""
+    step: int = 0
+    """The one that trains on them."""
+    version_steps: Mapping[int, int] = field(default_factory=dict)
+    """Weight version -> steps whose updates it contains, of every version that the groups can carry."""
+
+    def staleness(self, weight_version: int) -> int:
+        """Steps between the one that trains and the one whose weights `weight_version` holds. With a publication
+        every step these are versions; else a version stands for several steps."""
+        return self.step - self.version_steps.get(weight_version, self.step)
 
 
 @dataclass(slots=True)
@@ -246,7 +255,7 @@ class GroupBuffer:
                 "groups were admitted in all",
                 _starved_remedy(self._lost),
             )
-        taken = Taken([], [], [], self.num_refills, [], [])
+        taken = Taken([], [], [], self.num_refills, [], [], self.step, dict(self._version_step))
         for entry in chosen:
             del self._entries[entry.group_id]
             self._num_places_taken += 1

@@ -360,7 +360,15 @@ class RemoteTrainer(Trainer):
     def fill_values(self, batch: TrainBatch) -> Values:
         return self._fill_remote("fill_values", batch, "values")
 
-    def update(self, batch: TrainBatch, objective: Objective, *, lr: float | None = None) -> Values:
+    def update(
+        self,
+        batch: TrainBatch,
+        objective: Objective,
+        *,
+        lr: float | None = None,
+        before_step: Callable[[], None] | None = None,
+    ) -> Values:
+        assert before_step is None, "the ranks cannot call back"
         values, noted = self.call("update", "update", ray.put(batch), objective, {"lr": lr})
         if isinstance(objective, NotingObjective):
             objective.noted.update({i: torch.tensor(row) for i, row in noted.items()})

@@ -273,7 +273,7 @@ class _Replay:
                         at = int(np.flatnonzero(sequence.loss_mask != masks[name])[0])
                         where = f"trajectory {name}, token {at}"
                         self.report.differs("loss_mask", step, where, masks[name][at], sequence.loss_mask[at])
-                await controller._train(batch)
+                await controller._train(batch, taken)
         for publication in self.log.publications:
             if publication.after_steps == step + 1:
                 await self._publish(publication, step=step)

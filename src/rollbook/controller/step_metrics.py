@@ -95,13 +95,13 @@ def _tail(scored: Sequence[Trajectory]) -> Values:
     return {"rollout/tail_s": Last(float(ends[-1] - ends[int(0.9 * len(ends))]))}
 
 
-def staleness_values(taken: Taken, weight_version: int) -> Values:
-    """How old the trained tokens were, and what was evicted for it. In versions and in steps."""
+def staleness_values(taken: Taken) -> Values:
+    """How old the trained tokens were in steps, and what was evicted for it."""
     scored = [t for group in taken.groups for t in group.scored]
     prefix = "training/off_policy"
-    values = spread(f"{prefix}/trajectory_staleness", [weight_version - t.newest_version for t in scored])
+    values = spread(f"{prefix}/trajectory_staleness", [taken.staleness(t.newest_version) for t in scored])
     values |= spread(
-        f"{prefix}/trajectory_staleness_worst", [weight_version - t.oldest_version for t in scored]
+        f"{prefix}/trajectory_staleness_worst", [taken.staleness(t.oldest_version) for t in scored]
     )
     values |= spread(f"{prefix}/trajectory_spans", [t.newest_version - t.oldest_version + 1 for t in scored])
     for group, staleness in zip(taken.groups, taken.staleness_steps, strict=True):

@@ -239,7 +239,14 @@ class Trainer:
 
     # ---- updates -----------------------------------------------------------------------------------------
 
-    def update(self, batch: TrainBatch, objective: Objective, *, lr: float | None = None) -> Values:
+    def update(
+        self,
+        batch: TrainBatch,
+        objective: Objective,
+        *,
+        lr: float | None = None,
+        before_step: Callable[[], None] | None = None,
+    ) -> Values:
         """One optimizer update of the policy for each mini batch.
 
         Sequences without a loss token are not computed. A mini batch without any changes nothing.
@@ -248,6 +255,7 @@ class Trainer:
             batch: with everything the objective reads filled in.
             objective: the loss.
             lr: overrides the schedule.
+            before_step: called once, when the gradients of the first mini batch are there and no weight has moved.
         Returns:
             The objective's metrics over all mini batches, and the trainer's own.
         Raises:
@@ -263,7 +271,7 @@ class Trainer:
         def predict(inputs: ModelInputs) -> Tensor:
             return self._predict(self.model, inputs, with_entropy=False)[0]
 
-        values = self._update(batch, share, predict, self.optimizer, "actor", lr)
+        values = self._update(batch, share, predict, self.optimizer, "actor", lr, before_step)
         if isinstance(objective, NotingObjective) and not self.ranks.is_alone:
             rows = {i: row.float().cpu().numpy() for i, row in objective.noted.items()}
             objective.noted.update({i: torch.from_numpy(r) for i, r in self.ranks.exchange(rows).items()})
@@ -290,6 +298,7 @@ class Trainer:
         optimizer: AdamW,
         prefix: str,
         lr: float | None,
+        before_step: Callable[[], None] | None = None,
     ) -> Values:
         values: Values = {}
         """Of this rank's micro batches."""
@@ -312,6 +321,9 @@ class Trainer:
             except BaseException:
                 optimizer.clear()
                 raise
+            if before_step is not None:
+                before_step()
+                before_step = None
             merge(values, {f"trainer/{prefix}_micro_batches": Total(sum(map(bool, plan)))})
             if counts.num_loss_tokens == 0:
                 merge(reports, {f"trainer/{prefix}_empty_updates": Total(1)})
