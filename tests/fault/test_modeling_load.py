@@ -134,6 +134,20 @@ def test_missing_tokenizer(folder: Path) -> None:
         _load(folder)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_folder_without_tokenizer_files_is_told_from_prompts_without_tokens(
+    tmp_path: Path, architecture: str
+) -> None:
+    """transformers makes an empty tokenizer of it, whose every text has no token."""
+    folder = tmp_path / architecture
+    load_model(ModelConfig.model_validate({"new": {**NEW, "architecture": architecture}})).save(folder)
+    for path in folder.glob("*token*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer (of|could be loaded)") as refused:
+        _load(folder)
+    assert "tokenizer's files beside the model" in refused.value.remedy
+
+
 def test_sampling_settings_beside_the_weights_are_never_read(folder: Path) -> None:
     """BR-063: an unreadable generation config changes nothing, for either implementation."""
     reference = _load(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollbook.envs.config import EndpointConfig
 from rollbook.section import Section
@@ -29,6 +29,13 @@ class RunSection(Section):
     """Share of recent trajectories that may fail before the run stops. Failures are never rewards of zero."""
     max_turns: int = Field(default=1, ge=1)
     """Turns of one trajectory: more than 1 for environments that answer."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_one_folder(cls, name: str) -> str:
+        if name in ("", ".", "..") or any(c in "/\\" or not c.isprintable() for c in name):
+            raise ValueError("must be the name of one folder below run.dir; to put it elsewhere set run.dir")
+        return name
 
 
 class EvalSection(Section):

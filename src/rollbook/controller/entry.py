@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollbook.config.loading import config_to_toml, load_config
+from rollbook.config.paths import missing_files, with_whole_paths
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.interrupts import Interrupts
 from rollbook.controller.startable import device_problem, unstartable
@@ -59,8 +60,9 @@ def resume_run(folder: Path, overrides: Sequence[str], *, on_built: OnBuilt | No
 
 def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
     """The config, with every reason against starting it in one error."""
-    config = _with_search_path(load_config(path, overrides, RunConfig), path.parent)
-    config.check(unstartable(config))
+    config = with_whole_paths(load_config(path, overrides, RunConfig), path.parent)
+    config = _with_search_path(config, path.parent)
+    config.check([*unstartable(config), *missing_files(config, path.parent)])
     return config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -80,6 +81,11 @@ class LoraConfig(Section):
     publish: Literal["merged", "adapter"] = "merged"
     """"merged": engines get whole weights, as of any other model; in bfloat16 the sum is rounded once more than the
     trainer's. "adapter": A and B alone, for native engines, which hold the same base and compute the same sum."""
+
+
+def is_local_path(name: str) -> bool:
+    """Whether a model's name can only be a folder: hub names are `name` or `owner/name`."""
+    return Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
 
 
 class ModelConfig(Section):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rollbook.errors import ConfigError
 from rollbook.modeling.attention import ATTENTIONS, packed_layout
 from rollbook.modeling.char_tokenizer import CharTokenizer, saved_alphabet
-from rollbook.modeling.config import LoraConfig, ModelConfig, NewModelConfig
+from rollbook.modeling.config import LoraConfig, ModelConfig, NewModelConfig, is_local_path
 from rollbook.modeling.decoder import Decoder, DecoderConfig, read_config, unsupported_because, write_config
 from rollbook.modeling.logprobs import LmHead
 from rollbook.modeling.lora import adapter_tensors, add_adapters, computing_with, exported
@@ -269,6 +269,15 @@ def load_tokenizer(
                 f"no tokenizer could be loaded from {name}: {_first_line(error)}",
                 "put the tokenizer's files beside the model, or set model.tokenizer_path",
             ) from None
+        vocab = inner.get_vocab()
+        if not set(vocab) - set(
+            inner.all_special_tokens
+        ):  # what transformers makes of a folder without its files
+            raise ConfigError(
+                f"the tokenizer of {name} knows no text: its vocabulary holds {len(vocab)} special tokens and nothing "
+                "else, as if tokenizer.json were missing",
+                "put the tokenizer's files beside the model, or set model.tokenizer_path",
+            )
         tokenizer = HubTokenizer(inner, eos_ids)
     if facts is not None and tokenizer.vocab_size > facts.vocab_size:
         raise ConfigError(
@@ -454,9 +463,8 @@ def _folder(config: ModelConfig) -> Path:
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path} has no config.json", "point model.path at a Hugging Face model folder")
         return path
-    looks_local = path.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") > 1
-    if path.exists() or looks_local:
-        what = "is not a folder" if path.exists() else "does not exist"
+    if path.exists() or is_local_path(config.path):
+        what = "is not a folder" if path.exists() else f"does not exist (seen from {Path.cwd()})"
         raise ConfigError(
             f"model.path {config.path!r} {what}", "give a Hugging Face model folder or a hub name"
         )

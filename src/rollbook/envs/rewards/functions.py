@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 
 from rollbook.envs.rewards.builtin import digits, exact, numeric
 from rollbook.envs.rewards.math_verify import math_verify
@@ -52,6 +54,23 @@ def add_search_path(folders: Sequence[str]) -> None:
     sys.path += [folder for folder in folders if folder not in sys.path]
 
 
+def missing_module(name: str, folders: Sequence[str] = ()) -> ConfigError | None:
+    """What `find_function` would say of an import path whose module is nowhere; nothing is imported."""
+    first = name.partition(":")[0].partition(".")[0]
+    is_there = first in sys.modules or (
+        importlib.util.find_spec(first) or PathFinder.find_spec(first, [*folders])
+    )
+    return None if is_there else _not_found(name, first, folders)
+
+
+def _not_found(name: str, module_name: str, folders: Sequence[str]) -> ConfigError:
+    searched = ", ".join([*folders, "PYTHONPATH and the installed packages"])
+    return ConfigError(
+        f"reward function {name!r}: there is no module {module_name!r}; searched: {searched}",
+        f"put {module_name.replace('.', '/')}.py beside the config, or add its folder to reward.search_path",
+    )
+
+
 def find_function(name: str, folders: Sequence[str] = ()) -> RewardFunction:
     """A built-in by name, or an import path `module:function`.
 
@@ -77,12 +96,8 @@ def find_function(name: str, folders: Sequence[str] = ()) -> RewardFunction:
                 f"reward function {name!r}: {module_name} imports {error.name!r}, which is not installed",
                 f"install {error.name}, or put it beside {module_name}",
             ) from None
-        searched = ", ".join([*folders, "PYTHONPATH and the installed packages"])
-        raise ConfigError(
-            f"reward function {name!r}: there is no module {error.name!r}; searched: {searched}",
-            f"put {error.name.replace('.', '/')}.py beside the config, or add its folder to reward.search_path",
-        ) from None
-    except Exception as error:  # whatever the user's module raises when it is imported
+        raise _not_found(name, error.name, folders) from None
+    except (Exception, SystemExit) as error:  # whatever the user's module raises when it is imported
         raise ConfigError(
             f"reward function {name!r}: importing {module_name} raised {type(error).__name__}: {error}",
             "mend the module: it must import without an error",
