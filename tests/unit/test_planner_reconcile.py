@@ -108,6 +108,23 @@ def test_a_run_that_keeps_to_its_plan_is_told_what_the_plan_spends_most_on() -> 
     assert all(d.why.startswith("as planned") for d in result.deserving)
 
 
+@pytest.mark.parametrize("factor", [0.5, 0.9, 1.0, 1.1, 1.19, 1.34, 3.0])
+@pytest.mark.parametrize("stage", ["rollout", "proximal", "train", "sync"])
+def test_table_waterfall_and_advice_say_one_thing(stage: str, factor: float) -> None:
+    """A range of 1.2 x: what lies within is as planned everywhere, what lies beyond lost seconds everywhere."""
+    suffix = {"rollout": "gen", "proximal": "old_log_prob", "train": "update_actor", "sync": "update_weights"}
+    seconds = {suffix[name]: s * (factor if name == stage else 1.0) for name, (s, _) in PLANNED.items()}
+    result = reconcile(expectation(), measured(**seconds, step=sum(seconds.values())), source="a log")
+    verdict = next(s.verdict for s in result.stages if s.stage == stage)
+    assert verdict == ("slower" if factor > 1.2 else "faster" if factor < 1 / 1.2 else "as planned")
+    losses = {loss.loss: loss for loss in result.waterfall}
+    assert (losses[stage].beyond_frac > 0) == (verdict == "slower")
+    for deserving in result.deserving:
+        its = next(s.verdict for s in result.stages if s.stage == deserving.stage)
+        assert (" lost, " in deserving.why) == (its == "slower")
+        assert its == "slower" or deserving.why.startswith(its)
+
+
 def test_a_separated_rollout_side_loses_peak_that_no_stage_times() -> None:
     """Half of the GPUs generate beside the trainer: 0.5 - 2e12 / (1e12 x 92) of the peak is lost there."""
     stages = {"train": Expected(seconds=80.0, low=70.0, high=90.0, flops=6e12, num_gpus=4)}

@@ -85,8 +85,10 @@ class StageResult:
 
     @property
     def beyond_s(self) -> float:
-        """Seconds beyond the plan; all of them where nothing was planned."""
-        return max(self.measured_s - (self.planned.seconds if self.planned else 0.0), 0.0)
+        """Seconds beyond the plan: none within its range, all of them where nothing was planned."""
+        if self.verdict not in ("slower", "not planned"):
+            return 0.0
+        return self.measured_s - (self.planned.seconds if self.planned else 0.0)
 
     @property
     def verdict(self) -> str:
@@ -496,7 +498,10 @@ def _loop_gpus(expectation: Expectation) -> int:
 
 
 def _deserving(expectation: Expectation, stages: list[StageResult], step_s: float) -> list[Deserving]:
-    """Stages that took longer than planned by seconds lost; then those that the plan itself spends most on."""
+    """Stages that took longer than planned by seconds lost; then those that take most of the step.
+
+    Table, waterfall and this list judge by one thing, `StageResult.verdict`.
+    """
     late = sorted((s for s in stages if s.beyond_s > 0.02 * step_s), key=lambda s: -s.beyond_s)
     chosen = [
         Deserving(stage=s.stage, seconds=s.beyond_s, why=_why_late(s, step_s)) for s in late[:_NUM_DESERVING]
@@ -504,12 +509,19 @@ def _deserving(expectation: Expectation, stages: list[StageResult], step_s: floa
     taken = {d.stage for d in chosen}
     rest = sorted((s for s in stages if s.stage not in taken), key=lambda s: -s.measured_s)
     for s in rest[: _NUM_DESERVING - len(chosen)]:
-        why = (
-            f"as planned, and {percent(s.measured_s / step_s)} of the step: to shorten it, change the plan "
-            f"({_LEVERS.get(s.stage, 'its size')})"
-        )
-        chosen.append(Deserving(stage=s.stage, seconds=s.measured_s, why=why))
+        chosen.append(Deserving(stage=s.stage, seconds=s.measured_s, why=_why_long(s, step_s)))
     return chosen
+
+
+def _why_long(result: StageResult, step_s: float) -> str:
+    """Of a stage that lost little or nothing against the plan."""
+    if result.beyond_s > 0:
+        return _why_late(result, step_s)
+    share = percent(result.measured_s / step_s)
+    return (
+        f"{result.verdict}, and {share} of the step: to shorten it, change the plan "
+        f"({_LEVERS.get(result.stage, 'its size')})"
+    )
 
 
 def _why_late(result: StageResult, step_s: float) -> str:
