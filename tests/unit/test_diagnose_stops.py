@@ -68,6 +68,11 @@ def test_a_run_that_died_before_its_first_step_leads_with_its_error(
             "40 of the last 64 trajectories failed, 39 of them as environment; for example: x",
             "dead_sandbox_pool",
         ),
+        (
+            "step 9 has 2 of 4 groups and lost 70 (buffer.max_refills_per_step is 64): 70 flat (score in all their "
+            "members 0: 70); 76 groups were admitted in all",
+            "filter_starvation",
+        ),
         ("step 0 waited 3600 s for its groups; under way: trajectory 0/0", "buffer_never_fills"),
     ],
 )
@@ -124,7 +129,103 @@ def test_a_hang_and_an_oom_come_before_the_errors_that_follow_from_them(tmp_path
     died = "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."
     diagnosis = diagnose(load(str(console(tmp_path, watchdog, TRACEBACK[0], died))))
     assert diagnosis.verdict == "collective_hang"
-    assert [finding.rule for finding in diagnosis.consequences] == ["run_stopped"]
+    assert [finding.rule for finding in diagnosis.findings] == ["collective_hang"]
+
+
+DYING = {
+    "host memory": (
+        "(raylet, ip=10.0.0.3) [2026-11-29 03:11:02,114 E 811 811] (raylet) node_manager.cc:3041: 1 Workers (tasks / "
+        "actors) killed due to memory pressure (OOM), 0 Workers crashed due to other reasons at node",
+        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
+    ),
+    "worker process": (
+        "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+        "\tThe actor is dead because its worker process has died. Ray killed this worker",
+    ),
+    "a worker": ("ray.exceptions.ActorUnavailableError: The actor 88 is unavailable: RPC error",),
+    "native code": ("(WorkerDict pid=88) Segmentation fault (core dumped)",),
+    "bus error": ("*** SIGBUS received at time=1700000000 on cpu 3 ***", "Bus error (core dumped)"),
+    "crashed": ("terminate called after throwing an instance of 'c10::DistBackendError'",),
+    "GPU refused": ("RuntimeError: CUDA error: device-side assert triggered",),
+    "collective was aborted": (
+        "[rank3]:[E ProcessGroupNCCL.cpp:681] To avoid data inconsistency, we are taking the entire process down.",
+    ),
+    "killed from outside": (
+        "run.sh: line 12:  4711 Killed                  python3 -m verl.trainer.main_ppo",
+    ),
+    "from outside": ("torch.distributed.elastic: failed (exitcode: -9) local_rank: 0 (pid: 88)",),
+    "was killed": ("Worker exit type: NODE_OUT_OF_MEMORY. Process exited with exit code 137",),
+    "scheduler": (
+        "slurmstepd: error: *** JOB 42 ON gpu3 CANCELLED AT 2026-11-29T03:00:00 DUE TO TIME LIMIT ***",
+    ),
+}
+
+
+@pytest.mark.parametrize("names", DYING)
+@pytest.mark.parametrize("steps", [1, 12])
+def test_words_of_a_dying_process_at_the_end_of_a_log_are_a_stop(
+    names: str, steps: int, tmp_path: Path
+) -> None:
+    finding = diagnose(load(str(console(tmp_path, *DYING[names], steps=steps)))).findings[0]
+    assert (finding.rule, finding.step) == ("run_stopped", steps)
+    assert names in finding.title
+    assert finding.action
+
+
+@pytest.mark.parametrize("names", DYING)
+def test_the_same_words_in_the_middle_of_a_log_are_none(names: str, tmp_path: Path) -> None:
+    path = console(tmp_path, *DYING[names])
+    more = [f"step:{i} - critic/score/mean:0.{30 + i} - timing_s/gen:41.2" for i in range(13, 25)]
+    path.write_text(path.read_text() + "\n".join(more) + "\n")
+    assert diagnose(load(str(path))).findings == ()
+
+
+def test_what_a_sandbox_prints_all_the_time_is_no_end_and_what_follows_the_training_neither(
+    tmp_path: Path,
+) -> None:
+    row = "step:{0} - critic/score/mean:0.4{0} - timing_s/gen:41.2\nSegmentation fault (core dumped)\n"
+    path = tmp_path / "train.log"
+    path.write_text("".join(row.format(i) for i in range(12)))
+    assert diagnose(load(str(path))).findings == ()
+    done = ("Training Progress: 100%|##########| 12/12", *DYING["killed from outside"])
+    assert diagnose(load(str(console(tmp_path, *done)))).findings == ()
+
+
+def test_a_crash_after_a_crash_that_was_resumed_is_a_stop(tmp_path: Path) -> None:
+    path = console(tmp_path, *DYING["native code"], "Setting global step to 12")
+    more = [f"step:{i} - critic/score/mean:0.{30 + i} - timing_s/gen:41.2" for i in range(13, 25)]
+    path.write_text(path.read_text() + "\n".join([*more, *DYING["native code"]]) + "\n")
+    assert diagnose(load(str(path))).verdict == "run_stopped"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "rollout {i}: {{'rollout/raw_reward': 0.5, 'rollout/response_lengths': 90.0}}",
+        "{{'loss': 0.1, 'grad_norm': 0.2, 'reward': 0.5, 'completions/mean_length': 80.0}}",
+    ],
+    ids=["slime", "trl"],
+)
+def test_every_console_log_can_end_on_a_killed_process(rows: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("".join(rows.format(i=i) + "\n" for i in range(12)) + "Killed\n")
+    assert diagnose(load(str(path))).verdict == "run_stopped"
+
+
+def test_a_cut_last_line_is_said_and_its_last_value_not_believed(tmp_path: Path) -> None:
+    path = console(tmp_path, steps=12)
+    path.write_text(path.read_text().removesuffix("41.2\n").removesuffix(" - timing_s/gen:")[:-1])
+    run = load(str(path))
+    assert any("cut short" in note for note in run.notes)
+    assert np.isnan(run.values["critic/score/mean"][-1]) or run.num_steps == 11
+
+
+def test_an_earlier_run_in_the_same_log_keeps_its_end(tmp_path: Path) -> None:
+    path = console(tmp_path, *DYING["native code"])
+    again = [f"step:{i} - critic/score/mean:0.{40 + i} - timing_s/gen:31.2" for i in range(1, 13)]
+    path.write_text(path.read_text() + "\n".join(again) + "\n")
+    assert diagnose(load(str(path))).findings == ()
+    assert diagnose(load(str(path), run_idx=0)).verdict == "run_stopped"
 
 
 def test_a_file_that_is_no_log_is_still_refused(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Why a run stopped, in its own words: the last error after the last step, and which rule those words belong to.
 
-Our run directories say it in `step_failed` and `run_failed`; console logs in a traceback at their end. An error that a
-run got over (more steps came after it, or it was taken up again) is none.
+Our run directories say it in `step_failed` and `run_failed`; console logs in a traceback at their end, or in the words
+that the kernel, Ray, NCCL or the shell write of a dying process (`readers/endings.py`). An error that a run got over
+(more steps came after it, or it was taken up again) is none.
 """
 
 from __future__ import annotations
@@ -25,10 +26,55 @@ _TOLD_BY: tuple[tuple[str, str], ...] = (
     ("refused_publication", r"was not published|digest|was to be published|is not the manifest's"),
     ("dead_scorer", r"trajectories failed, \d+ of them as reward"),
     ("dead_sandbox_pool", r"trajectories failed, \d+ of them as (?:environment|sandbox_lost)"),
-    ("filter_starvation", r"replaced \d+ groups and has \d+ of"),
+    ("filter_starvation", r"groups and lost \d+ [^:]*: \d+ flat"),
     ("buffer_never_fills", r"waited [\d.e+]+ s for its groups|trajectories failed, \d+ of them as timeout"),
     ("mismatch_to_nan", r"not finite|\bNaN\b|\bnan\b"),
 )
+
+
+CAUSES: dict[str, tuple[str, str]] = {
+    # cause, as `readers/endings.py` names it: (what it was, what to do)
+    "host_memory": (
+        "host memory ran out, and a process was killed",
+        "find who holds the host's memory (replay data, offloaded optimizer, object store, sandboxes, data workers) "
+        "and lower it, or take a host with more; then resume. A growth over the run is in perf/cpu_memory_used_gb",
+    ),
+    "device_memory": (
+        "device memory ran out",
+        "lower the tokens of a micro batch or the KV pool's share, then resume",
+    ),
+    "collective": (
+        "a collective timed out",
+        "dump the stacks of all ranks: the one that is elsewhere is the cause",
+    ),
+    "device": (
+        "the GPU refused an operation",
+        "run the failing step again with CUDA_LAUNCH_BLOCKING=1 (a device-side assert is usually an index out of "
+        "range: token ids against the vocabulary), and look for Xid lines in the host's kernel log",
+    ),
+    "network": (
+        "a collective was aborted",
+        "find the rank that failed first (the others only follow), then its host's kernel and network logs",
+    ),
+    "shared_memory": (
+        "bus error",
+        "shared memory is full: enlarge /dev/shm (docker --shm-size), then resume",
+    ),
+    "crash": (
+        "a process crashed in native code",
+        "look at the core dump or run with PYTHONFAULTHANDLER=1; suspect the library that was updated last",
+    ),
+    "scheduler": ("the scheduler ended the job", "ask for more time or resume from the newest checkpoint"),
+    "killed": (
+        "a process was killed from outside",
+        "look in the kernel log (dmesg) for the out-of-memory killer, else in the scheduler's log for a limit",
+    ),
+    "process_gone": (
+        "a worker process has gone",
+        "its own last lines say why: look in the worker's log of that pid, and in the kernel log for the "
+        "out-of-memory killer",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +87,8 @@ class Stop:
     remedy: str
     told_by: str | None
     """The rule that its words belong to; None: no rule of its own."""
+    cause: str | None = None
+    """A key of `CAUSES`, where no error was raised that says more."""
 
     def evidence(self) -> Evidence:
         return Evidence(metric="log", step=self.step, says=f"the run stopped: {self.words}")
@@ -59,10 +107,12 @@ def stop(view: View) -> Stop | None:
         step = last_step if event.step is None else event.step
         if step < last_step:
             continue
-        remedy = str(event.fields.get("remedy") or "")
+        cause = event.fields.get("cause")
+        remedy = str(event.fields.get("remedy") or (CAUSES[cause][1] if cause else ""))
         if named is not None and event.kind == "run_failed" and event.step is None:
             step = named.step  # the step that failed has said which it was
-        named = Stop(step, event.text, remedy, _rule_of(event.text))
+        told_by = None if cause == "host_memory" else _rule_of(event.text)
+        named = Stop(step, event.text, remedy, told_by, cause)
     return named
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from rollbook.diagnose.readers.endings import ENDING_BYTES, EndWatcher
 from rollbook.diagnose.readers.text import TROUBLE_BYTES, TroubleWatcher, lines, number, plain
 from rollbook.diagnose.series import Event, Row
 
@@ -24,21 +25,27 @@ def recognizes(head: str) -> float:
 
 def read(path: Path) -> Iterator[Row | Event]:
     """Rows keyed by the train step; the last table of a step completes the earlier ones."""
-    watcher = TroubleWatcher()
+    watcher, ending = TroubleWatcher(), EndWatcher()
     step: int | None = None
     data: dict[str, float] = {}
-    for raw in lines(path, (b"Train step", "│".encode(), "┃".encode(), b"|", *TROUBLE_BYTES)):
+    for raw in lines(path, (b"Train step", "│".encode(), "┃".encode(), b"|", *TROUBLE_BYTES, *ENDING_BYTES)):
         line = plain(raw)
         if (match := _STEP.search(line)) is not None:
             if step is not None and data:
                 yield Row(step=step, data=data)
             step, data = int(match.group(1)), {}
+            if event := ending.step(step):
+                yield event
         elif step is not None and _CELL.search(line):
             cells = [cell.strip() for cell in _CELL.split(line)]
             for name, value in itertools.pairwise(cells):
                 if "/" in name and " " not in name and (parsed := number(value)) is not None and value:
                     data.setdefault(name, parsed)
-        elif event := watcher.watch(line, step):
-            yield event
+        else:
+            ending.watch(line)
+            if event := watcher.watch(line, step):
+                yield event
     if step is not None and data:
         yield Row(step=step, data=data)
+    if event := ending.event(step):
+        yield event

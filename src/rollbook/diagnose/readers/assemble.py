@@ -123,6 +123,8 @@ def assemble(
             if run.contradicts(item):
                 first = min(run.rows_of_step)
                 if item.step <= first + 1 and run.newest_step > item.step + 1:
+                    runs[-1].events.extend(event for event in waiting if event.kind == "run_failed")
+                    waiting = [event for event in waiting if event.kind != "run_failed"]
                     run = _begin_again(runs, item.step)
                 else:
                     run.roll_back(item.step)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import io
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,15 @@ def open_binary(path: Path) -> BinaryIO:
             f"cannot read {path}: {error.strerror or error}", "check the path and its permissions"
         ) from error
     return file
+
+
+def is_ended_by_newline(path: Path) -> bool:
+    """Whether the last line of a log is whole; of a compressed one that is taken for granted."""
+    with path.open("rb") as file:
+        if file.read(2) == b"\x1f\x8b" or not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) in b"\r\n"
 
 
 TROUBLE_BYTES = (
@@ -185,39 +195,6 @@ _SYNC_WORDS = re.compile(
 _TRAIN_WORDS = re.compile(
     r"update_actor|update_policy|\bbackward\b|compute_log_prob|update_critic|train_step|forward_backward"
 )
-
-
-_FATAL = re.compile(r"Error executing job with overrides|RayTaskError\(|^Traceback \(most recent call last\)")
-_ERROR_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:\([^)]*\))?: .+")
-_AT_ITS_END = re.compile(r"Final validation metrics|Training finished|Final checkpoint")
-
-
-class EndWatcher:
-    """Notices how a console log ends: on a traceback, after which no step came, or as it should."""
-
-    def __init__(self) -> None:
-        self._is_fatal = False
-        self._is_over = False
-        self._words = ""
-
-    def step(self) -> None:
-        """A step was logged: whatever failed before it was got over."""
-        self._is_fatal, self._words = False, ""
-
-    def watch(self, line: str) -> None:
-        """A line, already plain."""
-        self._is_over |= _AT_ITS_END.search(line) is not None
-        if _FATAL.search(line):
-            self._is_fatal = True
-        text = line.strip()
-        if _ERROR_LINE.match(text) and ("RayTaskError(" not in text or not self._words):
-            self._words = text[:300]
-
-    def event(self, step: int | None) -> Event | None:
-        """What ended the run; None where it ended as it should, or goes on."""
-        if not self._is_fatal or self._is_over or not self._words:
-            return None
-        return Event(kind="run_failed", step=step, text=self._words)
 
 
 MAX_WATCHED = 2000

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rollbook.diagnose.readers.endings import ENDING_BYTES, EndWatcher
 from rollbook.diagnose.readers.text import (
     TROUBLE_BYTES,
     TroubleWatcher,
@@ -52,9 +53,9 @@ def read(path: Path) -> Iterator[Row | Event]:
     if (head.startswith(b"{") and b'"log_history"' in head) or path.name == "trainer_state.json":
         yield from _read_state(path)
         return
-    watcher = TroubleWatcher()
+    watcher, ending = TroubleWatcher(), EndWatcher()
     step = 0
-    for raw in lines(path, (b"{'", b'{"', *TROUBLE_BYTES)):
+    for raw in lines(path, (b"{'", b'{"', *TROUBLE_BYTES, *ENDING_BYTES)):
         line = plain(raw)
         if line.lstrip().startswith('{"') and '"step"' in line:
             try:
@@ -63,15 +64,24 @@ def read(path: Path) -> Iterator[Row | Event]:
                 continue
             if (row := _row(entry)) is not None:
                 step = row.step
+                if event := ending.step(step):
+                    yield event
                 yield row
         elif "{'" in line and any(f"'{key}'" in line for key in _TRAIN_KEYS):
             data = dict_pairs(line[line.index("{'") :])
             if "train_runtime" in data or not data:
+                ending.watch(line)
                 continue
             step = int(data.pop("step", step + 1))
+            if event := ending.step(step):
+                yield event
             yield Row(step=step, data=data)
-        elif event := watcher.watch(line, step or None):
-            yield event
+        else:
+            ending.watch(line)
+            if event := watcher.watch(line, step or None):
+                yield event
+    if event := ending.event(step or None):
+        yield event
 
 
 def _read_state(path: Path) -> Iterator[Row]:

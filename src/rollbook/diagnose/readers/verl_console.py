@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from rollbook.diagnose.readers.endings import ENDING_BYTES, EndWatcher
 from rollbook.diagnose.readers.text import (
     NUMBER,
     TROUBLE_BYTES,
-    EndWatcher,
     TroubleWatcher,
+    is_ended_by_newline,
     lines,
     number,
     plain,
@@ -41,7 +42,8 @@ def read(path: Path) -> Iterator[Row | Event]:
     watcher, ending = TroubleWatcher(), EndWatcher()
     step: int | None = None
     data: dict[str, float] = {}
-    for raw in lines(path, (b"step:", b" - ", *TROUBLE_BYTES)):
+    keys: list[str] = []
+    for raw in lines(path, (b"step:", b" - ", *TROUBLE_BYTES, *ENDING_BYTES)):
         line = plain(raw)
         begins = list(_STEP.finditer(line)) if "step:" in line else []
         if not begins:
@@ -52,16 +54,24 @@ def read(path: Path) -> Iterator[Row | Event]:
             if event := watcher.watch(line, step):
                 yield event
             continue
-        ending.step()
         for i, match in enumerate(begins):
             if step is not None and data:
                 yield Row(step=step, data=data)
+                keys = list(data)
             step = int(match.group(1))
+            if event := ending.step(step):
+                yield event
             end = begins[i + 1].start() if i + 1 < len(begins) else len(line)
             data = _pairs(line[match.end() : end])
         if event := watcher.watch(line, step):
             yield event
     if step is not None and data:
+        if keys and keys[-1] not in data and not is_ended_by_newline(path):
+            data.popitem()
+            says = f"the last line is cut short after {len(data)} of {len(keys)} values (the process was killed, or is "
+            yield Event(
+                kind="damaged", step=step, text=f"{says}writing it): the value at the cut was left out"
+            )
         yield Row(step=step, data=data)
     if event := ending.event(step):
         yield event

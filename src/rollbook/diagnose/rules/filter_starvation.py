@@ -22,7 +22,7 @@ KEPT = ("filter/kept_frac", "batch/effective_frac")
 def judge(view: View) -> Finding | NotJudged | None:
     dropped, kept = view.first(*DROPPED) or _evicted(view), view.first(*KEPT)
     starved = stopped_by(view, RULE)
-    if dropped is None and kept is None:
+    if dropped is None and kept is None and starved is None:
         return NotJudged(
             rule=RULE,
             missing=(DROPPED[0], KEPT[0]),
@@ -42,12 +42,14 @@ def judge(view: View) -> Finding | NotJudged | None:
     if fall is not None and fall.late <= 0.4 and fall.ratio <= 0.6 and fall.score >= 5:
         evidence.append(of_break(fall, "share of groups that is left"))
         idx = fall.idx if idx is None else min(idx, fall.idx)
-    if idx is None and starved is not None and dropped is not None:
-        idx = int(np.flatnonzero(np.nan_to_num(view.values[dropped]) > 0)[0])  # from the first steps on
+    if idx is None and starved is not None:
+        some = np.flatnonzero(np.nan_to_num(view.values[dropped]) > 0) if dropped is not None else ()
+        idx = int(some[0]) if len(some) else view.n - 1  # from the first steps on, or in the last one alone
     if idx is None:
         return None
     if (
-        dropped is not None
+        starved is None
+        and dropped is not None
         and (share_dropped := _dropped_share(view, dropped)) is not None
         and share_dropped < 0.55
     ):

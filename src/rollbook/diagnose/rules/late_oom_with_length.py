@@ -15,7 +15,7 @@ FULL = 0.92
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    said = [e for e in view.events("out_of_memory", "host_out_of_memory") if e.fields.get("stage") != "sync"]
+    said = [e for e in view.events("out_of_memory") if e.fields.get("stage") != "sync"]
     used = memory.allocated(view)
     length = _longest_grown(view)
     if used is None and not said:

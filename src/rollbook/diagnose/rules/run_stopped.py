@@ -4,7 +4,7 @@ one out then)."""
 from __future__ import annotations
 
 from rollbook.diagnose.finding import Finding, NotJudged
-from rollbook.diagnose.stops import stop
+from rollbook.diagnose.stops import CAUSES, stop
 from rollbook.diagnose.view import View
 
 RULE = "run_stopped"
@@ -14,9 +14,12 @@ def judge(view: View) -> Finding | NotJudged | None:
     found = stop(view)
     if found is None:
         return None
+    why = (
+        "the run stopped on an error" if found.cause is None else f"the run stopped: {CAUSES[found.cause][0]}"
+    )
     return Finding(
         rule=RULE,
-        title=f"the run stopped on an error: {found.words}",
+        title=f"{why}: {found.words}",
         area="implementation",
         confidence=0.99,
         step=found.step,

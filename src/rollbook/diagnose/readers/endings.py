@@ -1,0 +1,133 @@
+"""How a console log ends: as it should, in the middle of the work, or on words that only a dying process writes.
+
+A process that is killed leaves no traceback: the kernel, Ray, NCCL or the shell write a line, and then nothing comes.
+Such a line means the end only if no step follows; and words that the run got over before without a restart (a sandbox
+that prints "Segmentation fault" for a model's program) mean nothing at the end either.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rollbook.diagnose.series import Event
+
+_DEATHS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (cause, re.compile(pattern))
+    for cause, pattern in (
+        # what says most comes first; the last is what others write when a process has gone
+        (
+            "host_memory",
+            r"killed due to (?:the node running low on )?memory|ray\.exceptions\.OutOfMemoryError"
+            r"|node (?:was |is )?running low on memory|OOM-?[Kk]ill|oom[-_]kill|Out of memory: Kill",
+        ),
+        (
+            "device_memory",
+            r"(?:CUDA|NPU|HIP)(?: error:)? out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
+        ),
+        (
+            "collective",
+            r"Watchdog caught collective operation timeout|NCCL (?:operation|error|timeout).{0,80}time[d ]?out"
+            r"|Timed out waiting .{0,60}(?:all_?reduce|broadcast|barrier|all_?gather)",
+        ),
+        (
+            "device",
+            r"CUDA error: |device-side assert|CUDA_ERROR_|CUBLAS_STATUS_|CUDNN_STATUS_|NVRM: Xid"
+            r"|illegal memory access|uncorrectable (?:NVLink|ECC) error",
+        ),
+        (
+            "network",
+            r"nccl(?:Remote|System|Internal|UnhandledCuda)Error|NCCL communicator (?:was|encountered)"
+            r"|watchdog thread terminated|[Hh]eartbeat monitor timed out|taking the (?:entire )?process down",
+        ),
+        ("shared_memory", r"[Bb]us error|\bSIGBUS\b"),
+        (
+            "crash",
+            r"[Ss]egmentation fault|\bSIGSEGV\b|terminate called|\bSIGABRT\b|^Aborted\b|Fatal Python error",
+        ),
+        ("scheduler", r"slurmstepd: error|CANCELLED AT .{0,40}|DUE TO (?:TIME LIMIT|PREEMPTION)"),
+        (
+            "killed",
+            r"^Killed\b|(?:^|\s)line \d+:\s+\d+ Killed\b|\bSIGKILL\b|[Kk]illed by signal"
+            r"|exit ?code[:=]?\s+(?:-\d+|13[4-9])\b|returncode=-\d+",
+        ),
+        (
+            "process_gone",
+            r"ActorDiedError|ActorUnavailableError|RayActorError|WorkerCrashedError|NodeDiedError|OwnerDiedError"
+            r"|The actor (?:died|is dead|is temporarily unavailable)|worker died or was killed"
+            r"|Worker unexpectedly exits|ChildFailedError",
+        ),
+    )
+)
+_FATAL = re.compile(r"Error executing job with overrides|RayTaskError\(|^Traceback \(most recent call last\)")
+_ERROR_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:\([^)]*\))?: .+")
+_AT_ITS_END = re.compile(
+    r"Final validation metrics|Training finished|Final checkpoint|Training Progress: 100%|'train_runtime'"
+    r"|Job '\S+' succeeded"
+)
+_BEGINS_ANEW = re.compile(
+    r"[Rr]esum(?:ing|ed) |Setting global step to|Load(?:ed)? (?:from )?checkpoint|local Ray instance"
+)
+ENDING_BYTES = (
+    b"illed", b"egmentation", b"us error", b"SIG", b"xit code", b"xitcode", b"returncode", b"CUDA", b"nccl", b"NCCL",
+    b"Xid", b"terminate called", b"Aborted", b"Fatal", b"slurm", b"CANCELLED", b"DUE TO", b"navailable", b"orker ",
+    b"process down", b"STATUS_", b"rogress: 100%", b"train_runtime", b"succeeded", b"local Ray", b"ssert", b"illegal",
+    b"eartbeat",
+)  # fmt: skip
+"""Beside `text.TROUBLE_BYTES`: every line that tells how a log ends holds one of both."""
+
+
+class EndWatcher:
+    """Notices how a console log ends; of what comes, only the last words before its end or a new run count."""
+
+    def __init__(self) -> None:
+        self._newest: int | None = None
+        self._is_over = False
+        self._steps_after_over = 0
+        self._survived: set[str] = set()
+        """Causes that the run got over without being started again."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._is_fatal, self._begins_anew = False, False
+        self._words = ""
+        self._deaths: list[tuple[int, bool, str]] = []
+        """(rank in `_DEATHS`, whether it is a raised error, line)."""
+
+    def step(self, number: int) -> Event | None:
+        """A step was logged: what failed before it was got over. If the number goes back, an earlier run may have
+        ended there, and that is returned."""
+        goes_back = self._newest is not None and number < self._newest
+        ended = self.event(self._newest) if goes_back else None
+        if not goes_back and not self._begins_anew:
+            self._survived.update(_DEATHS[rank][0] for rank, _, _ in self._deaths)
+        self._forget()
+        self._steps_after_over = self._steps_after_over + 1 if self._is_over else 0
+        if goes_back or self._steps_after_over > 2:
+            self._is_over = False
+        self._newest = number
+        return ended
+
+    def watch(self, line: str) -> None:
+        """A line, already plain, that is no step."""
+        self._is_over |= _AT_ITS_END.search(line) is not None
+        self._begins_anew |= _BEGINS_ANEW.search(line) is not None
+        self._is_fatal |= _FATAL.search(line) is not None
+        text = line.strip()[:300]
+        is_error = _ERROR_LINE.match(text) is not None
+        if is_error and ("RayTaskError(" not in text or not self._words):
+            self._words = text
+        rank = next((i for i, (_, pattern) in enumerate(_DEATHS) if pattern.search(text)), None)
+        if rank is not None and len(self._deaths) < 1000:
+            self._deaths.append((rank, is_error, text))
+
+    def event(self, step: int | None) -> Event | None:
+        """What ended the run; None where it ended as it should, or goes on."""
+        if self._is_over:
+            return None
+        telling = [d for d in self._deaths if d[1] or _DEATHS[d[0]][0] not in self._survived]
+        death = min(telling, key=lambda d: (d[0], "RayTaskError(" in d[2]), default=None)
+        words, fields = self._words if self._is_fatal else "", {}
+        follows = any(text == words for _, _, text in telling) or "RayTaskError(" in words
+        if death is not None and (not words or follows):
+            words, fields = death[2], {"cause": _DEATHS[death[0]][0]}
+        return Event(kind="run_failed", step=step, text=words, fields=dict(fields)) if words else None
