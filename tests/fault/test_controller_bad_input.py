@@ -22,7 +22,9 @@ import tiny_rewards
 from fresh_process import in_fresh_process
 from rollbook.cli import main as cli
 from rollbook.controller.loop import Controller
+from rollbook.envs.rewards.result import RewardResult
 from rollbook.modeling.load import load_model
+from rollbook.types import Failure, FailureKind
 from tiny_run import Fault, RunResult, TinyRun, as_set, injected, run_tiny, tiny_config, write_tiny
 
 ROWS = [{"prompt": f"{n}+2=", "answer": str(n + 2)} for n in range(4)]
@@ -282,13 +284,36 @@ def test_a_scorer_that_cannot_score_stops_the_run_before_the_first_step_in_its_o
     refused: Any, function: str, says: str
 ) -> None:
     error, _ = refused(**{"reward.terms.0.function": f"tiny_rewards:{function}"})
-    assert "the trial trajectory of preflight failed as reward" in error
+    assert "all 4 trial trajectories of preflight failed as reward" in error
     assert says in error
     error, _ = refused(
         **{"reward.terms.0.function": f"tiny_rewards:{function}", "reward.terms.0.is_tested": True}
     )
     assert "the reward failed its self-test: source 'addition'" in error
     assert says in error
+
+
+def test_a_scorer_that_fails_on_the_first_trial_only_is_a_note_and_no_reason_to_stop(
+    tiny_run: TinyRun,
+) -> None:
+    calls: list[str] = []
+
+    def score_second(controller: Controller) -> None:
+        plain = controller.scorer.score
+
+        async def score(response: str, prompt: Any) -> Any:
+            calls.append(response)
+            if len(calls) == 1:
+                return RewardResult(
+                    reward=None, failure=Failure(kind=FailureKind.REWARD, message="ValueError: even length")
+                )
+            return await plain(response, prompt)
+
+        controller.scorer.score = score  # type: ignore[method-assign]
+
+    run = tiny_run(num_steps=1, faults=[score_second])
+    (event,) = run.events_of("preflight")
+    assert "1 of 2 trial trajectories failed, the first as reward: ValueError: even length" in event["notes"]
 
 
 def test_a_data_source_that_no_term_judges_is_refused(refused: Any) -> None:

@@ -181,7 +181,8 @@ def test_fewer_prompts_than_a_step(tmp_path: Path) -> None:
         (b'{"prompt": "a"}\n', "no column 'answer'"),
         (b'{"prompt": "a", "answer": null}\n', "'answer' is empty"),
         (b'{"prompt": 3, "answer": "b"}\n', "holds int 3, not a text"),
-        (b'{"prompt": "", "answer": "b"}\n', "holds str '', not a text"),
+        (b'{"prompt": "", "answer": "b"}\n', "holds an empty text"),
+        (b'{"prompt": null, "answer": "b"}\n', "holds nothing .null., not a text"),
     ],
 )
 def test_bad_rows_are_named_by_line(tmp_path: Path, content: bytes, says: str) -> None:

@@ -50,6 +50,9 @@ def with_alarm_swallowed(response, task, **_):
 def raising(response, task, **_):
     raise KeyError("tests")
 
+def exiting(response, task, **_):
+    raise SystemExit(7)
+
 def text(response, task, **_):
     return "1.0"
 
@@ -137,6 +140,7 @@ async def test_a_score_arrives_from_everywhere(module: str, isolation: str) -> N
     ("function", "says"),
     [
         ("raising", "KeyError: 'tests'"),
+        ("exiting", "SystemExit: 7"),
         ("text", "str '1.0', not a number"),
         ("nan", "nan, not a finite number"),
     ],

@@ -1,7 +1,7 @@
 """What is checked before the first step, so that a run does not find it out at two in the morning.
 
 1. The scorer gives full marks to its own reference answers, and not to wrong ones.
-2. One trajectory went all the way: prompt, engine, environment, score.
+2. One trajectory went all the way: prompt, engine, environment, score. Some may fail before it; that is a note.
 3. One publication was proven on every replica, and the probe's logprobs agree with the trainer's.
 4. The four signals of the decision tree are wired: reward by source, version per replica, gap, seconds of the
    weight sync. A signal that nobody reports cannot wake anybody.
@@ -22,7 +22,11 @@ from rollbook.envs.rewards.self_test import require_proven, self_test
 from rollbook.errors import ConfigError, RunError
 from rollbook.observe.recorder import Recorder
 from rollbook.sync.publisher import PublicationReport
-from rollbook.types import Group, Prompt, Trajectory
+from rollbook.types import Failure, Group, Prompt, Trajectory
+
+NUM_TRIALS = 4
+"""Trajectories that may be tried until one does not fail: a scorer may raise on some responses only."""
+TRIAL_GROUP = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ async def preflight(
     Raises:
         ConfigError: a signal is not wired; the scorer fails its own reference answers, or judges nothing of a data
             source; the filters ask for a reward term that it does not give.
-        RunError: the trial trajectory failed; the message is its failure.
+        RunError: every trial trajectory failed; the message is the first failure.
     """
     by_source: dict[str, list[Prompt]] = {}
     for prompt in prompts:
@@ -67,21 +71,14 @@ async def preflight(
             held.append(prompt)
     chosen = [prompt for held in by_source.values() for prompt in held]
     notes = require_proven(await self_test(scorer, chosen)) if chosen else ["reward.self_test_prompts is 0"]
-    trial = Member(group_id=-1, member_idx=0, prompt=prompts[0])
-    try:
-        async with asyncio.timeout(deadline_s):
-            trajectory = await rollout.produce(trial)
-    except TimeoutError:
-        raise ConfigError(
-            f"the trial trajectory of preflight took longer than {deadline_s:g} s",
-            "look at the engine and the environment; raise buffer.group_deadline_s if this is expected",
-        ) from None
-    if trajectory.failure is not None:
-        raise RunError(
-            f"the trial trajectory of preflight failed as {trajectory.failure.kind}: {trajectory.failure.message}",
-            "mend this before training: every trajectory would fail the same way",
+    trajectory, failures = await _trial(rollout, prompts, deadline_s)
+    if failures:
+        notes.append(
+            f"{len(failures)} of {len(failures) + 1} trial trajectories failed, the first as {failures[0].kind}: "
+            f"{failures[0].message}"
         )
-    rollout.judge(Group(group_id=trial.group_id, prompt=trial.prompt, trajectories=(trajectory,)))
+    group = Group(group_id=TRIAL_GROUP, prompt=trajectory.prompt, trajectories=(trajectory,))
+    rollout.judge(group)
     recorder.event(
         "preflight",
         signals=wired_signals(trajectory, versions, publication),
@@ -90,6 +87,31 @@ async def preflight(
         trial_response_tokens=trajectory.num_response_tokens,
     )
     return Preflight(tuple(notes), trajectory)
+
+
+async def _trial(
+    rollout: Rollout, prompts: Sequence[Prompt], deadline_s: float
+) -> tuple[Trajectory, list[Failure]]:
+    """The first trajectory that does not fail, of a few, and the failures before it."""
+    failures: list[Failure] = []
+    for member_idx in range(NUM_TRIALS):
+        trial = Member(group_id=TRIAL_GROUP, member_idx=member_idx, prompt=prompts[member_idx % len(prompts)])
+        try:
+            async with asyncio.timeout(deadline_s):
+                trajectory = await rollout.produce(trial)
+        except TimeoutError:
+            raise ConfigError(
+                f"the trial trajectory of preflight took longer than {deadline_s:g} s",
+                "look at the engine and the environment; raise buffer.group_deadline_s if this is expected",
+            ) from None
+        if trajectory.failure is None:
+            return trajectory, failures
+        failures.append(trajectory.failure)
+    kinds = " and ".join(sorted({str(failure.kind) for failure in failures}))
+    raise RunError(
+        f"all {NUM_TRIALS} trial trajectories of preflight failed as {kinds}, the first with: {failures[0].message}",
+        "mend this before training: trajectories would go on to fail the same way",
+    )
 
 
 def wired_signals(

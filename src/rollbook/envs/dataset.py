@@ -287,7 +287,7 @@ def _row(source: SourceConfig, record: Mapping[str, Any], where: str, number: in
         text = _column(record, source.prompt_column, "prompt_column", where)
         if not isinstance(text, str) or not text:
             raise DataError(
-                f"{where}: column {source.prompt_column!r} holds {_shown(text)}, not a text",
+                f"{where}: column {source.prompt_column!r} holds {_shown(text)}{', not a text' if text != '' else ''}",
                 "a prompt is a non-empty string; for chat messages set messages_column",
             )
         prompt = source.template.replace("{prompt}", text)
@@ -360,6 +360,11 @@ def _json_value(value: Any, where: str, column: str) -> JsonValue:
 
 
 def _shown(value: Any) -> str:
+    """A cell as a user would name it."""
+    if value is None:
+        return "nothing (null)"
+    if value == "":
+        return "an empty text"
     text = repr(value)
     return f"{type(value).__name__} {text[:60] + '...' if len(text) > 60 else text}"
 

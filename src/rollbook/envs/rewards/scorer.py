@@ -136,7 +136,10 @@ class Scorer:
             return Failure(kind=FailureKind.TIMEOUT, message=message)
         except RunError as error:
             return Failure(kind=FailureKind.REWARD, message=f"reward {term.name!r}: {error.what}")
-        except Exception as error:  # whatever a scorer raises: the reward is unknown
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # whatever a scorer raises, also sys.exit(): the reward is unknown
             message = f"reward {term.name!r}: {type(error).__name__}: {error}"
             return Failure(kind=FailureKind.REWARD, message=message)
 
@@ -169,7 +172,7 @@ class Scorer:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[object] = loop.create_future()
 
-        def settle(value: object, error: Exception | None) -> None:
+        def settle(value: object, error: BaseException | None) -> None:
             if answer.cancelled():
                 self.num_abandoned_threads -= 1
             elif error is not None:
@@ -179,11 +182,13 @@ class Scorer:
 
         def work() -> None:
             value: object = None
-            error: Exception | None = None
+            error: BaseException | None = None
             try:
                 value = function(response, task, **term.config.options)
-            except Exception as raised:
+            except BaseException as raised:  # the thread's end would be silence until the deadline
                 error = raised
+                if not isinstance(raised, Exception):
+                    error = RewardError(f"{type(raised).__name__}: {raised}", "mend the reward function")
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(settle, value, error)
 

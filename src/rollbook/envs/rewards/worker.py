@@ -59,7 +59,7 @@ def _answer(handle: Callable[[dict[str, Any]], dict[str, Any]], request: dict[st
         return handle(request)
     except ConfigError as error:
         return {"error": error.what, "remedy": error.remedy}
-    except Exception as error:  # whatever a scorer raises is its answer
+    except (Exception, SystemExit) as error:  # whatever a scorer raises is its answer, also sys.exit()
         return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
 
 
