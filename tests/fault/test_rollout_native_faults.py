@@ -95,6 +95,42 @@ async def test_group_across_a_publication_shares_nothing_stale(kv_policy: str) -
     assert newer_gap < 1e-5 if kv_policy == "recompute" else newer_gap > 1e-3
 
 
+@pytest.mark.parametrize("kv_policy", ["keep", "recompute"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+async def test_a_response_of_one_version_read_that_versions_keys_alone(seed: int, kv_policy: str) -> None:
+    """Groups of two turns, and weights that change at random steps: while prompts are half computed, or whole and no
+    token sampled yet. What a label says in full holds: the trainer's model of that version finds the same logprobs."""
+    draw = np.random.default_rng(seed)
+    models = [tiny_model(seed=version) for version in range(4)]
+    prompts = [random_ids(int(draw.integers(5, 40)), seed=group) for group in range(6)]
+    turns: list[tuple[np.ndarray, Any]] = []
+    async with running(
+        models[0],
+        num_slots=int(draw.integers(6, 20)),
+        max_prefill_tokens=int(draw.integers(5, 60)),
+        kv_pool_tokens=640,
+    ) as engine:
+
+        async def play(group: int, member: int) -> None:
+            name, prompt = f"{group}/{member}", prompts[group]
+            for turn, count in enumerate(draw.integers(1, 12, 2)):
+                asked = request(prompt, f"{name}#{turn}", max_response_tokens=int(count))
+                turns.append((prompt, await engine.generate(asked)))
+                prompt = np.concatenate([prompt, turns[-1][1].response_ids, random_ids(3, seed=member)])
+
+        def swap(version: int) -> Any:
+            return lambda: publish(engine, models[version], version, kv_policy)
+
+        steps = np.cumsum(draw.integers(2, 7, 3))
+        for version, step in enumerate(steps, start=1):
+            AtStep(engine, int(step), swap(version))
+        await asyncio.gather(*(play(group, member) for group in range(6) for member in range(3)))
+    pure = [(prompt, response) for prompt, response in turns if len(response.version_runs) == 1]
+    assert len(pure) >= 9 and any(response.version_runs[0].weight_version for _, response in pure)
+    gaps = [gap(models[r.version_runs[0].weight_version], prompt, r) for prompt, r in pure]
+    assert max(gaps) < 1e-5
+
+
 # ---- BR-031: which version sampled a token
 
 

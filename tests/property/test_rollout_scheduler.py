@@ -6,7 +6,7 @@ wrong copy, a page given to two owners or a stale cache entry shows as a wrong p
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,6 +92,8 @@ class Run:
         self.scheduler = scheduler
         self.pool = FakePool(scheduler)
         self.responses: dict[str, Response] = {}
+        self.versions_read: dict[str, set[int]] = defaultdict(set)
+        """Request -> versions of the keys that its sampled tokens attended to."""
         self.num_steps = 0
 
     def step(self) -> bool:
@@ -102,6 +104,7 @@ class Run:
         if self.scheduler.most_rows is not None:
             assert plan.num_rows <= self.scheduler.most_rows
         self.pool.run(plan)
+        self._note_versions(plan)
         tokens = np.array([next_token(self.pool._known(int(slot))) for slot in plan.slots], np.int64)
         finished, failed = self.scheduler.commit(plan, tokens, np.zeros(len(tokens), np.float32))
         assert not failed
@@ -111,6 +114,17 @@ class Run:
         self.num_steps += 1
         self.check_books()
         return True
+
+    def _note_versions(self, plan: StepPlan) -> None:
+        size = self.scheduler.page_tokens
+        for row, slot in enumerate(plan.slots):
+            sequence = self.scheduler.slots.sequences[slot]
+            assert sequence is not None
+            listed = plan.page_lists[plan.page_list_starts[row] :]
+            for position in range(int(plan.positions[row]) + 1):
+                held = self.pool.pages[listed[position // size]][position % size]
+                assert held is not None
+                self.versions_read[sequence.request.request_id].add(held.version)
 
     def check_books(self) -> None:
         """Every page has one owner, every slot one sequence."""
@@ -229,6 +243,8 @@ def test_books_balance_and_every_row_sees_its_own_prefix(scheduler: Scheduler, s
         assert sum(run_.num_tokens for run_ in response.version_runs) == len(wanted)
         versions = [run_.weight_version for run_ in response.version_runs]
         assert versions == sorted(set(versions))
+        if len(versions) == 1:  # whatever the policy: a response of one version read that version's keys only
+            assert run.versions_read[request_id] == set(versions)
     assert scheduler.num_running == scheduler.num_waiting == 0
     cached = len(scheduler.cache) if scheduler.cache else 0
     assert scheduler.pool.num_free + cached == scheduler.pool.num_pages
@@ -248,23 +264,13 @@ def test_nothing_computed_before_a_publication_serves_a_request_admitted_after_i
     scheduler.adopt_version(1, kv_policy)
     for idx, prompt_ids in enumerate(prompt_list * 2):
         scheduler.submit(request(f"new {idx}", prompt_ids, 6))
-    while True:
-        plan = scheduler.plan()
-        run.pool.carry_out()
-        if plan is None:
-            break
-        run.pool.run(plan)
-        for row, slot in enumerate(plan.slots):
-            sequence = scheduler.slots.sequences[slot]
-            assert sequence is not None
-            if kv_policy == "keep" and sequence.request.request_id.startswith("old"):
-                continue
-            listed, size = plan.page_lists[plan.page_list_starts[row] :], scheduler.page_tokens
-            for position in range(int(plan.positions[row]) + 1):
-                held = run.pool.pages[listed[position // size]][position % size]
-                assert held is not None and held.version == 1
-        tokens = np.array([next_token(run.pool._known(int(slot))) for slot in plan.slots], np.int64)
-        scheduler.commit(plan, tokens, np.zeros(len(tokens), np.float32))
+    run.versions_read.clear()
+    while run.step():
+        pass
+    for request_id, response in run.responses.items():
+        has_begun = response.version_runs[0].weight_version == 0
+        if not has_begun or (kv_policy == "recompute" and response.version_runs[-1].weight_version == 1):
+            assert run.versions_read[request_id] == {1}
 
 
 def test_group_computes_its_prompt_once() -> None:

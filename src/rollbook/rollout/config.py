@@ -52,7 +52,7 @@ class RolloutConfig(Section):
     the weights changed."""
     kv_policy: KVPolicy = "keep"
     """Keys and values of running sequences when the weights change: "keep" goes on with the old ones, "recompute"
-    computes them again under the new weights."""
+    computes them again under the new weights. A sequence without a token yet is computed anew either way."""
     batch_invariant: bool = False
     """Make a sequence's numbers independent of the sequences beside it (float32 on a CPU, dense models), so that a run
     repeats bit for bit on machines of one kind. Steps are filled up to a number of rows at which the machine's matrix

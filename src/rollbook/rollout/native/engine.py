@@ -299,8 +299,9 @@ class NativeEngine:
     async def adopt_version(self, weight_version: int, kv_policy: KVPolicy | None = None) -> None:
         """From the next step on tokens are labeled `weight_version`, whose weights the caller has written.
 
-        Cached prefixes are dropped. `kv_policy` (the config's when None) decides about running sequences:
-        "recompute" computes their keys and values again; logprobs already reported stay.
+        Cached prefixes are dropped. `kv_policy` (the config's when None) decides about running sequences: "keep" goes
+        on with the keys and values they have, "recompute" computes them again; logprobs already reported stay.
+        Sequences without a token yet are computed anew under the new weights either way.
 
         Raises:
             EngineError: the version would run backwards.

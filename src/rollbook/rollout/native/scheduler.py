@@ -310,6 +310,9 @@ class Scheduler:
     def adopt_version(self, weight_version: int, kv_policy: KVPolicy) -> None:
         """Tokens sampled from now on are of `weight_version`. Cached prefixes are dropped: other weights made them.
 
+        "keep" leaves keys and values to the sequences that are between two sampled tokens. Those that still prefill, or
+        wait for their first token, begin again, so that a response of one version reads no other version's keys.
+
         Raises:
             EngineError: the version would run backwards.
         """
@@ -329,8 +332,8 @@ class Scheduler:
         self.weight_version = weight_version
         self.reset_cache()
         self._siblings.clear()
-        if kv_policy == "recompute":
-            self._restart(self.running())
+        running = self.running()
+        self._restart(running if kv_policy == "recompute" else [s for s in running if not self._has_begun(s)])
 
     def reset_cache(self) -> None:
         if self.cache is not None:
@@ -725,6 +728,11 @@ class Scheduler:
             if end > start:
                 runs.append(VersionRun(version, end - start))
         return tuple(runs)
+
+    def _has_begun(self, sequence: Sequence) -> bool:
+        """Whether it is between two sampled tokens: else its keys and values are of use to no token sampled yet. Who
+        leads or follows in a prefill never is."""
+        return bool(self.slots.is_ready[sequence.slot]) and self._num_response(sequence) > 0
 
     def _save_response(self, sequence: Sequence) -> None:
         slot, count = sequence.slot, self._num_response(sequence)
