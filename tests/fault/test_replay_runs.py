@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollbook.cli.main import main
-from rollbook.controller.replay import replay_run
+from rollbook.controller.replay import ReplayReport, replay_run
 from rollbook.errors import ConfigError
 from tiny_run import RunResult, resume_tiny, run_tiny
 
@@ -156,6 +156,21 @@ def test_one_step_alone_is_sampled_again(tmp_path: Path) -> None:
 def test_without_invariant_numerics_the_report_says_why_bits_may_differ(tmp_path: Path) -> None:
     run = run_tiny(tmp_path, num_steps=2)
     assert "rollout.batch_invariant is false" in replay_run(run.folder).notes[0]
+
+
+def test_bits_that_differ_for_want_of_invariant_numerics_are_explained_where_the_reader_looks_last() -> None:
+    report = ReplayReport(run_dir="runs/reverse", num_digests=2, is_batch_invariant=False)
+    for idx in range(30):
+        report.differs("logprob", 3, f"trajectory {idx}/0, token 7", -0.25, -0.25000003)
+    report.logprob_gap_nats = 3e-8
+    said = report.conclusion()
+    assert said.startswith("NOT EQUAL: 30 differences (30 logprob), the first above")
+    assert (
+        "Tokens, rewards, versions and digests are all equal; logprobs differ by at most 3.0e-08 nats" in said
+    )
+    assert "rollout.batch_invariant = true" in said.splitlines()[-1]
+    report.differs("token", 3, "trajectory 31/0, token 7", 4, 5)
+    assert "all equal" not in report.conclusion()
 
 
 def test_a_run_whose_trajectories_were_not_all_kept_is_refused(tmp_path: Path) -> None:

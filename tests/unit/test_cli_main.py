@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import subprocess
 import sys
 import types
@@ -131,3 +133,17 @@ def test_every_commands_help_is_a_sentence_an_example_and_options(name: str) -> 
     assert f"rollbook {name}" in answer.stdout.split("Usage:")[1].split("\n", 1)[1], (
         "an example that can be pasted"
     )
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_an_example_reads_what_the_demo_or_the_repository_has(name: str) -> None:
+    if not cli._exists(name):
+        pytest.skip("not part of this installation")
+    module = importlib.import_module(f"rollbook.cli.{name.replace('-', '_')}")
+    example = re.search(r"Example: (.+)", module.command.__doc__)
+    assert example is not None
+    for path in re.findall(r"(?:runs|examples)/\S+", example[1]):
+        if path.startswith("examples/"):
+            assert (Path(__file__).parents[2] / path).is_file()
+        else:
+            assert path == "runs/reverse" and "`rollbook demo` makes runs/reverse" in module.command.__doc__

@@ -33,7 +33,9 @@ def command(
 ) -> None:
     """Find what is wrong with a run, or that nothing is, from its logs.
 
-    Example: rollbook diagnose runs/addition
+    Example: rollbook diagnose runs/reverse
+
+    `rollbook demo` makes runs/reverse.
     """
     from rollbook.diagnose.readers.table import load
     from rollbook.diagnose.report import to_text

@@ -34,7 +34,9 @@ def command(
 ) -> None:
     """Compare plan and measurement stage by stage, and say which three stages most deserve work.
 
-    Example: rollbook reconcile runs/addition
+    Example: rollbook reconcile runs/reverse
+
+    `rollbook demo` makes runs/reverse.
     """
     from rollbook.diagnose.readers.table import load
     from rollbook.planner.ending import ending_of, require_finished_step

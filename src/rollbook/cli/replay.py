@@ -22,7 +22,9 @@ def command(
 ) -> None:
     """Repeat a run from its own log and compare bit for bit.
 
-    Example: rollbook replay runs/addition
+    Example: rollbook replay runs/reverse
+
+    `rollbook demo` makes runs/reverse.
 
     Exits with 0 when everything is the same, with 1 when not; the first differences are named.
     """
@@ -41,10 +43,6 @@ def command(
             typer.echo(f"  note: {note}")
         for difference in report.differences:
             typer.echo(f"  {difference}")
-        typer.echo(
-            "EQUAL, bit for bit"
-            if report.is_equal
-            else f"{report.num_differences} differences, the first above"
-        )
+        typer.echo(report.conclusion())
     if not report.is_equal:
         raise typer.Exit(1)

@@ -31,7 +31,9 @@ def command(
 ) -> None:
     """Write one step as a trace for Perfetto or chrome://tracing.
 
-    Example: rollbook trace runs/demo --step 3 -o trace.json
+    Example: rollbook trace runs/reverse --step 3 -o trace.json
+
+    `rollbook demo` makes runs/reverse.
     """
     from rollbook.errors import RunError
     from rollbook.observe.history import RunHistory

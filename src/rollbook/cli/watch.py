@@ -20,7 +20,9 @@ def command(
 ) -> None:
     """Show a run on one web page, live or after the fact.
 
-    Example: rollbook watch runs/demo
+    Example: rollbook watch runs/reverse
+
+    `rollbook demo` makes runs/reverse.
     """
     if export is not None:
         _export(run, export)

@@ -82,13 +82,39 @@ class ReplayReport:
     differences: list[Difference] = field(default_factory=list)
     """The first ones."""
     notes: list[str] = field(default_factory=list)
+    num_by_kind: dict[str, int] = field(default_factory=dict)
+    """Differences of each kind."""
+    logprob_gap_nats: float = 0.0
+    """Largest difference of a logprob, of trajectories with the same tokens."""
+    is_batch_invariant: bool = True
+    """Of the run: an engine's numbers do not depend on what it computes beside a sequence."""
 
     @property
     def is_equal(self) -> bool:
         return self.num_differences == 0
 
+    def conclusion(self) -> str:
+        """What the comparison comes to, and why bits that differ need not be a fault."""
+        if self.is_equal:
+            return "EQUAL, bit for bit"
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.num_by_kind.items())
+        said = f"NOT EQUAL: {self.num_differences} differences ({kinds}), the first above"
+        if set(self.num_by_kind) == {"logprob"}:
+            said += (
+                f"\nTokens, rewards, versions and digests are all equal; logprobs differ by at most "
+                f"{self.logprob_gap_nats:.1e} nats"
+            )
+        if not self.is_batch_invariant:
+            said += (
+                "\nThe run has rollout.batch_invariant = false, so that an engine's rounding depends on the sequences "
+                "beside one: it can be repeated, and not to the last bit. A run with rollout.batch_invariant = true "
+                "can"
+            )
+        return said
+
     def differs(self, kind: str, step: int, where: str, logged: object, replayed: object) -> None:
         self.num_differences += 1
+        self.num_by_kind[kind] = self.num_by_kind.get(kind, 0) + 1
         if len(self.differences) < MAX_DIFFERENCES:
             self.differences.append(
                 Difference(kind=kind, step=step, where=where, logged=str(logged), replayed=str(replayed))
@@ -202,6 +228,7 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
 
 async def _replay(config: RunConfig, log: _Log, recorder: Recorder, only_step: int | None) -> ReplayReport:
     report = ReplayReport(run_dir=str(log.folder))
+    report.is_batch_invariant = config.rollout.batch_invariant
     if not config.rollout.batch_invariant:
         report.notes.append(
             "rollout.batch_invariant is false: an engine's rounding depends on the sequences beside one, so that "
@@ -376,6 +403,7 @@ class _Replay:
         was, is_ = logged.behavior_logprobs(), produced.behavior_logprobs()
         if (unequal := np.flatnonzero(was.view(np.int32) != is_.view(np.int32))).size:
             at = int(unequal[0])
+            report.logprob_gap_nats = max(report.logprob_gap_nats, _apart(logged, produced))
             report.differs("logprob", step, f"{name}, token {at}", repr(float(was[at])), repr(float(is_[at])))
         versions = _versions(logged), _versions(produced)
         if versions[0] != versions[1]:
