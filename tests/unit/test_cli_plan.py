@@ -156,7 +156,10 @@ def test_a_plan_that_fits_nowhere_is_an_answer_but_cannot_be_written(
 ) -> None:
     impossible = ["plan", "--model", "deepseek-v3", "--num-gpus", "8", "--offload", "none"]
     code, out, _ = run(capsys, *impossible)
-    assert code == 0 and "Nothing fits" in out and "Any one of these would make it fit" in out
+    assert code == 1 and "Nothing fits" in out and "Any one of these would make it fit" in out
+    for seconds_of_no_step in ("One step", "Topologies", "Beside the step", "Where the peak goes", "TP"):
+        assert seconds_of_no_step not in out
+    assert run(capsys, *impossible, "--json")[0] == 1
     target = tmp_path / "run.toml"
     code, _, err = run(capsys, *impossible, "-o", str(target))
     assert code == 2 and "no topology fits" in err and "GPUs instead of 8" in err

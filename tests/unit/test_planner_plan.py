@@ -178,6 +178,24 @@ def test_a_plan_that_fits_nowhere_names_the_smallest_change() -> None:
     assert "Nothing fits" in plan.derivation[4].because
 
 
+@pytest.mark.parametrize("assume", ["default", "paper"])
+@pytest.mark.parametrize("num_gpus", [8, 40, 64, 256])
+def test_every_part_counts_the_training_state_alike(assume: str, num_gpus: int) -> None:
+    """What step 2 says is needed at least is never more than what stands, nor than a change that would fit."""
+    plan = make_plan(request("DeepSeek-V3", num_gpus, assume=assume), is_brief=True)
+    outputs = plan.derivation[1].outputs
+    if plan.chosen is not None:
+        assert outputs["min_train_gpus"] <= plan.chosen.split[1]  # type: ignore[operator]
+        assert bool(outputs["host_state_bytes"]) == plan.chosen.train.is_offloaded
+        told = plan.derivation[1].because
+        assert ("in host memory" in told) == plan.chosen.train.is_offloaded
+        return
+    enough = next(change for change in plan.smallest_changes if "GPUs instead" in change)
+    is_fewer = int(enough.split()[1]) < outputs["min_train_gpus"]  # type: ignore[operator]
+    assert ("in host memory" in enough) == is_fewer
+    assert "TP" not in plan.choice_because  # no layout helps where the GPUs are too few
+
+
 def test_the_named_number_of_gpus_is_the_smallest_that_fits() -> None:
     plan = make_plan(request("Qwen3-32B", 4, offload="none", assume="paper"))
     change = next(c for c in plan.smallest_changes if "GPUs instead" in c)

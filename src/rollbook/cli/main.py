@@ -4,6 +4,7 @@ Only the command that was called is imported, so `rollbook --help` starts in the
 A command's file defines `command`, a plain function with typer annotations; this file makes it a program:
 
     a value printed to stdout                      exit code 0
+    an answer that is no: nothing fits, or differs exit code 1
     RunError -> "error: ..." and "hint: ..."       exit code 2
     Ctrl-C -> "interrupted"                        exit code 130
 """

@@ -147,7 +147,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     top: Annotated[int, typer.Option("--top", help="Topologies to print.")] = 6,
 ) -> None:
-    """Predict a job's FLOPs, bytes and seconds, choose its topology, and say why.
+    """Predict a job's FLOPs, bytes and seconds, choose its topology, and say why. Exit code 1: nothing fits.
 
     Example: rollbook plan --model Qwen3-32B --num-gpus 128 --response-tokens 8k --max-response-tokens 32k
     """
@@ -189,6 +189,8 @@ def command(
 
         console = Console(highlight=False)
         show_plan(plan, Console(highlight=False, width=min(console.width, 110)), num_topologies=top)
+    if plan.chosen is None:
+        raise typer.Exit(1)
 
 
 def _write(path: Path, text: str) -> None:

@@ -127,9 +127,7 @@ def default_rollout_side(
     rate = room.slots / full_s / layout.num_gpus
     why_not = list(room.why_not)
     if num_gpus < layout.num_gpus:
-        why_not.append(
-            f"a replica takes {layout.num_gpus} GPUs, the rollout side has {num_gpus}: lower rollout TP"
-        )
+        why_not.append(f"a replica takes {layout.num_gpus} GPUs, the rollout side has {num_gpus}")
     notes, error_frac = _reliability(model, cluster, assumptions)
     idle_gpus = num_gpus - num_replicas * layout.num_gpus
     if idle_gpus > 0:
@@ -206,7 +204,7 @@ def kv_room(
     if fitting < 1:
         why_not = (
             f"a GPU holds {format_bytes(usable)} of which weights take {format_bytes(weights)}: no room for "
-            f"the {format_bytes(per_sequence)} of one sequence; raise rollout TP",
+            f"the {format_bytes(per_sequence)} of one sequence",
         )
     return KvRoom(
         slots=min(most, math.ceil(workload.num_sequences / num_replicas)),

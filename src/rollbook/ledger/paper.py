@@ -57,11 +57,11 @@ def paper_rollout_side(
     slots = min(math.floor(pool_bytes / sequence_bytes), math.ceil(workload.num_sequences / num_replicas))
     why_not = []
     if num_gpus < tp_size:
-        why_not.append(f"a replica takes {tp_size} GPUs, the rollout side has {num_gpus}: lower rollout TP")
+        why_not.append(f"a replica takes {tp_size} GPUs, the rollout side has {num_gpus}")
     if slots < 1:
         why_not.append(
             f"a replica of {tp_size} GPUs holds {format_bytes(usable_bytes)}, weights take "
-            f"{format_bytes(weights_bytes)} and one sequence {format_bytes(sequence_bytes)}: raise rollout TP"
+            f"{format_bytes(weights_bytes)} and one sequence {format_bytes(sequence_bytes)}"
         )
         slots = 1
     bytes_per_s = tp_size * accelerator.hbm_bytes_per_s * assumptions.decode_hbm_frac

@@ -12,7 +12,7 @@ def choose(request: PlanRequest, candidates: list[Candidate]) -> tuple[Candidate
     fitting = [c for c in candidates if c.fits]
     if not fitting:
         shared = next(c for c in candidates if c.mode == "sync")  # no split has more memory for either side
-        return None, f"no topology fits: {shared.why_not[0]}"
+        return None, f"no topology fits: {'; '.join(shared.why_not)}"
     on_policy = next((c for c in fitting if c.is_on_policy), None)
     asynchronous = next((c for c in fitting if not c.is_on_policy), None)
     if asynchronous is None or request.max_staleness_steps == 0:

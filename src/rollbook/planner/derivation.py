@@ -20,6 +20,7 @@ from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import (
     Candidate,
     Search,
+    host_state_bytes,
     node_unit,
     rollout_layout_json,
     rollout_s,
@@ -130,11 +131,17 @@ def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
     num_models = request.workload.num_trained_models
     rank = request.workload.lora_rank
     state = num_models * policy_state_bytes(model, request.workload, assumptions)
-    least = math.ceil(state / usable)
+    on_host = host_state_bytes(request) if base.train.is_offloaded else 0.0
+    least = math.ceil((state - on_host) / usable)
     per_node = cluster.gpus_per_node
     nodes = math.ceil(least / per_node)
     weights = memory["weights_bytes"]
     critic = ", policy and critic," if num_models == 2 else ""
+    kept = (
+        f"{format_bytes(on_host)} of it, master weights and moments, are kept in host memory; "
+        if on_host
+        else ""
+    )
     of = f" of the adapters, {assumptions.weight_bytes_per_param:g} of the frozen base" if rank else ""
     return Reasoned(
         step=2,
@@ -148,18 +155,23 @@ def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
             "usable_bytes_per_gpu": usable,
             "weights_bytes": weights,
             "train_state_bytes": state,
+            "host_state_bytes": on_host,
             "min_train_gpus": least,
             "replica_gpus": base.rollout_layout.num_gpus,
             "kv_bytes_per_token": memory["kv_bytes_per_token"],
         },
         because=(
             f"The training state of {model.name}{critic} is {format_bytes(state)} at "
-            f"{assumptions.train_state_bytes_per_param:g} bytes a parameter{of}; with {format_bytes(usable)} usable on "
-            f"a GPU it needs at least {least} GPU{'s' if least > 1 else ''}"
+            f"{assumptions.train_state_bytes_per_param:g} bytes a parameter{of}; {kept}with {format_bytes(usable)} "
+            f"usable on a GPU {'the rest' if on_host else 'it'} needs at least {_plural(least, 'GPU')}"
             + (f", so {nodes} whole nodes" if nodes > 1 and cluster.num_nodes > 1 else "")
             + f", before activations. One copy of the weights for generation is {format_bytes(weights)}, which a "
-            f"replica of {base.rollout_layout.num_gpus} GPU{'s' if base.rollout_layout.num_gpus > 1 else ''} holds "
-            f"with {format_bytes(base.account.rollout.kv_pool_bytes)} left for KV."
+            f"replica of {_plural(base.rollout_layout.num_gpus, 'GPU')} "
+            + (
+                "cannot hold."
+                if base.account.rollout.why_not
+                else f"holds with {format_bytes(base.account.rollout.kv_pool_bytes)} left for KV."
+            )
         ),
     )
 
@@ -267,7 +279,9 @@ def _layouts(
         "node_gpus": node_unit(request),
     }
     sentences = [
-        f"{capitalized(MODE_TITLES[c.mode])} {split(*c.split, c.mode)} ({seconds(c.step_s)}) goes back: {c.why_not[0]}."
+        f"{capitalized(MODE_TITLES[c.mode])} {split(*c.split, c.mode)}"
+        # Of a step that can be run nowhere the seconds mean nothing.
+        f"{f' ({seconds(c.step_s)})' if chosen else ''} goes back: {c.why_not[0]}."
         for c in refused
     ]
     if wall is not None:

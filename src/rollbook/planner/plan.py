@@ -181,7 +181,9 @@ def smallest_changes(request: PlanRequest) -> list[str]:
             changes.append("let the engines hold float8 weights (--rollout-dtype auto)")
     enough = _smallest_cluster(request)
     if enough:
-        changes.append(f"use {enough} GPUs instead of {request.cluster.num_gpus}")
+        needs_host = request.offload == "auto" and not _fits(replace(_on(request, enough), offload="none"))
+        where = ", with the optimizer state in host memory" if needs_host else ""
+        changes.append(f"use {enough} GPUs instead of {request.cluster.num_gpus}{where}")
     work = request.workload
     for factor in (2, 4, 8):
         longest = work.max_response_tokens // factor

@@ -195,7 +195,11 @@ class Search:
         layout = smallest_layout(replace(r, assumptions=assumptions), num_gpus)
         side = train_side(r.model, r.workload, r.cluster, assumptions, num_gpus=num_gpus, layout=layout)
         if is_offloaded:
-            side = replace(side, train_s=side.train_s + self._offload_s(num_gpus))
+            side = replace(
+                side,
+                train_s=side.train_s + self._offload_s(num_gpus),
+                why_not=tuple(f"{why}, with the optimizer state in host memory" for why in side.why_not),
+            )
         return TrainChoice(side=side, layout=layout, is_offloaded=is_offloaded)
 
     def _offload_s(self, num_gpus: int) -> float:

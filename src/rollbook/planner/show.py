@@ -26,6 +26,8 @@ from rollbook.planner.words import (
 )
 
 _BAR_WIDTH = 24
+_STEPS_OF_WHAT_FITS = (1, 2, 5)
+"""Of the derivation: what stays true where nothing fits. Seconds of a step that cannot run mean nothing."""
 
 
 def show_plan(plan: Plan, console: Console, *, num_topologies: int = 6) -> None:
@@ -45,6 +47,11 @@ def show_plan(plan: Plan, console: Console, *, num_topologies: int = 6) -> None:
     for note in plan.warnings:
         console.print(Text(f"note: {note}", style="yellow"))
     _section(console, "Recommendation", _recommendation(plan))
+    if plan.chosen is None:
+        for reasoned in plan.derivation:
+            if reasoned.step in _STEPS_OF_WHAT_FITS:
+                _section(console, f"{reasoned.step}  {reasoned.title}", Text(reasoned.because))
+        return
     _section(
         console, "One step, colocated and synchronous", _step_table(plan.base.account, plan.base_waterfall)
     )
@@ -92,7 +99,8 @@ def _recommendation(plan: Plan) -> RenderableType:
         (capitalized(MODE_TITLES[chosen.mode]), "bold green"),
         f", {split_gpus(*chosen.split, chosen.mode)}: a step takes ",
         (seconds(chosen.step_s), "bold"),
-        f"{span}, whole-step MFU {percent(account.mfu_frac)}.",
+        f"{span}, whole-step MFU {percent(account.mfu_frac)}"
+        + (", with the optimizer state in host memory." if chosen.train.is_offloaded else "."),
     )
     return Group(head, Text(f"{capitalized(plan.choice_because)}."))
 
