@@ -69,6 +69,10 @@ class Bucket:
     """[bytes] uint8; None when `shared` carries references instead (one process, nothing is copied)."""
     shared: Mapping[str, torch.Tensor] | None = None
     """Tensors by reference: the transport inside one process."""
+    attempt: int = 0
+    """Publication that it belongs to, counted by the publisher: a version may be sent more than once."""
+    replica_ids: tuple[int, ...] = ()
+    """Replicas that it is sent to: those still in the publication; empty: all."""
 
 
 Digests = Mapping[str, str]

@@ -34,28 +34,33 @@ CONFIG = SyncConfig.model_construct(**{**SyncConfig().model_dump(), "bucket_byte
 Pair = tuple[Sender, list[Receiver]]
 
 
-async def inline(source: FakeSource, folder: Path) -> Pair:
-    return InlineSender(), [InlineReceiver(), InlineReceiver()]
+async def inline(source: FakeSource, folder: Path, num_replicas: int = 2) -> Pair:
+    return InlineSender(), [InlineReceiver() for _ in range(num_replicas)]
 
 
-async def shm(source: FakeSource, folder: Path) -> Pair:
-    return ShmSender(str(folder)), [ShmReceiver(str(folder)), ShmReceiver(str(folder))]
+async def shm(source: FakeSource, folder: Path, num_replicas: int = 2) -> Pair:
+    return ShmSender(str(folder)), [ShmReceiver(str(folder)) for _ in range(num_replicas)]
 
 
-async def disk(source: FakeSource, folder: Path) -> Pair:
-    return DiskSender(str(folder), source.weight_specs()), [
-        DiskReceiver(str(folder)),
-        DiskReceiver(str(folder)),
-    ]
+async def disk(source: FakeSource, folder: Path, num_replicas: int = 2) -> Pair:
+    sender = DiskSender(str(folder), source.weight_specs())
+    return sender, [DiskReceiver(str(folder)) for _ in range(num_replicas)]
 
 
-async def broadcast(source: FakeSource, folder: Path) -> Pair:
+async def broadcast(source: FakeSource, folder: Path, num_replicas: int = 2) -> Pair:
+    size = num_replicas + 1
+
     def join(rank: int) -> BroadcastGroup:
         return BroadcastGroup.create(
-            "gloo", rank=rank, size=3, device=torch.device("cpu"), deadline_s=20, file=str(folder / "store")
+            "gloo",
+            rank=rank,
+            size=size,
+            device=torch.device("cpu"),
+            deadline_s=20,
+            file=str(folder / "store"),
         )
 
-    groups = await asyncio.gather(*(asyncio.to_thread(join, rank) for rank in range(3)))
+    groups = await asyncio.gather(*(asyncio.to_thread(join, rank) for rank in range(size)))
     receivers: list[Receiver] = [BroadcastReceiver(group, max_bucket_bytes=512) for group in groups[1:]]
     return BroadcastSender(groups[0]), receivers
 
@@ -149,6 +154,62 @@ async def test_the_next_bucket_is_fetched_while_the_last_one_is_taken_in(
         trainer = {name: digest(tensor) for name, tensor in remote.source.tensors.items()}
         assert [live_digests(engine.live) for engine in remote.engines] == [trainer, trainer]
         remote.source.step()
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("transport", [inline, shm, disk, broadcast])
+async def test_the_same_version_is_sent_again_to_one_replica_and_all_follow_the_next(
+    transport: Callable[..., Awaitable[Pair]], num_replicas: int, remote: Remote, tmp_path: Path
+) -> None:
+    """A re-sync, as calibration makes several: the version repeats, and with two replicas a group of three ranks cannot
+    meet."""
+    for engine in remote.engines[num_replicas:]:
+        engine.close()
+    del remote.engines[num_replicas:]
+    publisher = await remote.connect(await transport(remote.source, tmp_path, num_replicas))
+    everyone = tuple(range(num_replicas))
+    assert (await publisher.publish(1)).committed == everyone
+    for replica_id in (*everyone, *everyone):
+        report = await publisher.resync(replica_id)
+        assert report.committed == (replica_id,) and report.weight_version == 1
+    remote.source.step()
+    assert (await publisher.publish(2)).committed == everyone
+    trainer = {name: digest(tensor) for name, tensor in remote.source.tensors.items()}
+    assert [live_digests(engine.live) for engine in remote.engines] == [trainer] * num_replicas
+
+
+async def test_disk_writes_a_version_anew_when_it_is_published_again(remote: Remote, tmp_path: Path) -> None:
+    """A file that was damaged is not announced once more."""
+    publisher = await remote.connect(await disk(remote.source, tmp_path))
+    await publisher.publish(1)
+    for path in (tmp_path / "v1").iterdir():
+        path.write_bytes(b"")
+    assert (await publisher.resync(1)).committed == (1,)
+
+
+async def test_a_replica_that_fails_amid_broadcasts_ends_them_and_not_the_publications(
+    remote: Remote, tmp_path: Path
+) -> None:
+    sender, receivers = await broadcast(remote.source, tmp_path)
+    publisher = await remote.connect((sender, receivers))
+    assert (await publisher.publish(1)).committed == (0, 1)
+    port = remote.servers[1].port
+    receive = port.receive
+
+    async def fail(bucket: Bucket) -> None:
+        port.receive = receive  # type: ignore[method-assign]
+        raise SyncError("it failed", "once")
+
+    port.receive = fail  # type: ignore[method-assign]
+    remote.source.step()
+    report = await publisher.publish(2)
+    assert report.committed == (0,) and "it failed" in report.quarantined[1]
+    remote.source.step()
+    assert isinstance(sender, BroadcastSender)
+    sender._group.broadcast = None  # type: ignore[method-assign,assignment]
+    assert (await publisher.publish(3)).committed == (0, 1)
+    trainer = {name: digest(tensor) for name, tensor in remote.source.tensors.items()}
+    assert [live_digests(engine.live) for engine in remote.engines] == [trainer, trainer]
 
 
 def test_a_message_cannot_make_a_receiver_hold_more_buffers_than_there_are_slots() -> None:

@@ -188,7 +188,11 @@ async def _port(parts: Parts, link: Link | None, engine: SwapEngine) -> WeightPo
     if link is None:
         return port
     token = secrets.token_hex(16)
-    server = ReplicaServer(port, link.receivers[engine.replica_id], token=token)
+    sync = parts.config.sync  # a broadcast to some of the replicas goes by messages
+    in_message_bytes = sync.bucket_bytes if sync.transport == "broadcast" else 0
+    server = ReplicaServer(
+        port, link.receivers[engine.replica_id], token=token, max_payload_bytes=in_message_bytes
+    )
     number = await server.start()
     parts.stack.push_async_callback(server.close)
     remote = RemotePort(engine.replica_id, link.sender, port=number, token=token)

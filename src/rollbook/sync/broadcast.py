@@ -2,8 +2,10 @@
 
 The group is built for weight publications alone (trainer's rank 0, replicas behind it) and is independent of the
 trainer's own groups. A bucket is announced over each replica's connection; sender and receivers then meet in one
-broadcast. A replica that dies inside the collective takes the group with it: the others miss their deadline, all
-are quarantined, and the group must be built anew (`BroadcastGroup.create`) before the next publication.
+broadcast. Only all of them can meet: a bucket for some of the replicas (a re-sync, or what is left of a publication)
+travels in each one's message instead. A replica that dies inside the collective takes the group with it: the others
+miss their deadline and all are quarantined. From the next publication on every bucket travels in messages, until the
+group is built anew (`BroadcastGroup.create`).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class Collective(Protocol):
     """What is used of torch's process groups; its stubs leave it out."""
 
     def broadcast(self, tensors: list[Tensor], options: BroadcastOptions, /) -> Work: ...
+    def size(self) -> int: ...
 
 
 class BroadcastGroup:
@@ -98,6 +101,8 @@ class BroadcastSender:
         self._buffers = SlotBuffers()
         self._slot_of: dict[int, int] = {}
         self._once = Once()
+        self._last_attempt: int | None = None
+        """Publication in which the group broke."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
 
     def buffer(self, slot_idx: int, num_bytes: int, device: torch.device) -> Tensor:
@@ -107,12 +112,16 @@ class BroadcastSender:
 
     async def announce(self, bucket: Bucket) -> Json:
         assert bucket.data is not None
+        if not self._meets_all(bucket):
+            return {"is_inline": True}
         return {"num_bytes": bucket.data.numel(), "slot_idx": self._slot_of[bucket.data.data_ptr()]}
 
     def payload(self, bucket: Bucket) -> Tensor | None:
-        return None
+        return None if self._meets_all(bucket) else bucket.data
 
     async def transfer(self, bucket: Bucket) -> None:
+        if not self._meets_all(bucket):
+            return
         data = bucket.data
         assert data is not None
 
@@ -122,12 +131,23 @@ class BroadcastSender:
 
         await self._once.run(bucket, broadcast)
 
+    def missed(self, bucket: Bucket) -> None:
+        """Its ranks may be one collective apart from now on."""
+        if self._meets_all(bucket) and self._last_attempt is None:
+            self._last_attempt = bucket.attempt
+
+    def _meets_all(self, bucket: Bucket) -> bool:
+        """Whether the bucket goes by the collective. Until its end, for one publication: replicas wait in it."""
+        is_whole = self._last_attempt is None or bucket.attempt <= self._last_attempt
+        return is_whole and len(bucket.replica_ids) in (0, self._group.group.size() - 1)
+
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
 
 class BroadcastReceiver:
-    """The engine's half. `max_bucket_bytes` bounds what a message can make it allocate."""
+    """The engine's half. `max_bucket_bytes` bounds what a message can make it allocate; its `ReplicaServer` has to
+    accept as many bytes in a message (`max_payload_bytes`)."""
 
     def __init__(self, group: BroadcastGroup, *, max_bucket_bytes: int) -> None:
         self._group = group
@@ -135,6 +155,8 @@ class BroadcastReceiver:
         self._buffers = SlotBuffers()
 
     def take(self, bucket: Bucket, place: Json) -> Bucket:
+        if "is_inline" in place:
+            return replace(bucket)
         num_bytes, slot_idx = field(place, "num_bytes", int), field(place, "slot_idx", int)
         if not 0 <= slot_idx < MAX_SLOTS:
             raise SyncError(

@@ -82,6 +82,9 @@ class DiskSender:
     async def transfer(self, bucket: Bucket) -> None:
         return None
 
+    def missed(self, bucket: Bucket) -> None:
+        return None
+
     def close(self) -> None:
         return None
 

@@ -56,6 +56,9 @@ class IpcSender:
     async def transfer(self, bucket: Bucket) -> None:
         return None
 
+    def missed(self, bucket: Bucket) -> None:
+        return None
+
     def close(self) -> None:
         self._slots.clear()
 

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
@@ -143,6 +143,7 @@ class PublicationReport:
 class _Publication:
     """One publication under way."""
 
+    attempt: int
     version: int
     base: int | None
     ports: dict[int, WeightPort]
@@ -189,6 +190,7 @@ class Publisher:
         self._digests: Digests | None = None
         self._acknowledged = AcknowledgedWeights() if config.delta else None
         self._under_way: int | None = None
+        self._num_attempts = 0
         self._export = ThreadPoolExecutor(1, thread_name_prefix="export")
 
     async def attach(self) -> dict[int, int]:
@@ -263,7 +265,9 @@ class Publisher:
                 "one publication at a time: await the first one",
             )
         self._under_way = version
-        publication = _Publication(version, base, {i: self.ports[i] for i in replica_ids})
+        self._num_attempts += 1
+        ports = {i: self.ports[i] for i in replica_ids}
+        publication = _Publication(self._num_attempts, version, base, ports)
         acknowledged = None if is_resync else self._acknowledged
         packer = Packer(
             specs={spec.name: spec for spec in self.source.weight_specs()},
@@ -357,8 +361,9 @@ class Publisher:
             await asyncio.gather(*travelling, return_exceptions=True)
 
     async def _deliver(self, publication: _Publication, bucket: Bucket) -> None:
+        sent = replace(bucket, attempt=publication.attempt, replica_ids=tuple(publication.ports))
         await self._each(
-            publication, "receive", lambda port: port.receive(bucket), self.config.receive_deadline_s
+            publication, "receive", lambda port: port.receive(sent), self.config.receive_deadline_s
         )
 
     def _check_digests(self, version: int, digests: Digests, *, moved: bool, must_equal: bool) -> None:

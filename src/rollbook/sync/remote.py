@@ -224,17 +224,21 @@ class RemotePort:
     async def receive(self, bucket: Bucket) -> None:
         """Announce the bucket and take part in its transfer; returns when the replica has it. The next bucket may be
         sent before; they are announced in the order of the calls."""
-        async with self._announcing:
-            place = await self.sender.announce(bucket)
-            message = {"do": "receive", "place": place, **bucket_to_json(bucket)}
-            asking = await self._send(message, self.sender.payload(bucket))
-        transferring = asyncio.ensure_future(self.sender.transfer(bucket))
         try:
-            await asyncio.gather(asking, transferring)
-        finally:
-            asking.cancel()
-            transferring.cancel()
-            await asyncio.gather(asking, transferring, return_exceptions=True)
+            async with self._announcing:
+                place = await self.sender.announce(bucket)
+                message = {"do": "receive", "place": place, **bucket_to_json(bucket)}
+                asking = await self._send(message, self.sender.payload(bucket))
+            transferring = asyncio.ensure_future(self.sender.transfer(bucket))
+            try:
+                await asyncio.gather(asking, transferring)
+            finally:
+                asking.cancel()
+                transferring.cancel()
+                await asyncio.gather(asking, transferring, return_exceptions=True)
+        except BaseException:
+            self.sender.missed(bucket)
+            raise
 
     async def prove(self, digests: Digests) -> None:
         await self._ask({"do": "prove", "digests": dict(digests)})

@@ -103,6 +103,9 @@ class ShmSender:
     async def transfer(self, bucket: Bucket) -> None:
         return None
 
+    def missed(self, bucket: Bucket) -> None:
+        return None
+
     def close(self) -> None:
         for slot_idx in list(self._slots):
             self._drop(slot_idx)

@@ -37,6 +37,9 @@ class Sender(Protocol):
     async def transfer(self, bucket: Bucket) -> None:
         """What has to run while the replicas read the message (a collective); once per bucket."""
 
+    def missed(self, bucket: Bucket) -> None:
+        """A replica did not take the bucket: it failed, or its deadline passed."""
+
     def close(self) -> None: ...
 
 
@@ -54,13 +57,16 @@ class Receiver(Protocol):
 
 
 class Once:
-    """Runs work once per bucket however many replicas ask for it, and gives all of them its outcome."""
+    """Runs work once per bucket of a publication however many replicas ask for it, and gives all of them its outcome.
+
+    The same version may be published again: to a replica that missed it, or after a publication that failed.
+    """
 
     def __init__(self) -> None:
         self._tasks: dict[tuple[int, int], asyncio.Future[Json]] = {}
 
     async def run(self, bucket: Bucket, work: Callable[[], Awaitable[Json]]) -> Json:
-        key = (bucket.weight_version, bucket.bucket_idx)
+        key = (bucket.attempt, bucket.bucket_idx)
         task = self._tasks.get(key)
         if task is None or _has_failed(task):
             task = self._tasks[key] = asyncio.ensure_future(work())
@@ -104,6 +110,9 @@ class InlineSender:
         return bucket.data
 
     async def transfer(self, bucket: Bucket) -> None:
+        return None
+
+    def missed(self, bucket: Bucket) -> None:
         return None
 
     def close(self) -> None:
