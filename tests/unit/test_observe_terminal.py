@@ -104,6 +104,28 @@ def test_before_the_first_step_it_says_what_is_going_on(tmp_path: Path) -> None:
         assert "supervised warm-up on reference answers" in screen.draw()
 
 
+def test_what_is_left_of_the_warm_up_counts_down_and_ends_with_it(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, 80)
+    with screen.recorder.span("warmup"):
+        screen.clock.advance(10.0)
+        screen.recorder.event("warmup", update=10, num_updates=40, loss=1.25)
+        assert "at most 30.0 s left" in screen.draw()
+        screen.clock.advance(12.0)  # a check of held-out prompts
+        assert "at most 18.0 s left" in screen.draw()
+    screen.clock.advance(50.0)
+    assert "warm-up  update 10/40" in screen.draw()
+    assert "s left" not in screen.draw()
+
+
+def test_the_parts_of_a_calibration_are_said(tmp_path: Path) -> None:
+    for is_terminal in (True, False):
+        screen = Screen(tmp_path / str(is_terminal), 120, is_terminal=is_terminal)
+        with screen.recorder.span("plan"):
+            screen.recorder.event("measuring", what="decode steps and prefills", part=3, num_parts=7)
+            said = screen.draw() if is_terminal else screen.out.getvalue()
+            assert "3/7 decode steps and prefills" in said
+
+
 def test_the_panel_may_be_drawn_while_readings_arrive(tmp_path: Path) -> None:
     """The live panel has a thread of its own."""
     screen = Screen(tmp_path, 80)

@@ -51,6 +51,23 @@ FEW_REPEATS = 3
 """Of what takes longer than an operation: decode steps, updates, publications."""
 
 
+PARTS = (
+    "responses of a sample",
+    "rates of this machine",
+    "decode steps and prefills",
+    "forward, backward and optimizer",
+    "publications",
+    "host work of a trajectory",
+    "hand-overs of the device",
+)
+"""Of a calibration with a model, in their order."""
+
+
+def announce(controller: Controller, part: str) -> None:
+    """Say which of PARTS begins: together they take as long as many steps."""
+    controller.recorder.event("measuring", what=part, part=PARTS.index(part) + 1, num_parts=len(PARTS))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypicalWork:
     """Sizes at which the coefficients are measured: those of the run."""
@@ -93,6 +110,7 @@ def measure_machine(device: torch.device, *, dtypes: Sequence[str] = ("float32",
 
 async def measure_model(controller: Controller, machine: MachineSpec, work: TypicalWork) -> MachineSpec:
     """`machine` with the fits of this run's model, by its own engine and trainer. Takes a few seconds."""
+    announce(controller, "decode steps and prefills")
     decode, prefill = await _decode_points(
         controller.router.engines[0],
         controller.trainer.model.facts,
@@ -100,9 +118,11 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
         page_tokens=controller.config.rollout.page_tokens,
     )
     trainer = controller.trainer
+    announce(controller, "forward, backward and optimizer")
     points = await controller.compute(lambda: _train_points(trainer, work))
     train, forward, optimizer_s = points
     num_params = sum(spec.num_bytes // _itemsize(spec.dtype) for spec in trainer.weight_specs())
+    announce(controller, "publications")
     sync_s, probe_s, num_bytes = await _publication_s(controller)
     return replace(
         machine,

@@ -18,6 +18,7 @@ import numpy as np
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.calibrate import (
     TypicalWork,
+    announce,
     forget_prefixes,
     measure_host,
     measure_machine,
@@ -134,6 +135,7 @@ def can_plan(config: RunConfig) -> bool:
 async def make_plan(controller: Controller) -> Plan:
     """Measure what is not given, and predict. Asks for `can_plan`."""
     config = controller.config
+    announce(controller, "responses of a sample")
     sample, _ = await _sample(controller, seed=0)
     for group in sample:
         controller.rollout.note_rewards(group)
@@ -156,6 +158,7 @@ async def make_plan(controller: Controller) -> Plan:
     if config.plan.hardware:
         machine = MachineSpec.read(Path(config.plan.hardware))
     else:
+        announce(controller, "rates of this machine")
         machine = await controller.compute(lambda: measure_machine(controller.trainer.model.device))
     if machine.decode is None or machine.train is None:
         machine = await measure_model(controller, machine, typical)
@@ -177,6 +180,7 @@ async def make_plan(controller: Controller) -> Plan:
         param_bytes=float(controller.trainer.model.dtype.itemsize),
     )
     model = model_spec(controller)
+    announce(controller, "host work of a trajectory")
     machine = await _with_host(controller, model, machine, work)
     occasional = _occasional(controller, model, machine, work)
     steps = range(controller.num_steps_done, config.run.num_steps)
@@ -228,6 +232,7 @@ async def _hand_overs(controller: Controller) -> dict[str, Entry]:
             await controller.publisher.resync(engine.replica_id)
 
     switch = controller.switch
+    announce(controller, "hand-overs of the device")
     await switch.rehearse(publish)
     entries = {}
     for stage, halves in SWITCHES.items():

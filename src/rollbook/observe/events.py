@@ -83,6 +83,10 @@ EVENT_KINDS: dict[str, EventKind] = {
         ("signals", "notes", "trial_reward", "trial_response_tokens"),
         "The checks before the first step passed.",
     ),
+    "measuring": EventKind(
+        ("what", "part", "num_parts"),
+        "Calibration before the plan came to its next part; parts that need no measurement are passed over.",
+    ),
     "plan": EventKind(
         ("topology", "stages", "step_s", "total_s"),
         "What the ledger expects before the first step: seconds of each stage in the mean of all steps, of a step, and "

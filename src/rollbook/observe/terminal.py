@@ -79,6 +79,10 @@ class Progress:
     """Last readings of the supervised warm-up."""
     num_warmup_updates: int = 0
     warmup_began_mono_s: float = 0.0
+    warmup_at_mono_s: float = 0.0
+    """Of its last update."""
+    measuring: str = ""
+    """Which part of the calibration is under way."""
 
     def take_event(self, event: Event) -> None:
         kind, name, mono_s = event["kind"], str(event.get("name", "")), _number(event["mono_s"])
@@ -98,6 +102,9 @@ class Progress:
         elif kind == "warmup":
             self.warmup |= {"update": _number(event.get("update")), "loss": _number(event.get("loss"))}
             self.num_warmup_updates = int(_number(event.get("num_updates")))
+            self.warmup_at_mono_s = mono_s
+        elif kind == "measuring":
+            self.measuring = f"{event.get('part')}/{event.get('num_parts')} {event.get('what')}"
         elif kind == "warmup_check" and isinstance(exact := event.get("exact_match"), list):
             self.warmup["held-out"] = min(map(_number, exact), default=0.0)
 
@@ -119,9 +126,10 @@ class Progress:
         line += "".join(
             f"  {name} {count(round(value, 3))}" for name, value in self.warmup.items() if name != "update"
         )
-        if 0 < update < most:
-            left_s = (now_mono_s - self.warmup_began_mono_s) / update * (most - update)
-            line += f"  at most {seconds(left_s)} left"
+        if 0 < update < most and "warmup" in self.open_spans:
+            took_s = self.warmup_at_mono_s - self.warmup_began_mono_s
+            left_s = took_s / update * (most - update) - (now_mono_s - self.warmup_at_mono_s)
+            line += f"  at most {seconds(max(left_s, 0.0))} left"
         return line
 
     def stages(self) -> list[tuple[str, float | None, float | None]]:
@@ -204,6 +212,8 @@ class TerminalView:
             self._print(f"{'run' if kind == 'run_started' else 'resuming'} {self.run_dir}")
         elif kind == "span_open" and name in PHASES and self.progress.step is None:
             self._print(f"  {PHASES[name]}")
+        elif kind == "measuring" and self.progress.step is None:
+            self._print(f"    {self.progress.measuring}")
         elif kind == "warmup_check" or (
             kind == "warmup" and mono_s - self._warmup_said_mono_s >= WARMUP_LINE_S
         ):
@@ -307,6 +317,8 @@ class TerminalView:
         if p.step is None:
             phase = next(reversed(p.open_spans), "")
             title.append(f"· {PHASES.get(phase, phase) or 'starting'} ", style="not bold")
+            if phase == "plan" and p.measuring:
+                title.append(f"· {p.measuring} ", style="not bold")
         else:
             of = f"/{p.num_steps}" if p.num_steps else ""
             title.append(f"· step {p.step}{of} ", style="not bold")
