@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+MAX_OTHER_RUNS = 5
+"""Runs of the same log that are looked at beside the last one, newest first."""
 
 
 def command(
@@ -39,10 +43,14 @@ def command(
     """
     from rollbook.diagnose.readers.table import load
     from rollbook.diagnose.report import to_text
-    from rollbook.diagnose.tree import diagnose
+    from rollbook.diagnose.tree import diagnose, in_short
 
     series = load(run, format=format or None, run_idx=run_idx if run_idx >= 0 else None, hours=hours)
     diagnosis = diagnose(series)
+    if run_idx < 0 and series.num_runs > 1:
+        others = [i for i in range(series.num_runs) if i != series.run_idx][-MAX_OTHER_RUNS:]
+        short = [in_short(load(run, format=format or None, run_idx=i, hours=hours)) for i in others]
+        diagnosis = replace(diagnosis, other_runs=tuple(short))
     if html is not None:
         from rollbook.diagnose.html_report import to_html
         from rollbook.diagnose.signs import gap

@@ -87,6 +87,22 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherRun:
+    """Another run of the same log, in one line."""
+
+    run_idx: int
+    num_steps: int
+    verdict: str
+    title: str
+    """Of its first finding; empty where there is none."""
+    step: int | None = None
+    """Onset of that finding."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """The whole answer, causes first."""
 
@@ -104,17 +120,25 @@ class Diagnosis:
     not_judged: tuple[NotJudged, ...]
     notes: tuple[str, ...]
     renamed: dict[str, str] = field(default_factory=dict)
+    other_runs: tuple[OtherRun, ...] = ()
+    """What is wrong with the other runs of the same log, where it holds several."""
 
     @property
     def is_well(self) -> bool:
         return not self.findings
 
     @property
+    def missing_signals(self) -> tuple[str, ...]:
+        """Those of the four signals that nothing was logged of."""
+        return tuple(s.name for s in self.signals if s.verdict == "not collected")
+
+    @property
     def verdict(self) -> str:
-        """One word for programs: a rule's name, "well", or "not_judged" when too little was logged."""
+        """One word for programs: a rule's name, "well", or "not_judged" when two or more of the four signals are
+        missing."""
         if self.findings:
             return self.findings[0].rule
-        return "well" if any(s.verdict != "not collected" for s in self.signals) else "not_judged"
+        return "well" if len(self.missing_signals) < 2 else "not_judged"
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only: what is not finite is null."""
@@ -130,6 +154,7 @@ class Diagnosis:
             "not_judged": [n.to_json() for n in self.not_judged],
             "notes": list(self.notes),
             "renamed": self.renamed,
+            "other_runs": [r.to_json() for r in self.other_runs],
         }
         plain: dict[str, Any] = _finite(answer)
         return plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -24,17 +25,29 @@ def _reward(view: View) -> Signal:
     metric = view.first(*signs.REWARD)
     sources = view.family("reward/", "/mean") or view.family("val-core/")
     if metric is None:
-        return Signal(name=name, verdict="not collected", says="no reward in the log")
+        return Signal(name=name, verdict="not collected", says=_too_few(view, signs.REWARD, "reward"))
     first, last = view.level(metric, 0, max(3, view.n // 10)), view.last(metric)
     zero = [m for m in sources if view.last(m, 3) == 0 and view.level(m) > 0]
     fell = signs.reward(view).fall
-    says = f"mean {num(first)} at first, {num(last)} now; {len(sources)} sources logged"
+    which = (
+        f"{len(sources)} sources logged" if sources else "not logged by source: one at zero would not show"
+    )
+    says = f"mean {num(first)} at first, {num(last)} now; {which}"
     if fell is not None:
         return Signal(name=name, verdict="moved", says=f"{says}; fell at step {fell.step}")
-    return Signal(
-        name=name,
-        verdict="moved" if zero else "well",
-        says=f"{says}, none fell to zero" if not zero else says,
+    if (decline := signs.reward_decline(view)) is not None:
+        best = f"{num(decline.before)} at its best, step {decline.step}"
+        return Signal(name=name, verdict="moved", says=f"{says}; {best}")
+    if zero:
+        return Signal(name=name, verdict="moved", says=f"{says}, at zero now: {', '.join(zero)}")
+    return Signal(name=name, verdict="well", says=f"{says}, none fell to zero" if sources else says)
+
+
+def _too_few(view: View, metrics: Sequence[str], what: str) -> str:
+    """Why a signal cannot be judged: it is not there, or has fewer values than a level needs."""
+    some = next((m for m in metrics if view.count(m)), None)
+    return (
+        f"no {what} in the log" if some is None else f"{some} has {view.count(some)} values: too few to judge"
     )
 
 
@@ -65,7 +78,8 @@ def _gap(view: View) -> Signal:
     name = "gap of trainer and engine"
     gap = signs.gap(view)
     if gap is None:
-        return Signal(name=name, verdict="not collected", says="no engine logprobs in the log")
+        says = _too_few(view, signs.GAP_METRICS, "difference of engine and trainer logprobs")
+        return Signal(name=name, verdict="not collected", says=says)
     metric = gap.metrics[0]
     level, last = view.level(metric, 0, max(3, view.n // 10)), view.last(metric)
     moved = gap.rise is not None and gap.rise.peak_ratio >= 1.6 and gap.rise.score >= 6
@@ -94,6 +108,8 @@ def _staleness(view: View) -> Signal:
         and rise.peak_ratio >= 1.5
         and np.isfinite(rise.late)
     ):
+        verdict = "moved"
+    if signs.length_growth(view) is not None:
         verdict = "moved"
     if versions.mean is None and parts:
         parts.append("staleness not logged")

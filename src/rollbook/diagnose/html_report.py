@@ -9,6 +9,7 @@ import numpy as np
 
 from rollbook.diagnose.finding import Diagnosis, Evidence, Finding
 from rollbook.diagnose.report import AREA_NAMES
+from rollbook.diagnose.report import headline
 from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.view import View
 
@@ -40,11 +41,8 @@ def to_html(diagnosis: Diagnosis, view: View) -> str:
     for i, finding in enumerate(diagnosis.findings):
         parts.append(_finding(finding, view, "h1" if i == 0 else "h2"))
     if diagnosis.is_well:
-        limited = f": {_e(diagnosis.states[0].title)}" if diagnosis.states else ""
-        words = (
-            "Too little was logged to judge" if diagnosis.verdict == "not_judged" else "The system is well"
-        )
-        parts.append(f"<h1>{words}{limited}</h1>")
+        words = headline(diagnosis)[1]
+        parts.append(f"<h1>{_e(words[:1].upper() + words[1:])}</h1>")
     parts.append("<h2>The four signals</h2><table>")
     parts += [f"<tr><td>{_e(s.name)}<td>{_e(s.verdict)}<td>{_e(s.says)}" for s in diagnosis.signals]
     parts.append("</table>")
@@ -62,7 +60,7 @@ def to_html(diagnosis: Diagnosis, view: View) -> str:
         parts.append("</table>")
     if diagnosis.notes:
         parts.append("<h2>About the log</h2>" + "".join(f"<p>{_e(note)}</p>" for note in diagnosis.notes))
-    title = diagnosis.findings[0].title if diagnosis.findings else "the system is well"
+    title = diagnosis.findings[0].title if diagnosis.findings else headline(diagnosis)[1]
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>{_e(title)}</title><style>{_STYLE}</style><body>" + "\n".join(parts) + "</body></html>\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rollbook.diagnose.finding import Diagnosis, Evidence, Finding
 from rollbook.diagnose.rules.wording import num
@@ -18,7 +18,7 @@ AREA_NAMES = {
 
 def to_text(diagnosis: Diagnosis, *, width: int = 80) -> str:
     """The whole report, verdict first."""
-    lines = _header(diagnosis, width)
+    lines = _header(diagnosis, width) + _other_runs(diagnosis, width)
     for i, finding in enumerate(diagnosis.findings):
         lines += _finding(finding, width, is_first=i == 0)
     if diagnosis.is_well:
@@ -78,12 +78,36 @@ def _evidence(evidence: Iterable[Evidence], width: int) -> list[str]:
     return lines
 
 
-def _well(diagnosis: Diagnosis, width: int) -> list[str]:
-    if diagnosis.verdict == "not_judged":
-        text = "too little was logged to judge the system (the list below says what to collect)"
-        return [*_block("NOT JUDGED:", text, width), ""]
+def headline(diagnosis: Diagnosis) -> tuple[str, str]:
+    """(label, sentence) of a run without a finding: no more than the signals that were logged can prove."""
+    missing = diagnosis.missing_signals
     limited = f"; what limits the run: {diagnosis.states[0].title}" if diagnosis.states else ""
-    return [*_block("NONE OF THESE:", f"the system is well{limited}", width), ""]
+    if len(missing) == len(diagnosis.signals):
+        return "NOT JUDGED", "too little was logged to judge the system (the list below says what to collect)"
+    if diagnosis.verdict == "not_judged":
+        says = f"nothing wrong shows in what was logged, but that is too little: {_without(missing)}"
+        return "NOT JUDGED", says + limited
+    as_far = f", as far as it can be judged {_without(missing)}" if missing else ""
+    return "NONE OF THESE", f"the system is well{as_far}{limited}"
+
+
+def _well(diagnosis: Diagnosis, width: int) -> list[str]:
+    label, says = headline(diagnosis)
+    return [*_block(f"{label}:", says, width), ""]
+
+
+def _without(missing: Sequence[str]) -> str:
+    names = [f'"{name}"' for name in missing]
+    return "without " + (" and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0])
+
+
+def _other_runs(diagnosis: Diagnosis, width: int) -> list[str]:
+    lines: list[str] = []
+    for other in diagnosis.other_runs:
+        what = f"{other.title}, since step {other.step}" if other.title else other.verdict.replace("_", " ")
+        says = f"{what} (read it with --run {other.run_idx})"
+        lines += _block(f"run {other.run_idx} of the same log, {other.num_steps} steps:", says, width)
+    return [*lines, ""] if lines else []
 
 
 def _signals(diagnosis: Diagnosis, width: int) -> list[str]:

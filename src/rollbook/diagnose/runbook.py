@@ -200,7 +200,9 @@ def _states() -> list[str]:
             "learning rate too high",
             "step KL, clip fraction, gradient norm and entropy leave their range; the gap follows",
         ),
+        ("answers explode", "`response_length/mean` and `clip_ratio` climb, the reward falls with them"),
         ("entropy collapse", "entropy near 0, answers alike"),
+        ("reward falls", "below what it was at its best, and no fault of the system began there"),
         ("data exhausted", "many epochs, held-out score falls while training reward rises"),
         ("reward saturates, plateau", "the four signals are well, the reward stands"),
     ]

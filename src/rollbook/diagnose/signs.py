@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.view import Break, View
 
@@ -24,12 +25,15 @@ _GAP_METRICS: tuple[tuple[str, float, float], ...] = (
     # metric, power that makes it an amplitude (a KL grows with the square of a probability difference), and what
     # rounding in float32 alone makes of it: below that no change means anything
     ("training/logprob_gap/mean", 1.0, 1e-5),
+    ("training/logprob_gap_all/mean", 1.0, 1e-5),
     ("training/rollout_probs_diff_mean", 1.0, 1e-5),
     ("rollout_corr/k3_kl", 0.5, 1e-7),
     ("rollout_corr/kl", 0.5, 1e-7),
     ("rollout_corr/log_ppl_diff", 0.5, 1e-7),
     ("training/rollout_actor_probs_pearson_corr", 0.5, 1e-7),
 )
+
+GAP_METRICS = tuple(metric for metric, _, _ in _GAP_METRICS)
 
 
 def once(name: str) -> Callable[[Callable[[View], T]], Callable[[View], T]]:
@@ -93,7 +97,7 @@ def gap(view: View) -> Gap | None:
     """The disagreement of trainer and engine, None when nothing of it was logged."""
     parts: list[Series] = []
     used: list[str] = []
-    for metric, power, rounding in _GAP_METRICS:
+    for metric, power, rounding in _freed_of_age(view):
         values = view.values.get(metric)
         if values is None:
             continue
@@ -115,7 +119,8 @@ def gap(view: View) -> Gap | None:
     if not parts:
         return None
     most = max(int(np.isfinite(p).sum()) for p in parts)
-    keep = [i for i, p in enumerate(parts) if np.isfinite(p).sum() >= 0.8 * most]
+    by_age = used[0].startswith("training/logprob_gap_by_staleness/")
+    keep = [i for i, p in enumerate(parts) if by_age or np.isfinite(p).sum() >= 0.8 * most]
     stack = np.stack([parts[i] for i in keep])
     some = np.isfinite(stack).any(axis=0)
     amplitude = np.full(view.n, np.nan)
@@ -136,6 +141,19 @@ def gap(view: View) -> Gap | None:
         num_bad_late=bad_late,
         num_fine_late=fine_late,
     )
+
+
+def _freed_of_age(view: View) -> tuple[tuple[str, float, float], ...]:
+    """The gap metrics to look at. Stale samples hold the policy's own movement as well, which may hide what the engine
+    does: where they are trained, the gap on fresh samples alone tells, else the gaps of each age by themselves."""
+    own = "training/logprob_gap/mean"
+    if view.level(f"{STALENESS}/mean") >= 0.5:
+        if view.count(own) >= max(8, view.n // 2):
+            return ((own, 1.0, 1e-5),)
+        ages = [m for m in view.family("training/logprob_gap_by_staleness/", "/mean") if view.count(m) >= 8]
+        if any(view.count(m) >= view.n // 2 for m in ages):
+            return tuple((m, 1.0, 1e-5) for m in ages)
+    return tuple(m for m in _GAP_METRICS if "gap_all" not in m[0] or view.count(own) < view.n // 2)
 
 
 def own_gap_is_fine(view: View) -> bool:
@@ -188,7 +206,6 @@ def _level_at(view: View, metric: str, at: NDArray[np.intp]) -> float:
 
 
 def _steadiness(values: Series) -> float:
-    from rollbook.diagnose.changes import running_median
     from rollbook.diagnose.view import spearman
 
     known = values[np.isfinite(values)]
@@ -521,6 +538,62 @@ def reward(view: View) -> Reward:
             if lost >= 0.18 and c.score <= -5 and sudden:
                 best = (lost, fall)
     return Reward(metric, best[1] if best else None, best[0] if best else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A level that went from one value to another over the run, without a step."""
+
+    metric: str
+    step: int
+    """Where it left the first value."""
+    before: float
+    after: float
+
+
+LEAST_DECLINE = 0.3
+"""Share of the best reward above the lowest whose loss is more than a run that wavers."""
+
+
+@once("decline")
+def reward_decline(view: View) -> Moved | None:
+    """The mean reward is lost again, slowly: its late level against the best that it held for a tenth of the run."""
+    metric = view.first(*REWARD)
+    if metric is None or view.count(metric) < 30:
+        return None
+    known = np.flatnonzero(np.isfinite(view.values[metric]))
+    values = view.values[metric][known]
+    width = max(7, len(known) // 10)
+    smooth = running_median(values, width | 1)
+    top = int(np.argmax(smooth[:-width])) if len(smooth) > width else 0
+    best, now, bottom = float(smooth[top]), float(np.median(values[-width:])), lowest_reward(view)
+    wavers = 1.4826 * float(np.median(np.abs(values - smooth)))
+    if best - now < max(LEAST_DECLINE * (best - bottom), 3.0 * wavers) or best <= bottom:
+        return None
+    left = np.flatnonzero(smooth[top:] >= best - 0.15 * (best - now))
+    at = known[top + int(left[-1])]
+    return Moved(metric, view.step_at(int(at)), best, now)
+
+
+@once("length growth")
+def length_growth(view: View) -> Moved | None:
+    """The answers become several times as long, and more of them are cut off (or the reward goes with it)."""
+    metric = "response_length/mean"
+    if view.count(metric) < 30:
+        return None
+    tenth = max(3, view.n // 10)
+    first, last = view.level(metric, 0, tenth), view.level(metric, view.n - tenth)
+    if not first > 0 or last < 2.5 * first:
+        return None
+    clip = "response_length/clip_ratio"
+    cut = view.level(clip, view.n - tenth) - view.level(clip, 0, tenth)
+    if not (np.isfinite(cut) and cut >= 0.15) and reward_decline(view) is None:
+        return None
+    values = view.values[metric]
+    known = np.flatnonzero(np.isfinite(values))
+    smooth = running_median(values[known], 7)
+    low = np.flatnonzero(smooth <= first + 0.1 * (last - first))
+    return Moved(metric, view.step_at(int(known[low[-1]]) if len(low) else 0), first, last)
 
 
 # ---- environments ----------------------------------------------------------------------------------------------

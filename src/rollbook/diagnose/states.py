@@ -11,7 +11,7 @@ from rollbook.diagnose.finding import Evidence, State
 from rollbook.diagnose.rules.wording import num, of_break
 from rollbook.diagnose.view import View
 
-OF_A_WELL_SYSTEM = frozenset({"plateau", "reward_saturates"})
+OF_A_WELL_SYSTEM = frozenset({"plateau", "reward_saturates", "reward_falls"})
 """States that mean nothing while a fault of the system is there."""
 
 BRINGS_ABOUT: dict[str, frozenset[str]] = {
@@ -37,12 +37,15 @@ def judge(view: View) -> list[State]:
         state
         for state in (
             _learning_rate_too_high(view),
+            _lengths_explode(view),
             _entropy_collapse(view),
             _data_exhausted(view),
             _reward_saturates(view),
         )
         if state is not None
     ]
+    if not found and (falls := _reward_falls(view)) is not None:
+        found.append(falls)
     if not found and (flat := _plateau(view)) is not None:
         found.append(flat)
     return found
@@ -81,6 +84,51 @@ def _learning_rate_too_high(view: View) -> State | None:
         f"{num(lr)}) by 3 to "
         "10 times, or tighten the clip and the gradient norm",
     )
+
+
+def _lengths_explode(view: View) -> State | None:
+    grown = signs.length_growth(view)
+    if grown is None:
+        return None
+    evidence = [_of(grown)]
+    tenth = max(3, view.n // 10)
+    clip = "response_length/clip_ratio"
+    if view.count(clip) >= 3:
+        first, last = view.level(clip, 0, tenth), view.level(clip, view.n - tenth)
+        says = f"{num(first)} of the answers cut off at first, {num(last)} now"
+        evidence.append(Evidence(metric=clip, step=grown.step, before=first, after=last, says=says))
+    falls = signs.reward_decline(view)
+    if falls is not None:
+        evidence.append(_of(falls))
+    lost = ", and the reward falls" if falls is not None else ""
+    return State(
+        name="lengths_explode",
+        title=f"the answers grow until they are cut off{lost}",
+        step=grown.step,
+        evidence=tuple(evidence),
+        advice=f"read long answers of step {view.step_at(view.n - 1)} first: if they repeat themselves, go back before "
+        f"step {grown.step}; penalise overlong answers, leave cut-off ones out of the loss, and average the loss "
+        "over tokens instead of sequences; if they reason, raise the limit",
+    )
+
+
+def _reward_falls(view: View) -> State | None:
+    falls = signs.reward_decline(view)
+    if falls is None:
+        return None
+    return State(
+        name="reward_falls",
+        title=f"the reward falls, from {num(falls.before)} to {num(falls.after)}",
+        step=falls.step,
+        evidence=(_of(falls),),
+        advice=f"go back before step {falls.step}; lower the learning rate or add a KL term, and compare answers of "
+        "then and now: has the mix of prompts become harder, or has the policy unlearned?",
+    )
+
+
+def _of(moved: signs.Moved) -> Evidence:
+    says = f"{num(moved.before)} until step {moved.step}, {num(moved.after)} now"
+    return Evidence(metric=moved.metric, step=moved.step, before=moved.before, after=moved.after, says=says)
 
 
 def _entropy_collapse(view: View) -> State | None:

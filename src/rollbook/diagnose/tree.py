@@ -9,10 +9,12 @@ they explain what follows from them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from rollbook.diagnose import four_signals, states
-from rollbook.diagnose.finding import Area, Diagnosis, Finding, NotJudged, State
+from rollbook.diagnose.finding import Area, Diagnosis, Finding, NotJudged, OtherRun, State
 from rollbook.diagnose.rules import (
     all_right,
     all_wrong,
@@ -141,10 +143,30 @@ def diagnose(run: RunSeries) -> Diagnosis:
         consequences=tuple(consequences),
         states=tuple(s for s in known_states if not causes or s.name not in states.OF_A_WELL_SYSTEM),
         signals=four_signals.judge(view),
-        not_judged=tuple(j for j in judged if isinstance(j, NotJudged)),
+        not_judged=tuple(_for_framework(run, j) for j in judged if isinstance(j, NotJudged)),
         notes=tuple(run.notes),
         renamed=run.renamed,
     )
+
+
+def in_short(run: RunSeries) -> OtherRun:
+    """One line of a run that stands in the same log as the one that was asked for."""
+    found = diagnose(run)
+    first = found.findings[0] if found.findings else None
+    return OtherRun(
+        run_idx=run.run_idx,
+        num_steps=run.num_steps,
+        verdict=found.verdict,
+        title=first.title if first else "",
+        step=first.step if first else None,
+    )
+
+
+def _for_framework(run: RunSeries, missing: NotJudged) -> NotJudged:
+    """Leave out how verl is told to log it where the log is known to be another's."""
+    if run.format not in ("rollbook", "prometheus", "trl", "slime", "areal"):
+        return missing
+    return replace(missing, collect=re.sub(r" \(verl[^)]*\)", "", missing.collect))
 
 
 def _explains(view: View, cause: Finding, finding: Finding) -> bool:

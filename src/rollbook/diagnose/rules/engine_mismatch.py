@@ -12,7 +12,7 @@ import numpy as np
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.missed_weight_sync import optimizer_explains, staleness_explains
-from rollbook.diagnose.rules.wording import num, of_contrast, share
+from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
 
@@ -38,8 +38,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=("training/logprob_gap/mean or training/rollout_probs_diff_mean or rollout_corr/kl",),
-            collect="return logprobs from the engine and log their difference to the trainer's "
-            "(verl: actor_rollout_ref.rollout.calculate_log_probs=True)",
+            collect=collect_gap(view),
         )
     rise = gap.rise
     publications = signs.publications(view)

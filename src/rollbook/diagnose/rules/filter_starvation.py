@@ -43,8 +43,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         evidence.append(of_break(fall, "share of groups that is left"))
         idx = fall.idx if idx is None else min(idx, fall.idx)
     if idx is None and starved is not None:
-        some = np.flatnonzero(np.nan_to_num(view.values[dropped]) > 0) if dropped is not None else ()
-        idx = int(some[0]) if len(some) else view.n - 1  # from the first steps on, or in the last one alone
+        some = np.flatnonzero(np.nan_to_num(view.values[dropped]) > 0).tolist() if dropped is not None else []
+        idx = some[0] if some else view.n - 1  # from the first steps on, or in the last one alone
     if idx is None:
         return None
     if (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.missed_weight_sync import optimizer_explains, staleness_explains
-from rollbook.diagnose.rules.wording import num, of_break, share
+from rollbook.diagnose.rules.wording import collect_gap, num, of_break, share
 from rollbook.diagnose.stops import stopped_by
 from rollbook.diagnose.view import View
 
@@ -27,7 +27,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=("training/rollout_probs_diff_mean or rollout_corr/kl",),
-            collect="losses are not finite and the gap was not logged: return logprobs from the engine",
+            collect=f"losses are not finite and the gap was not logged: {collect_gap(view)}",
         )
     rise = gap.rise
     nan_idx = view.idx_of(nan_step)

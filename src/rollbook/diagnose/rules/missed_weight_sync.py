@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, of_contrast, share
+from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
 from rollbook.diagnose.view import Break, View
 
 RULE = "missed_weight_sync"
@@ -29,8 +29,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=("training/rollout_probs_diff_mean or rollout_corr/kl", "replica/*/weight_version"),
-            collect="return logprobs from the engine and log their difference "
-            "(verl: actor_rollout_ref.rollout.calculate_log_probs=True)",
+            collect=collect_gap(view),
         )
     told = _told_by_versions(view)
     if told is not None:

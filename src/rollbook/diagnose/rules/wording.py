@@ -58,3 +58,20 @@ def _and(says: str) -> str:
 def share(confidence: float) -> float:
     """A confidence within its bounds."""
     return round(min(max(confidence, 0.05), 0.99), 2)
+
+
+_GAP_IS_LOGGED_BY = {
+    "rollbook": "it is logged by itself wherever engines return logprobs; five steps are needed",
+    "prometheus": "it is exported by itself wherever engines return logprobs; five steps are needed",
+    "verl": "verl: actor_rollout_ref.rollout.calculate_log_probs=True",
+    "trl": "TRL: use_vllm with vllm_importance_sampling_correction logs sampling/sampling_logp_difference",
+    "slime": "slime: --get-mismatch-metrics",
+    "areal": "AReaL: use_decoupled_loss logs behave_kl",
+}
+
+
+def collect_gap(view: View) -> str:
+    """How the framework that wrote the log is made to log the gap."""
+    framework = view.run.format.split("-")[0]
+    how = _GAP_IS_LOGGED_BY.get(framework, _GAP_IS_LOGGED_BY["verl"])
+    return f"return logprobs from the engine and log their difference to the trainer's ({how})"

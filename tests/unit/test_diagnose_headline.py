@@ -1,0 +1,112 @@
+"""What the first lines claim: no more than the log can prove, with what limits a run that has no fault."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollbook.diagnose.readers.assemble import assemble
+from rollbook.diagnose.report import to_text
+from rollbook.diagnose.series import Row, RunSeries
+from rollbook.diagnose.tree import diagnose
+
+N = 120
+T = np.arange(N, dtype=np.float64)
+RNG = np.random.default_rng(0)
+GAP, SYNC = "training/rollout_probs_diff_mean", "timing_s/update_weights"
+
+
+def around(level: object, noise: float = 0.03) -> np.ndarray:
+    return np.asarray(level, np.float64) * np.exp(RNG.normal(0, noise, N))
+
+
+def run(format: str = "verl-file", leave_out: tuple[str, ...] = (), **changed: np.ndarray) -> RunSeries:
+    values = {
+        "critic/score/mean": 0.3 + 0.2 * T / N + RNG.normal(0, 0.01, N),
+        GAP: around(np.full(N, 0.004)),
+        SYNC: around(np.full(N, 3.0)),
+        "response_length/mean": around(np.full(N, 900.0)),
+        **{name.replace("__", "/"): series for name, series in changed.items()},
+    }
+    rows = [
+        Row(step=i, data={k: float(v[i]) for k, v in values.items() if k not in leave_out and v[i] == v[i]})
+        for i in range(N)
+    ]
+    return assemble(rows, source="log", format=format)
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "verdict", "says"),
+    [
+        ((), "well", "NONE OF THESE: the system is well\n"),
+        ((GAP,), "well", 'well, as far as it can be judged without "gap of trainer and engine"'),
+        (
+            (GAP, SYNC),
+            "not_judged",
+            "NOT JUDGED: nothing wrong shows in what was logged, but that is too little",
+        ),
+    ],
+)
+def test_a_missing_signal_is_no_proof(leave_out: tuple[str, ...], verdict: str, says: str) -> None:
+    diagnosis = diagnose(run(leave_out=leave_out))
+    assert diagnosis.verdict == verdict
+    text = to_text(diagnosis)
+    assert " ".join(says.split()) in " ".join(text.split())
+    assert "none fell to zero" not in text, "no source was logged"
+
+
+def test_answers_that_grow_until_they_are_cut_off_limit_the_run() -> None:
+    progress = np.clip((T - 40) / 70, 0, 1)
+    diagnosis = diagnose(
+        run(
+            critic__score__mean=0.38 - 0.27 * progress + RNG.normal(0, 0.01, N),
+            response_length__mean=around(1014 + 6400 * progress),
+            response_length__clip_ratio=0.02 + 0.75 * progress,
+        )
+    )
+    assert [state.name for state in diagnosis.states] == ["lengths_explode"]
+    assert 36 <= diagnosis.states[0].step <= 52
+    moved = [signal.name for signal in diagnosis.signals if signal.verdict == "moved"]
+    assert moved == ["reward by source", "staleness, lengths, sync seconds"]
+    assert "what limits the run: the answers grow until they are cut off" in " ".join(
+        to_text(diagnosis).split()
+    )
+
+
+def test_a_reward_that_is_lost_again_slowly_is_said_and_one_that_wavers_is_not() -> None:
+    falls = 0.2 + 0.3 * np.minimum(T / 60, 1) - 0.3 * np.clip((T - 70) / 50, 0, 1)
+    assert [s.name for s in diagnose(run(critic__score__mean=around(falls))).states] == ["reward_falls"]
+    wavers = around(np.full(N, 0.3), 0.3)
+    assert "reward_falls" not in [s.name for s in diagnose(run(critic__score__mean=wavers)).states]
+
+
+@pytest.mark.parametrize(
+    ("format", "names"), [("verl-console", "calculate_log_probs"), ("trl", "TRL"), ("slime", "slime")]
+)
+def test_a_remedy_is_for_the_framework_that_wrote_the_log(format: str, names: str) -> None:
+    missing = diagnose(run(format, leave_out=(GAP,))).not_judged
+    told = {judged.rule: judged.collect for judged in missing}
+    assert names in told["engine_mismatch"]
+    assert ("verl" in " ".join(told.values())) == format.startswith("verl")
+
+
+def test_a_step_among_samples_of_one_age_is_the_engines_although_no_sample_is_fresh() -> None:
+    age = "training/off_policy/trajectory_staleness"
+    gap = around(np.where(T >= 60, 0.12, 0.02 + 0.06 * np.exp(-T / 6)), 0.1)
+    columns = {f"{age}/{s}": np.minimum(T, 1.0) for s in ("mean", "max", "min")}
+    own = np.where(T < 1, 0.0, np.nan)
+    series = {"training/logprob_gap_by_staleness/1/mean": gap, "training/logprob_gap/mean": own}
+    finding = diagnose(run("rollbook", **columns, **series)).findings[0]
+    assert (finding.rule, finding.step) == ("engine_mismatch", 60)
+
+
+def test_fresh_samples_alone_tell_where_stale_ones_are_trained() -> None:
+    age = "training/off_policy/trajectory_staleness"
+    columns = {f"{age}/{s}": np.minimum(T, 2.0) for s in ("mean", "max", "min")}
+    moves = {
+        "training/logprob_gap_all/mean": around(np.full(N, 0.2), 0.4),
+        GAP: around(np.full(N, 0.03), 0.4),
+    }
+    own = {"training/logprob_gap/mean": around(np.where(T >= 60, 0.05, 0.002))}
+    finding = diagnose(run("rollbook", **columns, **moves, **own)).findings[0]
+    assert (finding.rule, finding.step) == ("engine_mismatch", 60)
