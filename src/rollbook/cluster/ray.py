@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -500,6 +500,9 @@ class RemotePublisher(Publisher):
         self.trainer = trainer
         self.weight_version = 0
         self.quarantined: dict[int, str] = {}
+        self.lost: dict[int, str] = {}
+        """Replicas whose process is gone, and why, until another one takes their publications. That nobody answers at
+        the old address is no reason of its own."""
         self._in_turn = asyncio.Lock()
 
     @property
@@ -520,6 +523,7 @@ class RemotePublisher(Publisher):
         calls = [("set_port", (address,)), *[("pid", ())] * (len(self.trainer.actors) - 1)]
         async with self._in_turn:
             await asyncio.to_thread(self.trainer.each, calls)
+        self.lost.pop(address.replica_id, None)
         self.quarantined[address.replica_id] = "it was started again"
 
     async def _publish(self, weight_version: int, moved: bool, only: int | None) -> PublicationReport:
@@ -528,11 +532,11 @@ class RemotePublisher(Publisher):
             calls = [first, *[("drain", ())] * (len(self.trainer.actors) - 1)]
             answer, quarantined = await asyncio.to_thread(self.trainer.each, calls)
         self.quarantined.clear()
-        self.quarantined.update(quarantined)
+        self.quarantined.update(quarantined | self.lost)
         if isinstance(answer, RunError):
             raise answer
         self.weight_version = answer.weight_version
-        return cast(PublicationReport, answer)
+        return replace(cast(PublicationReport, answer), quarantined=dict(self.quarantined))
 
     def close(self) -> None:
         return None
@@ -657,7 +661,7 @@ class RayPool:
         """Out of service until it was started again and holds a proven version."""
         replica_id = engine.replica_id
         self.recorder.event("quarantined", replica_id=replica_id, why=why)
-        self.publisher.quarantined[replica_id] = why
+        self.publisher.lost[replica_id] = self.publisher.quarantined[replica_id] = why
         if self.router is not None and not self.is_last(engine):
             self.router.take_out(replica_id, why)
         self._restarts[replica_id] = asyncio.ensure_future(self._restart(engine))

@@ -549,10 +549,12 @@ class Controller:
             self.recorder.metrics({"sync/num_failed": Total(1), "sync/num_retries": Total(1)})
             report = await self.publisher.publish(weight_version, moved=self.has_moved)
         for replica_id, why in report.quarantined.items():
+            if self.router.out_of_service.get(replica_id) != why:  # else it stays out, for the reason it went
+                self.recorder.event("quarantined", replica_id=replica_id, why=why)
             self.router.take_out(replica_id, why)
-            self.recorder.event("quarantined", replica_id=replica_id, why=why)
         for replica_id in report.committed:
-            self.router.put_back(replica_id)
+            if replica_id not in report.quarantined:
+                self.router.put_back(replica_id)
         self.weight_version = weight_version
         self.has_moved = False
         self.recorder.event("publication", **report.as_event())

@@ -55,7 +55,7 @@ class Router:
                 if self.on_lie is not None:
                     self.on_lie(engine.replica_id, why)
             except EngineDownError as error:
-                self.take_out(engine.replica_id, error.what)
+                self.out_of_service.setdefault(engine.replica_id, error.what)  # a first reason says more
             finally:
                 self._num_open[engine.replica_id] -= 1
 
@@ -110,6 +110,6 @@ class Router:
         outcomes = await asyncio.gather(*(call(engine) for engine in self.engines), return_exceptions=True)
         for engine, outcome in zip(self.engines, outcomes, strict=True):
             if isinstance(outcome, EngineDownError):
-                self.take_out(engine.replica_id, outcome.what)
+                self.out_of_service.setdefault(engine.replica_id, outcome.what)
             elif isinstance(outcome, BaseException):
                 raise outcome
