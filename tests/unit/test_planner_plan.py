@@ -12,6 +12,7 @@ from rollbook.ledger.assumptions import load_assumptions
 from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.model import load_model
 from rollbook.ledger.workload import AgentWork, Workload
+from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import make_plan
 from rollbook.planner.request import PlanRequest, choice_of, split_of
 from rollbook.planner.scenario import scenario_of
@@ -194,6 +195,14 @@ def test_every_part_counts_the_training_state_alike(assume: str, num_gpus: int) 
     is_fewer = int(enough.split()[1]) < outputs["min_train_gpus"]  # type: ignore[operator]
     assert ("in host memory" in enough) == is_fewer
     assert "TP" not in plan.choice_because  # no layout helps where the GPUs are too few
+
+
+def test_the_paper_account_says_what_it_takes_a_critic_for() -> None:
+    options: dict[str, Any] = {"model": "qwen3-0.6b", "num_gpus": "8", "assume": "paper"}
+    told = make_plan(PlanOptions(**options, algorithm="ppo").request(), is_brief=True).derivation[0].because
+    assert "2 N of values at the forward MFU and 6 N of training" in told
+    assert "16 bytes a parameter cross" in told
+    assert "critic" not in make_plan(PlanOptions(**options).request(), is_brief=True).derivation[0].because
 
 
 def test_the_named_number_of_gpus_is_the_smallest_that_fits() -> None:

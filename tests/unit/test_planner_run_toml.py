@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from rollbook.config.run_config import RunConfig
 from rollbook.controller import startable
 from rollbook.errors import ConfigError
 from rollbook.ledger.hardware import MachineSpec
+from rollbook.planner.options import PlanOptions
+from rollbook.planner.plan import make_plan
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64,
@@ -114,6 +117,36 @@ def test_a_plan_for_a_cpu_is_a_config_that_train_can_start_here(tmp_path: Path, 
     assert "vllm" not in text.lower()
     assert config.model.path is not None
     assert Path(config.model.path) == (tmp_path / "qwen3-tiny").resolve()
+
+
+def test_a_processor_publishes_at_its_measured_rate(tmp_path: Path) -> None:
+    """No link and no base of GPU clusters: base + float32 bytes / rate, and `train` reads the same file."""
+    hardware = tmp_path / "hardware.toml"
+    CPU.write(hardware)
+    options = PlanOptions(
+        model=str(model_folder(tmp_path)), gpu=str(hardware), num_gpus="1", prompts="8", group_size="4",
+        prompt_tokens="20", response_tokens="16",
+    )  # fmt: skip
+    plan = make_plan(options.request(), is_brief=True)
+    publication, chosen = plan.publication, plan.require_chosen()
+    assert publication is not None
+    moved = 4 * plan.request.model.computed_params
+    rate = CPU.digest_bytes_per_s or CPU.copy_bytes_per_s
+    assert publication.account.total_bytes == moved
+    assert publication.seconds == pytest.approx(CPU.sync_base_s + moved / rate)
+    assert chosen.account.seconds.sync == pytest.approx(publication.seconds)
+    assert "CUDA" not in publication.because and "network" not in publication.because
+    config, _ = written(
+        tmp_path, "--model", str(tmp_path / "qwen3-tiny"), "--gpu", str(hardware), "--num-gpus", "1",
+        "--prompts", "8", "--group-size", "4", "--prompt-tokens", "20", "--response-tokens", "16",
+    )  # fmt: skip
+    assert config.plan.hardware == str(hardware)
+    replace(CPU, model="/models/another").write(hardware)
+    config, _ = written(
+        tmp_path, "--model", str(tmp_path / "qwen3-tiny"), "--gpu", str(hardware), "--num-gpus", "1",
+        "--prompts", "8", "--group-size", "4", "--prompt-tokens", "20", "--response-tokens", "16",
+    )  # fmt: skip
+    assert config.plan.hardware == ""  # another model's seconds are no expectation of this one
 
 
 def test_what_train_cannot_do_of_the_plan_is_said(tmp_path: Path) -> None:

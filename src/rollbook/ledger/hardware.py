@@ -44,6 +44,10 @@ class Accelerator:
     """What no source gave and was filled in, with the reason."""
     is_cpu: bool = False
     """The machine's own processor, measured: no CUDA."""
+    publish_base_s: float = 0.0
+    """Of a publication within the process, measured; a processor only."""
+    publish_bytes_per_s: float = 0.0
+    """Of the same; 0: not measured."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of `dtype`; a dtype without its own units runs at the rate of the next wider one."""
@@ -266,6 +270,8 @@ class MachineSpec:
             nic_bytes_per_s=self.host_link_bytes_per_s or self.copy_bytes_per_s,
             sources=("rollbook calibrate",),
             is_cpu=self.is_cpu,
+            publish_base_s=self.sync_base_s,
+            publish_bytes_per_s=self.digest_bytes_per_s or self.copy_bytes_per_s,
         )
 
     def write(self, path: Path) -> None:
@@ -296,8 +302,13 @@ class MachineSpec:
             )
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path} is not a hardware.toml of this version: {error}", "run `rollbook calibrate` again"
+                f"{path} is no hardware.toml of this version: {_why_no_spec(error)}",
+                "run `rollbook calibrate` again",
             ) from error
+
+
+def _why_no_spec(error: Exception) -> str:
+    return f"it has no table [{error.args[0]}]" if isinstance(error, KeyError) else str(error)
 
 
 _CPU_NAMES = ("", "x86_64", "AMD64", "aarch64", "arm64")

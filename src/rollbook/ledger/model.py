@@ -338,6 +338,10 @@ def _name_of(config: Mapping[str, Any], path: Path) -> str:
     return str(architecture or family or folder or "model")
 
 
+_LONGEST_HINT = 200
+"""Characters; above that a remedy would list the whole registry."""
+
+
 def load_model(name_or_path: str) -> ModelSpec:
     """A model by registry name or alias, or from a Hugging Face folder or `config.json`.
 
@@ -347,16 +351,24 @@ def load_model(name_or_path: str) -> ModelSpec:
     Raises:
         ConfigError: neither a known name (the nearest are named) nor a readable config.
     """
+    if not name_or_path.strip():
+        raise ConfigError("no model is named", "give a name such as qwen3-8b, or a folder with a config.json")
     spec = _registry().get(_key(name_or_path))
     if spec is not None:
         return spec
     path = Path(name_or_path)
     if path.exists() or path.suffix == ".json":
         return ModelSpec.from_hf_config(path)
-    raise ConfigError(
-        f"model {name_or_path!r} is not in the registry",
-        nearest_name(name_or_path, model_names(with_aliases=True)) + " (or give a config.json)",
+    known = model_names(with_aliases=True)
+    hint = nearest_name(path.name, known)
+    if len(hint) > _LONGEST_HINT:  # nothing is near: not the whole table
+        hint = f"give one of {len(known)} names such as qwen3-8b"
+    what = (
+        f"no folder {name_or_path!r} here, and no such"
+        if "/" in name_or_path
+        else f"model {name_or_path!r} is not a"
     )
+    raise ConfigError(f"{what} name in the registry", f"{hint} (or give a config.json or its folder)")
 
 
 def model_names(*, with_aliases: bool = False) -> list[str]:

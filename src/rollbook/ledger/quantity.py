@@ -40,7 +40,8 @@ def parse_count(text: str | int | float, *, what: str = "count") -> int:
     if value < 1:
         raise ConfigError(f"{what} is {text}, below 1", f"give {what} of at least 1")
     if value != round(value):
-        raise ConfigError(f"{what} is {text}, which is {value}: not whole", "write a whole number")
+        comes_to = "" if match[2] == "" else f" = {value:.6g}"
+        raise ConfigError(f"{what} is {text}{comes_to}, not whole", "write a whole number")
     return round(value)
 
 
@@ -61,9 +62,18 @@ def require_number(what: str, value: object, *, least: float, most: float = math
     if not math.isfinite(value):
         raise PlanError(f"{what} is {value}, not a finite number", remedy)
     if value < least:
-        raise PlanError(f"{what} is {value:g}, below {least:g}", remedy)
+        raise PlanError(f"{what} is {_plain(value)}, below {_plain(least)}", remedy)
     if value > most:
-        raise PlanError(f"{what} is {value:g}, above {most:g}", remedy)
+        raise PlanError(f"{what} is {_plain(value)}, above {_plain(most)}", remedy)
+
+
+def _plain(value: float) -> str:
+    """As a person writes it: a count in full, 1e300 as 1e+300.
+
+    >>> _plain(1000000), _plain(0.5), _plain(1e300)
+    ('1000000', '0.5', '1e+300')
+    """
+    return f"{value:.0f}" if value == round(value) and abs(value) < 1e15 else f"{value:g}"
 
 
 _SEPARATORS = str.maketrans("", "", "_,")

@@ -96,6 +96,8 @@ def sync_account(
     if min(work.num_train_gpus, work.num_rollout_gpus, work.replica_gpus) < 1:
         raise PlanError("a publication has no sender or no receiver", "give each side at least one GPU")
     total = published_bytes(model, work.weight_dtype, work.lora_rank)
+    if cluster.accelerator.is_cpu and work.method == "in_process":
+        return _within_process(model, cluster, assumptions, work)
     crosses = _crosses_nodes(cluster, work)
     per_sender = total / work.num_train_gpus
     per_receiver = total / work.replica_gpus
@@ -122,6 +124,25 @@ def sync_account(
         seconds=seconds,
         error_frac=assumptions.error_frac[work.method],
         slowest=slowest,
+    )
+
+
+def _within_process(
+    model: ModelSpec, cluster: Cluster, assumptions: SyncAssumptions, work: SyncWork
+) -> SyncAccount:
+    """On a processor: digest and copy of float32 parameters, at the measured rate. Nothing crosses a link."""
+    machine = cluster.accelerator
+    total = 4.0 * (lora_params(model, work.lora_rank) if work.lora_rank else model.computed_params)
+    rate = machine.publish_bytes_per_s or machine.hbm_bytes_per_s
+    return SyncAccount(
+        total_bytes=total,
+        bytes_per_sender=total,
+        bytes_per_receiver=total,
+        num_tensors=num_tensors(model, splits_experts=work.splits_experts),
+        peak_bytes=4.0 * model.embedding_params,
+        seconds=machine.publish_base_s + total / rate,
+        error_frac=assumptions.error_frac["in_process"],
+        slowest="load",
     )
 
 

@@ -115,8 +115,19 @@ def _work(request: PlanRequest, base: Candidate) -> Reasoned:
             f"training is {percent(training / flops.total)} and generation "
             f"{percent((flops.generate + flops.prefill) / flops.total)}. At the peak of {request.cluster.num_gpus} "
             f"{request.cluster.accelerator.name} that is {seconds(at_peak_s)}; whatever the step takes beyond that "
-            "has to be explained."
+            f"has to be explained.{_critic_note(request)}"
         ),
+    )
+
+
+def _critic_note(request: PlanRequest) -> str:
+    """What the paper account takes a critic for, which its text leaves open."""
+    if request.workload.num_trained_models == 1 or request.assumptions.method != "paper":
+        return ""
+    return (
+        f" The critic's 8 N FLOPs a token are 2 N of values at the forward MFU and 6 N of training at the training "
+        f"MFU; its {request.assumptions.train_state_bytes_per_param:g} bytes a parameter cross in a colocated "
+        "hand-over like the policy's."
     )
 
 

@@ -161,6 +161,7 @@ class PlanOptions:
         return PlanRequest(
             model=model,
             model_path=_model_path(self.model),
+            hardware_path=str(Path(self.gpu).resolve()) if self.gpu.endswith(".toml") else "",
             workload=workload,
             cluster=Cluster(
                 accelerator=load_accelerator(self.gpu),

@@ -54,6 +54,12 @@ class Publication:
         }
 
 
+def _title(request: PlanRequest, method: SyncMethod) -> str:
+    if method == "in_process" and request.cluster.accelerator.is_cpu:
+        return "copy within the process"
+    return _METHOD_TITLES[method]
+
+
 def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
     """The method the search settled on, beside what the others would take."""
     colocated = is_colocated(chosen.mode)
@@ -82,11 +88,13 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
         every = best_sync_every(method_s, update_s, max_staleness_steps=request.max_staleness_steps)
         every = min(every, request.workload.num_mini_batches)
     because = (
-        f"{format_bytes(accounts[method].total_bytes)} by {_METHOD_TITLES[method]} take {seconds(method_s)}, "
+        f"{format_bytes(accounts[method].total_bytes)} by {_title(request, method)} take {seconds(method_s)}, "
         f"{percent(method_s / chosen.step_s)} of the step"
     )
     if method != plain:
         because += f"; {_METHOD_TITLES[plain]} would take {seconds(options_s[plain])}"
+    elif request.cluster.accelerator.is_cpu:
+        because += "; engine and trainer are one process, so no byte crosses a link"
     elif colocated:
         because += "; engine and trainer share their devices, so no byte crosses a network but the gather"
     elif method_s <= 0.05 * chosen.step_s:

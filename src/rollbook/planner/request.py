@@ -27,6 +27,8 @@ class PlanRequest:
     assumptions: Assumptions
     model_path: str = ""
     """Folder or hub name that a written config should load; empty: the model's name."""
+    hardware_path: str = ""
+    """The hardware.toml that the accelerator was read from; empty: a published one."""
     rollout_tp: int = 0
     """GPUs of one replica; 0 leaves it to the planner."""
     split: tuple[int, int] | None = None

@@ -10,7 +10,9 @@ import json
 import math
 import textwrap
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from rollbook.ledger.hardware import MachineSpec
 from rollbook.ledger.step import is_colocated
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.publication import MAX_BUCKETS, Publication
@@ -376,7 +378,15 @@ def _checkpoint(plan: Plan) -> _Table:
     return table
 
 
+def _measured_model(path: str) -> str:
+    """The model whose seconds a hardware.toml holds; empty: of the machine alone."""
+    return Path(MachineSpec.read(Path(path)).model).name
+
+
 def _plan(plan: Plan) -> _Table:
     table = _Table("plan")
     table.put("response_tokens", float(plan.request.workload.response_tokens), "What the plan assumed.")
+    path = plan.request.hardware_path
+    if path and _measured_model(path) in ("", Path(plan.request.model_path).name):
+        table.put("hardware", path, "Measured already: `train` need not measure it again.")
     return table
