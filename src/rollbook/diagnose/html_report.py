@@ -8,8 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from rollbook.diagnose.finding import Diagnosis, Evidence, Finding
-from rollbook.diagnose.report import AREA_NAMES
-from rollbook.diagnose.report import headline
+from rollbook.diagnose.report import AREA_NAMES, headline
 from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.view import View
 
