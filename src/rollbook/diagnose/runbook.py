@@ -101,7 +101,10 @@ def _job(job: Job) -> list[str]:
             "responses",
             f"at most {job.max_response_tokens} tokens: {sequences * job.max_response_tokens:,} a step at most",
         ),
-        ("generation", f"{job.num_replicas} x {job.engine}, {job.num_slots} slots each: {waves} waves"),
+        (
+            "generation",
+            f"{job.num_replicas} x {job.engine}, {job.num_slots} slots each: {waves} wave{'s' if waves > 1 else ''}",
+        ),
         (
             "staleness",
             f"at most {job.max_staleness_steps} steps; published every {job.sync_every_steps} by {job.transport}",
