@@ -110,3 +110,26 @@ def test_fresh_samples_alone_tell_where_stale_ones_are_trained() -> None:
     own = {"training/logprob_gap/mean": around(np.where(T >= 60, 0.05, 0.002))}
     finding = diagnose(run("rollbook", **columns, **moves, **own)).findings[0]
     assert (finding.rule, finding.step) == ("engine_mismatch", 60)
+
+
+def test_a_fault_that_came_and_went_shows_its_peak_and_the_step_where_it_began() -> None:
+    spike = np.where((T >= 60) & (T < 72), 1 + 0.5 * (T - 59), 1.0)
+    finding = diagnose(run(training__rollout_probs_diff_mean=around(0.004 * spike))).findings[0]
+    assert finding.rule == "missed_weight_sync"
+    assert abs(finding.step - 60) <= 2
+    assert finding.evidence[0].after is not None
+    assert finding.evidence[0].after > 0.02
+
+
+def test_a_slow_ramp_is_dated_where_it_begins() -> None:
+    slow = np.clip((T - 40) / 80, 0, 1)
+    finding = diagnose(
+        run(
+            num_turns__mean=around(np.full(N, 6.0)),
+            env__turn_s__mean=around(3 * (1 + 4 * slow), 0.05),
+            perf__cpu_memory_used_gb=around(210 + 400 * slow, 0.01),
+            timing_s__gen=around(60 * (1 + 1.5 * slow)),
+        )
+    ).findings[0]
+    assert finding.rule == "sandbox_leak"
+    assert abs(finding.step - 40) <= 6

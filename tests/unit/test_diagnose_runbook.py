@@ -42,6 +42,11 @@ def test_the_manual_holds_this_jobs_thresholds(capsys: pytest.CaptureFixture[str
     assert all(f"`{rule}`" in text for rule in RULES)
 
 
+def test_a_bound_of_zero_is_broken_by_any_stale_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    text = manual(capsys, ADDITION, "--set", "run.schedule=sync")
+    assert "`trajectory_staleness_worst/max` above 0 in any step" in text
+
+
 def test_the_record_holds_the_plan_of_a_run_that_has_begun(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,7 +105,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "stale_samples": Entry(
         "async",
-        "`trajectory_staleness_worst/max` near {max_staleness_steps} all the time, the gap follows it, "
+        "`trajectory_staleness_worst/max` {staleness_sign}, the gap follows it, "
         "effective sample "
         "size below {min_eff_sample_size}",
         "standing engines: staleness grows by one a step and does not stop",

@@ -75,8 +75,10 @@ def to_markdown(job: Job, thresholds: Thresholds, *, plan: Mapping[str, Any] | N
 
 
 def _filled(job: Job, thresholds: Thresholds) -> dict[str, str]:
+    bound = job.max_staleness_steps
     values: dict[str, object] = {
         **asdict(thresholds),
+        "staleness_sign": f"near {bound} all the time" if bound else "above 0 in any step",
         "max_staleness_steps": job.max_staleness_steps,
         "max_spread": max(1, job.max_staleness_steps),
         "sources": ", ".join(f"`{s}`" for s in job.sources),

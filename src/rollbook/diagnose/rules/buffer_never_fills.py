@@ -65,6 +65,11 @@ def judge(view: View) -> Finding | NotJudged | None:
         if fall is not None and view.near(fall.idx, idx, least=8):
             evidence.append(of_break(fall))
             confidence += 0.1
+    for metric in dict.fromkeys((*signs.ENV_FAILURES, *view.family("failures/", "/num"))):
+        rise = view.rise(metric, log=False)
+        least = 0.03 if metric.endswith(("frac", "ratio")) else 3.0
+        if rise is not None and rise.late >= 2 * rise.before + least and rise.score >= 4:
+            evidence.append(of_break(rise, "what fails does not reach the trainer"))
     lost = (wait - before) * (view.n - idx) * view.stride if np.isfinite(before) else None
     return Finding(
         rule=RULE,

@@ -8,6 +8,8 @@ carries nothing, or takes a fraction of its time, is the same fault seen from th
 
 from __future__ import annotations
 
+import numpy as np
+
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
@@ -130,6 +132,8 @@ def _never_synced(view: View, gap: signs.Gap) -> bool:
 def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: int | None) -> Finding:
     versions, publications, reward = signs.versions(view), signs.publications(view), signs.reward(view)
     evidence: list[Evidence] = []
+    if end is not None and rise is not None and rise.idx == idx:
+        idx = _left_at(view, idx, end)
     step = view.step_at(idx)
     if versions.standing_replicas:
         names = ", ".join(versions.standing_replicas)
@@ -150,7 +154,9 @@ def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: i
         )
     for metric in (signs.gap(view) or _NO_GAP).metrics[:2]:
         c = view.contrast(metric, idx, width=30)
-        if c is not None:
+        if c is not None and end is not None:
+            evidence.append(_peak(view, metric, idx, end, c.before))
+        elif c is not None:
             evidence.append(of_contrast(view, c, idx, "grows with the steps since the last good publication"))
     if rise is not None:
         evidence.append(
@@ -185,6 +191,30 @@ def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: i
         next_check="compare a digest of the live parameters of one replica with the trainer's, then the logprobs "
         "of one short prompt on both sides",
         until_step=view.step_at(end) if end is not None else None,
+    )
+
+
+def _left_at(view: View, idx: int, end: int) -> int:
+    """First position of the way up to the peak of a gap that came and went: a scan may begin in the noise before it."""
+    values = view.values[signs.GAP][idx:end]
+    before = view.level(signs.GAP, max(0, idx - 40), idx)
+    if len(values) < 2 or not np.isfinite(values).any() or not np.isfinite(before):
+        return idx
+    top = int(np.nanargmax(values))
+    low = np.flatnonzero(~(values[:top] > before + 0.1 * (values[top] - before)))
+    return idx + (int(low[-1]) + 1 if len(low) else 0)
+
+
+def _peak(view: View, metric: str, idx: int, end: int, before: float) -> Evidence:
+    """What a series that came and went was at its farthest."""
+    values = view.values[metric][idx:end]
+    away = np.where(np.isfinite(values), np.abs(values - before), -1.0)
+    at = int(np.argmax(away))
+    until = view.step_at(end)
+    says = f"{num(before)} before, {num(float(values[at]))} at its peak in step {view.step_at(idx + at)}, back at step "
+    says += f"{until}: grows with the steps since the last good publication"
+    return Evidence(
+        metric=metric, step=view.step_at(idx + at), before=before, after=float(values[at]), says=says
     )
 
 

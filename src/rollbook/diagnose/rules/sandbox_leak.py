@@ -47,8 +47,7 @@ def judge(view: View) -> Finding | NotJudged | None:
             continue
         points += worth
         env |= metric.startswith("env/")
-        rise = view.rise(metric)
-        idx = rise.idx if rise is not None else 0
+        idx = _onset(view, metric)
         begin = min(begin, idx)
         early, late = view.level(metric, 0, max(3, view.n // 8)), view.last(metric, max(3, view.n // 8))
         evidence.append(
@@ -68,8 +67,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         ratio, steadiness = view.trend(excess)
         if ratio >= 1.2 and steadiness >= 0.7 and _is_gradual(view, excess) and not _trainer_slows(view):
             points += 1.2
-            rise = view.rise(excess)
-            begin = min(begin, rise.idx if rise is not None else begin)
+            begin = min(begin, _onset(view, excess) or begin)
             says = f"generation takes {num(ratio)} times what the lengths explain"
             evidence.append(
                 Evidence(metric="timing_s/gen", step=view.step_at(min(begin, view.n - 1)), says=says)
@@ -87,6 +85,14 @@ def judge(view: View) -> Finding | NotJudged | None:
         action="give every lease an owner and a time to live, and reap what no running trajectory owns; "
         "restart the pool now",
         next_check="count living sandboxes against running trajectories, by run id",
+    )
+
+
+def _onset(view: View, metric: str) -> int:
+    """Where a growth begins; 0 when it is there from the start. The logarithm of a straight ramp bends, which dates it
+    too early: the later of the two scales stands."""
+    return max(
+        (rise.idx for log in (True, False) if (rise := view.rise(metric, log=log)) is not None), default=0
     )
 
 
