@@ -141,11 +141,11 @@ def test_a_killed_trainer_rank_sends_the_run_back_to_its_checkpoint_and_the_resu
         trainer: Any = controller.trainer
         plain = trainer.update
 
-        def update(batch: Any, objective: Any, *, lr: float | None = None) -> Any:
+        def update(batch: Any, objective: Any, **keywords: Any) -> Any:
             if batch.step == 2 and not killed:
                 killed.append(ray.get(trainer.actors[1].pid.remote()))
                 os.kill(killed[0], signal.SIGKILL)
-            return plain(batch, objective, lr=lr)
+            return plain(batch, objective, **keywords)
 
         trainer.update = update
 
