@@ -305,7 +305,8 @@ class Controller:
         """Wait for the groups of this step. The engines generate them; scoring happens as they finish."""
         with self.recorder.span("rollout", expected_s=self._expected_s("rollout")) as span:
             taken = await self.rollout.collect()
-            span.set(tokens=self._num_generated(taken))
+            if not self.runs_ahead:
+                span.set(tokens=self._num_generated(taken))
         if self.schedule.pauses_for_training:
             with self.recorder.span("to_trainer", expected_s=self._switch_s("to_trainer")):
                 await self.switch.to_trainer()
@@ -521,6 +522,11 @@ class Controller:
         return self.config.sync.probe and self.config.rollout.mismatch == "none"
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether engines may finish more than a step waits for, so that its wait is not what generating took."""
+        return self.config.buffer.max_staleness_steps > 0 or not self.schedule.pauses_for_training
+
+    @property
     def num_sequences(self) -> int:
         """Sequences of a step before filters."""
         return self.config.run.groups_per_step * self.config.rollout.group_size
@@ -649,6 +655,9 @@ class Controller:
             elapsed_s=now_s - self._engine_stats_at_s,
             num_quarantined=len(self.router.out_of_service),
         )
+        if self.runs_ahead:
+            rate = Ratio(values["generated/num_tokens"].result(), now_s - self._engine_stats_at_s)
+            values["perf/tokens_per_s/gen"] = rate  # of the whole step: it is how long the engines had
         self._engine_stats, self._engine_stats_at_s = now, now_s
         return values
 
