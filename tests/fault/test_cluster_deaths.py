@@ -11,6 +11,7 @@ import pytest
 
 from rollbook.controller.loop import Controller
 from rollbook.errors import SyncError
+from rollbook.rollout.router import Router
 from rollbook.sync.publisher import PublicationReport
 from tiny_run import run_tiny
 
@@ -68,3 +69,15 @@ async def test_nobody_at_a_dead_replicas_address_is_no_reason_of_its_own() -> No
     await publisher.set_port(ReplicaAddress(replica_id=1, host="", port=1, token="", pid=1))
     assert (await publisher.publish(17)).quarantined == refused  # of the one that was started again
     await asyncio.gather(*pool._restarts.values(), return_exceptions=True)
+
+
+async def test_a_death_that_the_pool_and_the_publication_both_see_is_told_once() -> None:
+    router = Router([SimpleNamespace(replica_id=0), SimpleNamespace(replica_id=1)])  # type: ignore[list-item]
+    told: list[str] = []
+    router.on_quarantine = lambda replica_id, why: told.append(f"{replica_id}: {why}")
+    for why in ("gone", "gone", "another"):
+        router.take_out(1, why)
+        router.announce(1, why)
+    router.put_back(1)
+    router.announce(1, "another")
+    assert told == ["1: gone", "1: another", "1: another"]

@@ -660,10 +660,13 @@ class RayPool:
     def lost(self, engine: RemoteEngine, why: str) -> None:
         """Out of service until it was started again and holds a proven version."""
         replica_id = engine.replica_id
-        self.recorder.event("quarantined", replica_id=replica_id, why=why)
         self.publisher.lost[replica_id] = self.publisher.quarantined[replica_id] = why
-        if self.router is not None and not self.is_last(engine):
-            self.router.take_out(replica_id, why)
+        if self.router is None:
+            self.recorder.event("quarantined", replica_id=replica_id, why=why)
+        else:
+            self.router.announce(replica_id, why)
+            if not self.is_last(engine):
+                self.router.take_out(replica_id, why)
         self._restarts[replica_id] = asyncio.ensure_future(self._restart(engine))
 
     def is_last(self, engine: RemoteEngine) -> bool:

@@ -80,7 +80,7 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
             else:
                 router, publisher = Router(on_ray.pool.engines), on_ray.publisher
                 on_ray.pool.router = router
-        router.on_lie = lambda who, why: recorder.event("quarantined", replica_id=who, why=why)
+        router.on_quarantine = lambda who, why: recorder.event("quarantined", replica_id=who, why=why)
         stack.callback(publisher.close)
 
         def make_env(prompt: Prompt) -> SingleTurnEnv:

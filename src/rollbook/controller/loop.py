@@ -105,8 +105,6 @@ class Controller:
     """The loop has begun: a Ctrl-C waits for the end of the step."""
     is_stop_requested: bool = False
     """Set by Ctrl-C: the loop ends after the step in progress, with a checkpoint."""
-    _told_quarantines: dict[int, str] = field(default_factory=dict)
-    """Replica out of service -> the reason on record."""
     _engine_stats: dict[int, EngineStats] = field(default_factory=dict)
     _engine_stats_at_s: float = field(default_factory=time.monotonic)
 
@@ -557,13 +555,10 @@ class Controller:
             self.recorder.metrics({"sync/num_failed": Total(1), "sync/num_retries": Total(1)})
             report = await self.publisher.publish(weight_version, moved=self.has_moved)
         for replica_id, why in report.quarantined.items():
-            if self._told_quarantines.get(replica_id) != why:  # else it stays out, for the reason it went
-                self.recorder.event("quarantined", replica_id=replica_id, why=why)
-            self._told_quarantines[replica_id] = why
             self.router.take_out(replica_id, why)
+            self.router.announce(replica_id, why)
         for replica_id in report.committed:
             if replica_id not in report.quarantined:
-                self._told_quarantines.pop(replica_id, None)
                 self.router.put_back(replica_id)
         self.weight_version = weight_version
         self.has_moved = False

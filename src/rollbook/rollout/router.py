@@ -21,15 +21,13 @@ MAX_REMEMBERED_GROUPS = 65_536
 class Router:
     """Replicas with their service state. Called from the event loop only."""
 
-    def __init__(
-        self, engines: Sequence[Engine], *, on_lie: Callable[[int, str], None] | None = None
-    ) -> None:
-        """`on_lie` is told of a replica taken out for the versions it reports, and of those."""
+    def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = list(engines)
         self.newest_version: int | None = None
         """The newest version that any replica may hold; None: not known, so not checked."""
-        self.on_lie: Callable[[int, str], None] | None = None
-        """Told of a replica that was taken out for the versions it reports, and of those."""
+        self.on_quarantine: Callable[[int, str], None] | None = None
+        """Told which replica serves nothing, and why: once for each reason."""
+        self._announced: dict[int, str] = {}
         self.out_of_service: dict[int, str] = {}
         """replica_id -> why. Set by a failed publication or an engine failure."""
         self._num_open = {engine.replica_id: 0 for engine in self.engines}
@@ -52,8 +50,7 @@ class Router:
                     return response
                 why = f"response {request.request_id} {lie}"
                 self.take_out(engine.replica_id, why)
-                if self.on_lie is not None:
-                    self.on_lie(engine.replica_id, why)
+                self.announce(engine.replica_id, why)
             except EngineDownError as error:
                 self.out_of_service.setdefault(engine.replica_id, error.what)  # a first reason says more
             finally:
@@ -90,8 +87,16 @@ class Router:
         """The replica gets no further request; those it has end by its own failure or deadline."""
         self.out_of_service[replica_id] = why
 
+    def announce(self, replica_id: int, why: str) -> None:
+        """Put on record why a replica serves nothing; the same reason is no news until it was back."""
+        if self._announced.get(replica_id) != why:
+            self._announced[replica_id] = why
+            if self.on_quarantine is not None:
+                self.on_quarantine(replica_id, why)
+
     def put_back(self, replica_id: int) -> None:
         self.out_of_service.pop(replica_id, None)
+        self._announced.pop(replica_id, None)
 
     async def pause(self, mode: PauseMode) -> None:
         await self._each(lambda engine: engine.pause(mode))
