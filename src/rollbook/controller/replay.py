@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +35,7 @@ from rollbook.controller.replicas import as_published, published
 from rollbook.controller.rollout import Member
 from rollbook.errors import ConfigError, RunError
 from rollbook.observe.recorder import Recorder
+from rollbook.observe.run_dir import read_json_lines
 from rollbook.observe.trajectories import read_loss_masks, read_trajectories
 from rollbook.rollout.engine import GenerateRequest, Response
 from rollbook.rollout.native.engine import NativeEngine
@@ -46,6 +44,7 @@ from rollbook.types import Bools, Group, Trajectory, VersionRun
 
 MAX_DIFFERENCES = 20
 """Differences that are listed; all are counted."""
+NO_DIGESTS = "the log has no digests of its publications: weights were not compared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +75,6 @@ class ReplayReport:
     num_tokens: int = 0
     num_cut: int = 0
     """Trajectories that more than one version sampled."""
-    num_prefilled_before: int = 0
-    """Of them and the others: whose prompt was computed under the version before that of its first token."""
     num_differences: int = 0
     differences: list[Difference] = field(default_factory=list)
     """The first ones."""
@@ -195,35 +192,25 @@ def _for_replay(config: RunConfig) -> RunConfig:
 def _read_log(folder: Path, config: RunConfig) -> _Log:
     publications: list[Publication] = []
     is_resumed, num_steps = False, 0
-    for event in _events(folder / "events.jsonl"):
+    path = folder / "events.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}", "a replay reads versions and steps from it")
+    for event in read_json_lines(path):
         step = event.get("step")
-        if event["kind"] == "run_resumed":
+        if event.get("kind") == "run_resumed":
             is_resumed = True
-        elif event["kind"] == "span_open" and event.get("name") == "step" and isinstance(step, int):
+        elif event.get("kind") == "span_open" and event.get("name") == "step" and isinstance(step, int):
             if is_resumed:  # what came after the checkpoint was taken back
                 publications = [p for p in publications if p.after_steps <= step]
                 is_resumed = False
-        elif event["kind"] == "span" and event.get("name") == "step" and isinstance(step, int):
+        elif event.get("kind") == "span" and event.get("name") == "step" and isinstance(step, int):
             num_steps = step + 1 if "error" not in event else num_steps
-        elif event["kind"] == "publication":
+        elif event.get("kind") == "publication":
             after = step + 1 if isinstance(step, int) else num_steps
             publications.append(Publication(after, int(event["weight_version"]), event.get("digest")))
     if not num_steps:
         raise ConfigError(f"{folder} has no finished step", "a replay repeats steps: run one")
     return _Log(folder, publications, num_steps)
-
-
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        raise ConfigError(f"there is no {path}", "a replay reads versions and steps from it")
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # a line that a kill cut short
-            if isinstance(event, dict) and "kind" in event:
-                yield event
 
 
 async def _replay(config: RunConfig, log: _Log, recorder: Recorder, only_step: int | None) -> ReplayReport:
@@ -281,7 +268,6 @@ class _Replay:
         if self.controller.config.warmup.num_updates and warm:
             await self.controller._warm_up()
             self._compare_digest(warm[-1], step=0)
-            self.sampler.remember(warm[-1].weight_version)
         for publication in first[-1:]:
             await self._sample_again(publication.weight_version)
 
@@ -313,21 +299,15 @@ class _Replay:
                 publication.weight_version
             )  # else a resumed run gave out what it had
         self._compare_digest(publication, step=step)
-        self.sampler.remember(publication.weight_version)
 
     def _compare_digest(self, publication: Publication, *, step: int) -> None:
-        source = published(self.controller.config, self.controller.trainer)
-        names, tensors = zip(*source.export_weights(), strict=True)
-        replayed = fold(dict(zip(names, digests(tensors), strict=True)))
+        """The weights as they are now, which are kept for what is sampled from them."""
+        held = self.sampler.remember(publication.weight_version)
         if publication.digest is None:
-            if (
-                "the log has no digests of its publications: weights were not compared"
-                not in self.report.notes
-            ):
-                self.report.notes.append(
-                    "the log has no digests of its publications: weights were not compared"
-                )
+            if NO_DIGESTS not in self.report.notes:
+                self.report.notes.append(NO_DIGESTS)
             return
+        replayed = fold(dict(zip(held, digests(list(held.values())), strict=True)))
         self.report.num_digests += 1
         if replayed != publication.digest:
             where = f"weights of version {publication.weight_version}"
@@ -343,26 +323,10 @@ class _Replay:
             for part in (whole, *([item] for item in cut)):  # cut ones alone: each puts older weights back
                 again = await asyncio.gather(*(self._produce(t) for _, t in part))
                 for (step, logged), produced in zip(part, again, strict=True):
-                    await self._compare_or_retry(step, logged, produced)
+                    self._compare(step, logged, produced)
             self.report.num_cut += len(cut)
             await self.sampler.hold(version)
-        self.sampler.forget(
-            min([*self._oldest_ahead(version), version]) - 1
-        )  # and one more for a prompt before it
-
-    async def _compare_or_retry(self, step: int, logged: Trajectory, produced: Trajectory | str) -> None:
-        """A publication between a prompt and its first token is in no log: tried where else fails."""
-        before = self.sampler.version_before(logged.oldest_version)
-        is_equal = not isinstance(produced, str) and _same_tokens(logged, produced)
-        if not is_equal and before is not None:
-            self.sampler.prefilled_before.add(logged.trajectory_id)
-            again = await self._produce(logged)
-            if _apart(logged, again) < _apart(logged, produced):
-                produced = again
-                self.report.num_prefilled_before += 1
-            self.sampler.prefilled_before.discard(logged.trajectory_id)
-            await self.sampler.hold(logged.newest_version)
-        self._compare(step, logged, produced)
+        self.sampler.forget(min([*self._oldest_ahead(version), version]))
 
     def _oldest_ahead(self, version: int) -> list[int]:
         return [self._oldest[newest] for newest in self._waiting if newest > version]
@@ -403,7 +367,7 @@ class _Replay:
         was, is_ = logged.behavior_logprobs(), produced.behavior_logprobs()
         if (unequal := np.flatnonzero(was.view(np.int32) != is_.view(np.int32))).size:
             at = int(unequal[0])
-            report.logprob_gap_nats = max(report.logprob_gap_nats, _apart(logged, produced))
+            report.logprob_gap_nats = max(report.logprob_gap_nats, float(np.abs(was - is_).max()))
             report.differs("logprob", step, f"{name}, token {at}", repr(float(was[at])), repr(float(is_[at])))
         versions = _versions(logged), _versions(produced)
         if versions[0] != versions[1]:
@@ -423,8 +387,6 @@ class _Sampler:
         self._continues_anew = controller.schedule.pauses_for_training and config.pause_mode == "abort"
         self._recomputes = config.kv_policy == "recompute"
         self.recorded: dict[str, Trajectory] = {}
-        self.prefilled_before: set[str] = set()
-        """Trajectories whose prompt was computed under the version before that of their first token."""
         self._held: dict[int, dict[str, Tensor]] = {}
         self._generate = engine.generate
         self._plain_step = engine._step
@@ -435,15 +397,13 @@ class _Sampler:
         controller.router.generate = self.generate  # type: ignore[method-assign]
         engine._step = self._step  # type: ignore[method-assign]
 
-    def remember(self, version: int) -> None:
-        self._held[version] = {name: t.clone() for name, t in self._source.export_weights()}
+    def remember(self, version: int) -> dict[str, Tensor]:
+        held = self._held[version] = {name: t.clone() for name, t in self._source.export_weights()}
+        return held
 
     def forget(self, before: int) -> None:
         """Versions that nothing will be sampled from any more."""
         self._held = {version: tensors for version, tensors in self._held.items() if version >= before}
-
-    def version_before(self, version: int) -> int | None:
-        return max((held for held in self._held if held < version), default=None)
 
     async def hold(self, version: int) -> None:
         """Put a version's weights into the engine, below its publications. Its own label only ever grows: labels are
@@ -474,11 +434,7 @@ class _Sampler:
         if logged is None or turn_idx >= len(logged.turns):
             return await self._generate(request)
         runs = logged.turns[turn_idx].version_runs
-        if trajectory_id in self.prefilled_before and turn_idx == 0:
-            before = self.version_before(runs[0].weight_version)
-            assert before is not None
-            response = await self._cut(request, (VersionRun(before, 0), *runs))
-        elif logged.oldest_version == logged.newest_version:
+        if logged.oldest_version == logged.newest_version:
             response = await self._generate(request)
         elif self._continues_anew:
             response = await self._in_parts(request, runs)
@@ -492,7 +448,7 @@ class _Sampler:
         """The engine stands still where the run swapped its weights, and goes on with the keys and values it has."""
         await self.hold(runs[0].weight_version)
         num_sampled = 0
-        response = asyncio.ensure_future(self._after(request))
+        response = asyncio.ensure_future(self._generate(request))
         for run, following in itertools.pairwise(runs):
             num_sampled += run.num_tokens
             self._stopped.clear()
@@ -505,9 +461,6 @@ class _Sampler:
             await self.hold(following.weight_version)
         await self.engine.resume()
         return await response
-
-    async def _after(self, request: GenerateRequest) -> Response:
-        return await self._generate(request)
 
     async def _in_parts(self, request: GenerateRequest, runs: Sequence[VersionRun]) -> Response:
         """Each version's tokens as a request of their own, as the run continued what a pause had returned."""
@@ -553,19 +506,6 @@ class _Sampler:
             for slot, sequence in enumerate(slots.sequences)
             if sequence is not None
         )
-
-
-def _same_tokens(logged: Trajectory, produced: Trajectory) -> bool:
-    return np.array_equal(logged.token_ids(), produced.token_ids()) and np.array_equal(
-        logged.behavior_logprobs(), produced.behavior_logprobs()
-    )
-
-
-def _apart(logged: Trajectory, produced: Trajectory | str) -> float:
-    """Largest difference of two logprobs; inf where the tokens differ."""
-    if isinstance(produced, str) or not np.array_equal(logged.token_ids(), produced.token_ids()):
-        return math.inf
-    return float(np.abs(logged.behavior_logprobs() - produced.behavior_logprobs()).max())
 
 
 def _versions(trajectory: Trajectory) -> list[tuple[int, int]]:
