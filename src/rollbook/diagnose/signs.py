@@ -3,7 +3,7 @@ waiting. Each is worked out once a run. A sign states what a group of metrics di
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
@@ -735,3 +735,13 @@ def lost_seconds(view: View, metric: str, found: Break) -> float:
     values = view.values[metric][found.idx : found.end_idx]
     over = np.clip(values[np.isfinite(values)] - found.before, 0, None)
     return float(over.sum()) * view.stride
+
+
+def over_the_others(view: View, metric: str, family: Sequence[str]) -> str:
+    """A derived series: one replica's values over the median of the others' in the same step."""
+    others = np.stack([view.values[m] for m in family if m != metric])
+    known = np.isfinite(others).any(axis=0)
+    usual = np.full(view.n, np.nan)
+    usual[known] = np.nanmedian(others[:, known], axis=0)
+    relative = np.divide(view.values[metric], usual, out=np.full(view.n, np.nan), where=usual > 0)
+    return view.derive(f"{metric} over the others'", relative)

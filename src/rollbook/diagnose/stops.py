@@ -93,6 +93,15 @@ class Stop:
     def evidence(self) -> Evidence:
         return Evidence(metric="log", step=self.step, says=f"the run stopped: {self.words}")
 
+    def evidence_with(self, view: View, kind: str) -> tuple[Evidence, ...]:
+        """The stop, and the last two events of the kind that led to it."""
+        led = view.events(kind)[-2:]
+        steps = [self.step if event.step is None else event.step for event in led]
+        return (
+            self.evidence(),
+            *(Evidence(metric=kind, step=step, says=event.text) for step, event in zip(steps, led)),
+        )
+
 
 @once("stop")
 def stop(view: View) -> Stop | None:

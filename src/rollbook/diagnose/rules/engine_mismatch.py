@@ -62,17 +62,13 @@ def judge(view: View) -> Finding | NotJudged | None:
 
 def _refused(view: View, found: Stop) -> Finding:
     """The probe after a publication held engine against trainer and let no replica serve."""
-    evidence = [found.evidence()]
-    for event in view.events("probe_failed")[-2:]:
-        step = found.step if event.step is None else event.step
-        evidence.append(Evidence(metric="probe_failed", step=step, says=event.text))
     return Finding(
         rule=RULE,
         title="engine and trainer disagree at the same weights: the probe refused every replica",
         area="implementation",
         confidence=0.97,
         step=found.step,
-        evidence=tuple(evidence),
+        evidence=found.evidence_with(view, "probe_failed"),
         action=ACTION,
         next_check=CHECK,
     )

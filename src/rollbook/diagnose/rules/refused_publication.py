@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.finding import Finding, NotJudged
 from rollbook.diagnose.stops import stopped_by
 from rollbook.diagnose.view import View
 
@@ -13,17 +13,13 @@ def judge(view: View) -> Finding | NotJudged | None:
     found = stopped_by(view, RULE)
     if found is None:
         return None
-    evidence = [found.evidence()]
-    for event in view.events("publication_failed")[-2:]:
-        step = found.step if event.step is None else event.step
-        evidence.append(Evidence(metric="publication_failed", step=step, says=event.text))
     return Finding(
         rule=RULE,
         title="a weight publication was refused: what arrived is not what the trainer sent",
         area="version",
         confidence=0.97,
         step=found.step,
-        evidence=tuple(evidence),
+        evidence=found.evidence_with(view, "publication_failed"),
         action=found.remedy or "look at the tensor that is named: it did not arrive, or arrived changed",
         next_check="the replicas still hold the version before: resume, and watch whether the same tensor fails again",
     )

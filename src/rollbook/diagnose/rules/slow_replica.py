@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rollbook.diagnose import signs
 from rollbook.diagnose.changes import best_splits
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
@@ -20,13 +21,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return None
     best: Finding | None = None
     for metric in speeds:
-        others = np.stack([view.values[m] for m in speeds if m != metric])
-        known = np.isfinite(others).any(axis=0)
-        usual = np.full(view.n, np.nan)
-        usual[known] = np.nanmedian(others[:, known], axis=0)
-        relative = np.divide(view.values[metric], usual, out=np.full(view.n, np.nan), where=usual > 0)
-        name = view.derive(f"{metric} over the others'", relative)
-        found = _judge(view, metric, name)
+        found = _judge(view, metric, signs.over_the_others(view, metric, speeds))
         if found is not None and (best is None or found.confidence > best.confidence):
             best = found
     return best

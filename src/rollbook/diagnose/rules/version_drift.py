@@ -90,12 +90,7 @@ def _gap_of_one_replica(view: View) -> Break | None:
     if len(gaps) < 2:
         return None
     for metric in gaps:
-        others = np.stack([view.values[m] for m in gaps if m != metric])
-        known = np.isfinite(others).any(axis=0)
-        usual = np.full(view.n, np.nan)
-        usual[known] = np.nanmedian(others[:, known], axis=0)
-        relative = np.divide(view.values[metric], usual, out=np.full(view.n, np.nan), where=usual > 0)
-        rise = view.rise(view.derive(f"{metric} over the others'", relative))
+        rise = view.rise(signs.over_the_others(view, metric, gaps))
         own = view.rise(metric)
         if rise is None or own is None or rise.ratio < 3 or rise.score < 5:
             continue
