@@ -18,7 +18,7 @@ RunError
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class RunError(Exception):
@@ -85,6 +85,15 @@ class TrainerDownError(RunError):
 
 class DeadlineError(RunError):
     """A wait passed its deadline."""
+
+
+def refuse(problems: Sequence[tuple[str, str]]) -> None:
+    """Raise one ConfigError that lists every problem, (what, remedy) each; nothing where there is none."""
+    if len(problems) == 1:
+        raise ConfigError(*problems[0])
+    if problems:
+        lines = [f"  {what} ({remedy})" for what, remedy in problems]
+        raise ConfigError(f"{len(problems)} problems:\n" + "\n".join(lines), "mend each of them")
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

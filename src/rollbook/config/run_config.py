@@ -12,7 +12,7 @@ from rollbook.cluster.config import ClusterConfig
 from rollbook.controller.config import EvalSection, PlanSection, RunSection, WarmupSection
 from rollbook.controller.schedule import SCHEDULES
 from rollbook.envs.config import DataConfig, EndpointConfig, RewardConfig
-from rollbook.errors import ConfigError
+from rollbook.errors import refuse
 from rollbook.memory.config import MemoryConfig
 from rollbook.modeling.config import ModelConfig
 from rollbook.observe.config import ObserveConfig
@@ -75,12 +75,7 @@ class RunConfig(Section):
         Raises:
             ConfigError: lists every relation that does not hold, with values and remedies.
         """
-        problems = [*self._problems(), *further]
-        if len(problems) == 1:
-            raise ConfigError(*problems[0])
-        if problems:
-            lines = [f"  {what} ({remedy})" for what, remedy in problems]
-            raise ConfigError(f"{len(problems)} problems:\n" + "\n".join(lines), "mend each of them")
+        refuse([*self._problems(), *further])
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         yield from self._schedule_problems()

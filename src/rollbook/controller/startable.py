@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from rollbook.config.run_config import DEVICE, RunConfig
-from rollbook.errors import ConfigError
+from rollbook.errors import refuse
 from rollbook.rollout.logprobs_mode import LogprobsMode, reports_ours
 
 SHM_DIR = "/dev/shm"
@@ -34,12 +34,7 @@ def require_startable(config: RunConfig) -> None:
     Raises:
         ConfigError: all problems at once.
     """
-    problems = unstartable(config)
-    if len(problems) == 1:
-        raise ConfigError(*problems[0])
-    if problems:
-        lines = [f"  {what} ({remedy})" for what, remedy in problems]
-        raise ConfigError(f"{len(problems)} problems:\n" + "\n".join(lines), "mend each of them")
+    refuse(unstartable(config))
 
 
 def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
