@@ -80,6 +80,8 @@ from rollbook.weights import TensorSpec, WeightPort
 
 MIB = 1 << 20
 Work = Coroutine[Any, Any, None]
+REPLICA_COMMAND = [sys.executable, __file__, "--replica"]
+"""How the other process is started; its arguments follow."""
 # hidden, layers, feed-forward, query and key-value width, vocabulary, tied head
 MODELS = {
     "0.05": (512, 8, 1536, 512, 128, 32000, True),
@@ -289,7 +291,7 @@ async def replica_process(
         "is_bare": is_bare,
     }  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, __file__, "--replica", json.dumps(args)],
+        [*REPLICA_COMMAND, json.dumps(args)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
