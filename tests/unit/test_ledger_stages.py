@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from rollbook.ledger.model import load_model
 from rollbook.ledger.quantity import parse_count
 from rollbook.ledger.step import Layouts, step_account
 from rollbook.ledger.switch import hand_over, pinned_bytes
-from rollbook.ledger.sync import SyncWork, best_sync_every, published_bytes, sync_account
+from rollbook.ledger.sync import BUCKET_BYTES, SyncWork, best_sync_every, published_bytes, sync_account
 from rollbook.ledger.train import bubble_frac, gather_s, token_s
 from rollbook.ledger.workload import AgentWork, Workload
 
@@ -51,9 +52,9 @@ def test_what_is_no_count_is_refused_with_its_name(text: str) -> None:
 
 
 def test_published_bytes() -> None:
-    """bfloat16: 2 per parameter; float8: 1 and a float32 scale per 128 x 128 block, ends in bfloat16."""
+    """bfloat16: 2 per parameter; float8: 1 and a float32 scale per 128 x 128 block, ends and norms in bfloat16."""
     assert published_bytes(LLAMA, "bfloat16") == 2 * LLAMA.computed_params
-    ends = 2 * 128_256 * 4096
+    ends = 2 * 128_256 * 4096 + 65 * 4096
     matrices = LLAMA.computed_params - ends
     assert published_bytes(LLAMA, "float8") == pytest.approx(matrices * (1 + 4 / 16384) + 2 * ends)
 
@@ -69,7 +70,10 @@ def test_broadcast_is_paced_by_its_slowest_stage() -> None:
     account = sync_account(LLAMA, CLUSTER, sync, SYNC)
     assert account.slowest == "transfer"
     assert account.seconds > account.total_bytes / sync.stream_bytes_per_s + sync.base_s
-    assert account.peak_bytes == 2e9 + 2 * LLAMA.embedding_params
+    slowest_s = account.stages_s["transfer"]
+    others_s = (account.stages_s["gather"] + account.stages_s["load"]) * BUCKET_BYTES / account.total_bytes
+    assert account.seconds == pytest.approx(account.fixed_s + slowest_s + others_s)
+    assert account.num_buckets == math.ceil(2 * LLAMA.computed_params / BUCKET_BYTES) == 60
 
 
 def test_receivers_that_take_their_shard_are_faster_than_one_stream() -> None:

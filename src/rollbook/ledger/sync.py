@@ -4,11 +4,14 @@ Buckets flow through gather (trainer shards to one full tensor), transfer and lo
 The three overlap, so the slowest sets the pace and the first bucket pays all three:
 
     seconds = base + bytes / slowest rate + one bucket through the others + per tensor x tensors
+
+Which bytes of which tensor cross which link, and the memory of a bucket, are `mapping.py`'s.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,9 +21,13 @@ from rollbook.ledger.assumptions import SyncAssumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import DTYPE_BYTES
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.tensors import tensor_kinds
 
-SyncMethod = Literal["in_process", "broadcast", "sharded", "disk", "delta"]
-SYNC_METHODS: tuple[SyncMethod, ...] = ("in_process", "broadcast", "sharded", "disk", "delta")
+SyncMethod = Literal["in_process", "ipc", "broadcast", "sharded", "disk", "delta"]
+SYNC_METHODS: tuple[SyncMethod, ...] = ("in_process", "ipc", "broadcast", "sharded", "disk", "delta")
+BUCKET_BYTES = 256 * 2**20
+CHANGED_FRAC = 0.02
+"""Of the weights' bits in one step, where nobody measured it: open weight_sync cases give 0.0005 to 0.05."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +40,11 @@ class SyncWork:
     replica_gpus: int
     weight_dtype: str = "bfloat16"
     """As the engine holds it; float8 carries a float32 scale for every 128 x 128 block."""
-    changed_frac: float = 0.02
+    changed_frac: float = CHANGED_FRAC
     """Share of the weights whose bits changed, for "delta"."""
     lora_rank: int = 0
     """Above 0: only adapters of this rank on all matrices are sent."""
-    bucket_bytes: float = 1e9
-    max_buckets: int = 2
-    """Buckets that exist at a time, as `sync.max_buckets`."""
+    bucket_bytes: float = BUCKET_BYTES
     splits_experts: bool = False
     """Every expert's matrices are tensors of their own, as Hugging Face checkpoints name them."""
     shares_devices: bool = False
@@ -57,30 +62,28 @@ class SyncAccount:
     bytes_per_sender: float
     bytes_per_receiver: float
     num_tensors: int
-    peak_bytes: float
-    """Most extra device memory on a sender: buckets in flight and the largest gathered tensor."""
     seconds: float
     error_frac: float
     slowest: str
     """Stage that sets the pace: "gather", "transfer" or "load"."""
+    stages_s: Mapping[str, float]
+    """Each stage alone, all bytes; the pipeline takes the slowest, and one bucket through the others."""
+    fixed_s: float
+    """What no byte explains: opening and committing, a round trip per tensor, weights fetched from the host."""
+    num_buckets: int
 
 
 def published_bytes(model: ModelSpec, weight_dtype: str, lora_rank: int = 0) -> float:
     """Bytes of one full set of weights in the engine's dtype, or of LoRA adapters in bfloat16."""
     if lora_rank:
         return 2.0 * lora_params(model, lora_rank)
-    ends = model.computed_params - model.body_params - model.routed_params
-    matrices = model.body_params + model.routed_params
-    dtype = DTYPE_BYTES[weight_dtype]
-    scales = 4.0 / (128 * 128) if weight_dtype == "float8" else 0.0
-    return matrices * (dtype + scales) + ends * max(dtype, 2.0)
+    return sum(kind.bytes_in(weight_dtype) for kind in tensor_kinds(model))
 
 
 def num_tensors(model: ModelSpec, *, splits_experts: bool) -> int:
-    """Tensors of a checkpoint: about nine a layer, and the experts stacked or each apart."""
-    per_layer = 9 * model.num_layers
-    experts = model.num_moe_layers * model.mlp_matrices * (model.num_experts if splits_experts else 1)
-    return per_layer + experts + 3
+    """Tensors of a checkpoint, the experts of a layer stacked or each apart."""
+    stacked = model.num_experts if model.num_experts and not splits_experts else 1
+    return sum(kind.num_tensors // (stacked if kind.cut == "experts" else 1) for kind in tensor_kinds(model))
 
 
 def sync_account(
@@ -96,7 +99,7 @@ def sync_account(
     if min(work.num_train_gpus, work.num_rollout_gpus, work.replica_gpus) < 1:
         raise PlanError("a publication has no sender or no receiver", "give each side at least one GPU")
     total = published_bytes(model, work.weight_dtype, work.lora_rank)
-    if cluster.accelerator.is_cpu and work.method == "in_process":
+    if cluster.accelerator.is_cpu and work.method in ("in_process", "ipc"):
         return _within_process(model, cluster, assumptions, work)
     crosses = _crosses_nodes(cluster, work)
     per_sender = total / work.num_train_gpus
@@ -108,22 +111,23 @@ def sync_account(
     slowest = min(rates, key=lambda stage: rates[stage])
     bucket = min(work.bucket_bytes, total)
     others = sum(bucket / rate for stage, rate in rates.items() if stage != slowest)
-    base_s = assumptions.base_s if work.method == "broadcast" and crosses else assumptions.near_base_s
-    seconds = base_s + total / rates[slowest] + others
-    if work.method in ("broadcast", "in_process"):
+    fixed_s = assumptions.base_s if work.method == "broadcast" and crosses else assumptions.near_base_s
+    if work.method in ("broadcast", "in_process", "ipc"):
         nodes = max(work.num_train_gpus / cluster.gpus_per_node, 1.0)
-        seconds += tensors * assumptions.per_tensor_s * nodes**assumptions.per_tensor_growth
+        fixed_s += tensors * assumptions.per_tensor_s * nodes**assumptions.per_tensor_growth
     if work.state_is_offloaded:
-        seconds += per_sender / assumptions.offloaded_bytes_per_s
+        fixed_s += per_sender / assumptions.offloaded_bytes_per_s
     return SyncAccount(
         total_bytes=total,
         bytes_per_sender=per_sender,
         bytes_per_receiver=per_receiver,
         num_tensors=tensors,
-        peak_bytes=work.max_buckets * bucket + 2.0 * model.embedding_params,
-        seconds=seconds,
+        seconds=fixed_s + total / rates[slowest] + others,
         error_frac=assumptions.error_frac[work.method],
         slowest=slowest,
+        stages_s={stage: total / rate for stage, rate in rates.items()},
+        fixed_s=fixed_s,
+        num_buckets=math.ceil(total / bucket),
     )
 
 
@@ -139,15 +143,17 @@ def _within_process(
         bytes_per_sender=total,
         bytes_per_receiver=total,
         num_tensors=num_tensors(model, splits_experts=work.splits_experts),
-        peak_bytes=4.0 * model.embedding_params,
         seconds=machine.publish_base_s + total / rate,
         error_frac=assumptions.error_frac["in_process"],
         slowest="load",
+        stages_s={"load": total / rate},
+        fixed_s=machine.publish_base_s,
+        num_buckets=1,
     )
 
 
 def _crosses_nodes(cluster: Cluster, work: SyncWork) -> bool:
-    if work.shares_devices or work.method == "in_process":
+    if work.shares_devices or work.method in ("in_process", "ipc"):
         devices = max(work.num_train_gpus, work.num_rollout_gpus)
     else:
         devices = work.num_train_gpus + work.num_rollout_gpus
@@ -162,7 +168,7 @@ def _rates(
     link = cluster.nic_bytes_per_s if crosses else accelerator.scale_up_bytes_per_s
     gather = min(assumptions.gather_bytes_per_s, 0.7 * link * max(work.num_train_gpus - 1, 1))
     load = assumptions.load_bytes_per_s * work.replica_gpus
-    if work.method == "in_process":
+    if work.method in ("in_process", "ipc"):
         return {"gather": gather, "load": load}
     if work.method == "broadcast":
         return {"gather": gather, "transfer": min(assumptions.stream_bytes_per_s, 0.7 * link), "load": load}
@@ -193,10 +199,12 @@ def _delta(assumptions: SyncAssumptions, work: SyncWork, total: float, tensors: 
         bytes_per_sender=sent / work.num_train_gpus,
         bytes_per_receiver=sent,
         num_tensors=tensors,
-        peak_bytes=min(work.max_buckets * work.bucket_bytes, 2 * sent) + local,
         seconds=assumptions.delta_base_s + scan_s + send_s + apply_s,
         error_frac=assumptions.error_frac["delta"],
         slowest=max(parts, key=lambda stage: parts[stage]),
+        stages_s=parts,
+        fixed_s=assumptions.delta_base_s,
+        num_buckets=max(math.ceil(sent / work.bucket_bytes), 1),
     )
 
 

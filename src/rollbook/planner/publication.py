@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
+from rollbook.ledger.mapping import RouteLoad, SyncMapping, Trainer, sync_mapping
 from rollbook.ledger.paper import paper_sync_s
 from rollbook.ledger.step import is_colocated
-from rollbook.ledger.sync import SyncAccount, SyncMethod, SyncWork, best_sync_every, sync_account
+from rollbook.ledger.sync import (
+    BUCKET_BYTES,
+    SyncAccount,
+    SyncMethod,
+    SyncWork,
+    best_sync_every,
+    sync_account,
+)
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate
 from rollbook.planner.words import format_bytes, percent, seconds
@@ -14,7 +22,8 @@ from rollbook.planner.words import format_bytes, percent, seconds
 MAX_BUCKETS = 2
 """Written into the config as `sync.max_buckets`: one is filled while the other travels."""
 _METHOD_TITLES: dict[SyncMethod, str] = {
-    "in_process": "CUDA IPC on the shared devices",
+    "in_process": "reference within one process",
+    "ipc": "CUDA IPC on the shared devices",
     "broadcast": "NCCL broadcast in buckets",
     "sharded": "point to point between shards",
     "disk": "safetensors on a shared disk",
@@ -32,7 +41,15 @@ class Publication:
     sync_every: int
     """Updates between publications."""
     options_s: dict[str, float]
+    """Of every method that the placement allows."""
+    accounts: dict[SyncMethod, SyncAccount]
+    mapping: SyncMapping
     because: str
+
+    @property
+    def route(self) -> RouteLoad:
+        """Loads of the chosen method."""
+        return self.mapping.route(self.method)
 
     @property
     def title(self) -> str:
@@ -46,12 +63,85 @@ class Publication:
             "bytes_per_sender": self.account.bytes_per_sender,
             "bytes_per_receiver": self.account.bytes_per_receiver,
             "num_tensors": self.account.num_tensors,
-            "bucket_peak_bytes": self.account.peak_bytes,
+            "bucket_peak_bytes": self.route.sender_peak_bytes,
             "slowest": self.account.slowest,
             "sync_every": self.sync_every,
             "options_s": dict(self.options_s),
             "because": self.because,
+            "stages_s": dict(self.account.stages_s),
+            "fixed_s": self.account.fixed_s,
+            "num_buckets": self.account.num_buckets,
+            "mapping": self._mapping_json(),
         }
+
+    def _mapping_json(self) -> dict[str, object]:
+        return {
+            "trainer": self.mapping.trainer,
+            "engine": self.mapping.engine,
+            "tensors": [asdict(kind) for kind in self.mapping.kinds],
+            "routes": [
+                {
+                    **asdict(route),
+                    "stages_s": dict(self.accounts[route.route].stages_s),
+                    "fixed_s": self.accounts[route.route].fixed_s,
+                    "num_buckets": self.accounts[route.route].num_buckets,
+                    "seconds": self.options_s.get(route.route),
+                }
+                for route in self.mapping.routes
+            ],
+        }
+
+    def kind_rows(self) -> list[tuple[str, str, str, str, str]]:
+        """Kind, how the trainer and the engine hold it, its bytes, and those of one engine GPU."""
+        return [
+            (
+                f"{kind.name} ({kind.num_tensors})",
+                kind.trainer_cut,
+                kind.engine_cut,
+                format_bytes(kind.bytes),
+                format_bytes(kind.landed_bytes),
+            )
+            for kind in self.mapping.kinds
+        ]
+
+    @property
+    def sides(self) -> str:
+        """Both layouts in a line."""
+        return f"From {self.mapping.trainer} to {self.mapping.engine}."
+
+    def link_rows(self) -> list[tuple[str, str, str]]:
+        """Stage and link, what travels, and how many bytes with the seconds of the link alone."""
+        rows = [
+            (
+                f"{load.stage}, {load.link}",
+                load.what,
+                format_bytes(load.bytes)
+                + (f", {seconds(load.seconds_at_rate)}" if load.seconds_at_rate else ""),
+            )
+            for load in self.route.links
+        ]
+        peaks = (
+            ("trainer GPU", self.route.sender_peak_bytes),
+            ("engine GPU", self.route.receiver_peak_bytes),
+        )
+        rows += [
+            (f"bucket memory, {where}", "beyond weights and pool", format_bytes(peak))
+            for where, peak in peaks
+            if peak
+        ]
+        stages = ", ".join(f"{name} {seconds(value)}" for name, value in self.account.stages_s.items())
+        rows.append(
+            (
+                "expected",
+                f"{_count(self.account.num_buckets, 'bucket')}; alone {stages}; fixed {seconds(self.account.fixed_s)}",
+                seconds(self.seconds),
+            )
+        )
+        return rows
+
+
+def _count(number: int, noun: str) -> str:
+    return f"one {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _title(request: PlanRequest, method: SyncMethod) -> str:
@@ -69,15 +159,17 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
         num_rollout_gpus=chosen.account.rollout.num_gpus,
         replica_gpus=chosen.rollout_layout.num_gpus,
         weight_dtype=chosen.rollout_layout.weight_dtype,
-        max_buckets=MAX_BUCKETS,
+        changed_frac=request.changed_frac,
         lora_rank=request.workload.lora_rank if request.workload.publishes_adapters else 0,
     )
-    methods: tuple[SyncMethod, ...] = ("in_process",) if colocated else ("broadcast", "delta", "disk")
+    mapping = _mapping(request, chosen)
+    methods = tuple(route.route for route in mapping.routes)
     accounts = {
         m: sync_account(request.model, request.cluster, request.assumptions.sync, replace(work, method=m))
         for m in methods
     }
-    method, plain = chosen.sync_method, methods[0]
+    method: SyncMethod = chosen.sync_method
+    plain: SyncMethod = "ipc" if "ipc" in methods else methods[0]
     options_s: dict[str, float] = {m: a.seconds for m, a in accounts.items()}
     if request.assumptions.method == "paper":
         options_s = {plain: paper_sync_s(request.model, request.assumptions)}
@@ -107,5 +199,32 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
         seconds=method_s,
         sync_every=every,
         options_s=options_s,
+        accounts=accounts,
+        mapping=mapping,
         because=because,
+    )
+
+
+def _mapping(request: PlanRequest, chosen: Candidate) -> SyncMapping:
+    """Of the chosen layouts: FSDP2 unless the assumed stack keeps weights in place."""
+    assumptions, is_cpu = request.assumptions, request.cluster.accelerator.is_cpu
+    stack = assumptions.stacks[assumptions.stack]
+    engine = replace(chosen.rollout_layout, weight_dtype="float32") if is_cpu else chosen.rollout_layout
+    return sync_mapping(
+        request.model,
+        request.cluster,
+        Trainer(
+            num_gpus=chosen.account.train.num_gpus,
+            layout=chosen.train.layout,
+            is_sharded=stack.gather_passes > 0,
+        ),
+        engine,
+        num_rollout_gpus=chosen.account.rollout.num_gpus,
+        shares_devices=is_colocated(chosen.mode),
+        trainer_dtype="float32" if is_cpu else "bfloat16",
+        lora_rank=request.workload.lora_rank if request.workload.publishes_adapters else 0,
+        changed_frac=request.changed_frac,
+        bucket_bytes=BUCKET_BYTES,
+        max_buckets=MAX_BUCKETS,
+        splits_experts=False,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from importlib import resources
 
 import numpy as np
@@ -60,6 +61,7 @@ def html_report(plan: Plan) -> str:
         _waterfall(plan, shown),
         _memory(plan, shown),
         _flops_and_beside(plan),
+        _publication(plan),
         _timeline(plan, simulated, shown) if simulated is not None else "",
         _sizes_and_shifts(plan),
         _derivation(plan),
@@ -300,9 +302,39 @@ def _flops_and_beside(plan: Plan) -> str:
     return f'<div class="two">{"".join(parts)}</div>'
 
 
-def _line(cells: tuple[str, str, str]) -> str:
-    first, second, last = (_e(cell) for cell in cells)
-    return f'<tr><td>{first}</td><td>{second}</td><td class="n">{last}</td></tr>'
+def _publication(plan: Plan) -> str:
+    """Kinds of tensors, loads of the chosen route, and every route side by side."""
+    p = plan.publication
+    if p is None:
+        return ""
+    head = _head("tensors", "trainer", "engine", "bytes", "on an engine GPU")
+    kinds = _scrolled(head + "".join(_line(row) for row in p.kind_rows()))
+    links = _scrolled("".join(_line(row) for row in p.link_rows()))
+    routes = _head("route", "over the scale-up link", "over the network", "bucket memory", "seconds")
+    for route in p.mapping.routes:
+        at = p.options_s.get(route.route)
+        peak = max(route.sender_peak_bytes, route.receiver_peak_bytes)
+        cells = (
+            route.route.replace("_", " ") + (", chosen" if route.route == p.method else ""),
+            *(format_bytes(route.bytes_over(link)) for link in ("scale-up", "network")),
+            format_bytes(peak),
+            seconds(at) if at is not None else "",
+        )
+        routes += _line(cells)
+    lead = (
+        f"{p.sides} {capitalized(p.because)}. Bytes are of the busiest GPU of its role; seconds beside them what the "
+        "link alone would take."
+    )
+    return _section(f"Weight sync: {p.title}", lead, kinds + links + _scrolled(routes))
+
+
+def _head(*names: str) -> str:
+    return "<tr>" + "".join(f"<th>{_e(name)}</th>" for name in names) + "</tr>"
+
+
+def _line(cells: Sequence[str]) -> str:
+    *first, last = (_e(cell) for cell in cells)
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in first) + f'<td class="n">{last}</td></tr>'
 
 
 def _scrolled(rows: str) -> str:

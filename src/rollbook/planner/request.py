@@ -9,6 +9,7 @@ from rollbook.errors import PlanError, nearest_name
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.sync import CHANGED_FRAC
 from rollbook.ledger.workload import Workload
 
 Choice = TypeVar("Choice", bound=str)
@@ -49,6 +50,8 @@ class PlanRequest:
     """Copy the state to pinned host memory and write it from there while training goes on."""
     storage_bytes_per_s: float = 0.0
     """Of the whole job; 0: the assumptions' `sync.disk_bytes_per_s`."""
+    changed_frac: float = CHANGED_FRAC
+    """Share of the weights whose bits a step changes: what a delta sends."""
     max_context_tokens: int = 0
     """Longest sequence allowed; 0 takes the model's own limit."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rollbook.ledger.hardware import MachineSpec
 from rollbook.ledger.step import is_colocated
+from rollbook.ledger.sync import BUCKET_BYTES
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.publication import MAX_BUCKETS, Publication
 from rollbook.planner.search import Candidate
@@ -30,7 +31,6 @@ from rollbook.planner.words import (
 
 _WIDTH = 100
 _NUM_STEPS = 200
-_MOST_BUCKET_BYTES = 256 * 2**20
 _LEAST_POOL_TOKENS = 64
 """Two pages."""
 
@@ -346,7 +346,7 @@ def _sync(plan: Plan, chosen: Candidate, publication: Publication) -> _Table:
     # A delta is of whole tensors: an engine that holds slices of them takes full publications.
     if publication.method == "delta" and not _is_cpu(plan) and chosen.rollout_layout.num_gpus == 1:
         table.put("delta", True)
-    table.put("bucket_bytes", _MOST_BUCKET_BYTES)
+    table.put("bucket_bytes", BUCKET_BYTES)
     table.put("max_buckets", MAX_BUCKETS)
     return table
 

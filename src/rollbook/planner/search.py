@@ -215,7 +215,9 @@ class Search:
         """The best layouts of one mode and split."""
         rollout, layout = self.rollout(num_rollout_gpus, mode)
         train = self.train(num_train_gpus)
-        method: SyncMethod = "in_process" if is_colocated(mode) else "broadcast"
+        method: SyncMethod = "broadcast"
+        if is_colocated(mode):  # on a processor one process, on GPUs one process each
+            method = "in_process" if self.request.cluster.accelerator.is_cpu else "ipc"
         account = self._account(mode, rollout, layout, train, method)
         if method == "broadcast" and account.seconds.sync > _VISIBLE_SYNC_FRAC * account.seconds.total:
             by_difference = self._account(mode, rollout, layout, train, "delta")

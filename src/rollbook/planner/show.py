@@ -12,6 +12,7 @@ from rich.text import Text
 
 from rollbook.ledger.account import StepAccount
 from rollbook.planner.plan import Plan, Size
+from rollbook.planner.publication import Publication
 from rollbook.planner.search import Candidate
 from rollbook.planner.sensitivity import Shift
 from rollbook.planner.waterfall import Loss
@@ -66,6 +67,8 @@ def show_plan(plan: Plan, console: Console, *, num_topologies: int = 6) -> None:
         _section(
             console, "Moves of a step's hand-overs, of one GPU", _plain_table(plan.beside.hand_over_rows())
         )
+    if plan.publication is not None:
+        _section(console, f"Weight sync: {plan.publication.title}", _publication_tables(plan.publication))
     shown = plan.chosen or plan.base
     losses = plan.chosen_waterfall or plan.base_waterfall
     title = f"Where the peak goes: {MODE_TITLES[shown.mode]}, {split(*shown.split, shown.mode)}"
@@ -165,6 +168,18 @@ def _plain_table(rows: Sequence[tuple[str, ...]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _publication_tables(publication: Publication) -> RenderableType:
+    """How each kind of tensor is cut on both sides, and what the chosen route loads on which link."""
+    kinds = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in ("tensors", "trainer", "engine"):
+        kinds.add_column(name)
+    for name in ("bytes", "a GPU"):
+        kinds.add_column(name, justify="right", no_wrap=True)
+    for row in publication.kind_rows():
+        kinds.add_row(*row)
+    return Group(Text(publication.sides), kinds, Text(), _plain_table(publication.link_rows()))
 
 
 def _topology_table(plan: Plan, num_topologies: int) -> RenderableType:
