@@ -9,7 +9,7 @@ from rollbook.algos.config import AlgorithmConfig
 from rollbook.buffer.config import BufferConfig
 from rollbook.checkpoint.config import CheckpointConfig
 from rollbook.cluster.config import ClusterConfig
-from rollbook.controller.config import EvalSection, PlanSection, RunSection, WarmupSection
+from rollbook.controller.config import EvalSection, LendingSection, PlanSection, RunSection, WarmupSection
 from rollbook.controller.schedule import SCHEDULES
 from rollbook.envs.config import DataConfig, EndpointConfig, RewardConfig
 from rollbook.errors import refuse
@@ -56,6 +56,8 @@ class RunConfig(Section):
     """In which processes trainer and engines run."""
     memory: MemoryConfig = MemoryConfig()
     """What leaves a device that engine and trainer own in turn."""
+    lending: LendingSection = LendingSection()
+    """Generation on the trainer's device while the trainer waits."""
     warmup: WarmupSection = WarmupSection()
     """Supervised phase before the first step."""
     eval: EvalSection = EvalSection()
@@ -84,6 +86,7 @@ class RunConfig(Section):
         yield from self._device_problems()
         yield from self._cluster_problems()
         yield from self._memory_problems()
+        yield from self._lending_problems()
 
     def _schedule_problems(self) -> Iterator[tuple[str, str]]:
         schedule, staleness = SCHEDULES[self.run.schedule], self.buffer.max_staleness_steps
@@ -228,6 +231,37 @@ class RunConfig(Section):
             yield (
                 "memory.sleep_level is 2 and sync.delta is true",
                 "a delta needs the weights that level 2 drops: use sleep_level 1, or sync.delta = false",
+            )
+
+    def _lending_problems(self) -> Iterator[tuple[str, str]]:
+        if not self.lending.is_on:
+            return
+        asked = "lending.is_on is true"
+        if SCHEDULES[self.run.schedule].shares_device:
+            yield (
+                f"{asked}, and run.schedule '{self.run.schedule}' gives the engines the trainer's device in any case",
+                "use separate_async, or leave [lending] out",
+            )
+        devices = {"cuda:0" if d == "cuda" else d for d in (self.model.device, self.rollout.device)}
+        if len(devices) == 1 and "cpu" not in devices:
+            yield (
+                f"{asked}, and trainer and engines are both on {self.model.device}",
+                "the device generates already: give the trainer another one, or leave [lending] out",
+            )
+        if self.cluster.kind != "inproc":
+            yield (
+                f"{asked}, and cluster.kind is '{self.cluster.kind}'",
+                "the lent engine lives in the trainer's process: use kind = 'inproc', or leave [lending] out",
+            )
+        if self.rollout.engine != "native":
+            yield (
+                f"{asked}, and rollout.engine is '{self.rollout.engine}'",
+                "only native engines hand responses to each other: use engine = 'native', or leave [lending] out",
+            )
+        if self.sync.transport == "broadcast":
+            yield (
+                f"{asked}, and sync.transport is 'broadcast'",
+                "a broadcast goes to all its replicas or by messages: use 'inproc', 'shm' or 'disk'",
             )
 
     def _sampling_problems(self) -> Iterator[tuple[str, str]]:

@@ -18,9 +18,10 @@ from rollbook.algos.shaping import shape_rewards
 from rollbook.buffer.buffer import GroupBuffer
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.evaluate import Evaluator
+from rollbook.controller.lending import Lending
 from rollbook.controller.loop import Controller
 from rollbook.controller.probing import Prober
-from rollbook.controller.replicas import Parts, published, start_replicas
+from rollbook.controller.replicas import Parts, Replica, published, start_replicas
 from rollbook.controller.rollout import Member, Rollout
 from rollbook.controller.saving import Saver
 from rollbook.controller.schedule import SCHEDULES
@@ -69,11 +70,18 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
             await scorer.start()
             baseline = await _baseline(config, scorer, stack)
         with recorder.span("engines"):
+            lent: Replica | None = None
             if on_ray is None:
                 replicas = await start_replicas(
-                    Parts(config=config, trainer=trainer, tokenizer=tokenizer, stack=stack)
+                    Parts(
+                        config=config,
+                        trainer=trainer,
+                        tokenizer=tokenizer,
+                        stack=stack,
+                        in_turn=schedule.shares_device,
+                    )
                 )
-                router = Router(replicas.engines)
+                router, lent = Router(replicas.engines), replicas.lent
                 publisher = Publisher(
                     published(config, trainer), replicas.ports, config.sync, buffers=replicas.buffers
                 )
@@ -120,6 +128,15 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
             remote_teacher=await _remote_teacher(config, prompts, stack),
             train_prompts=[prompt for source in prompts.train for prompt in source],
         )
+        if lent is not None:
+            controller.lending = Lending(
+                config.lending,
+                lent,
+                router=router,
+                publisher=publisher,
+                probe=controller.probe_one,
+                recorder=recorder,
+            )
         stack.push_async_callback(controller.close)
         yield controller
 

@@ -85,3 +85,27 @@ class PlanSection(Section):
     """Expected mean response length; 0: measured on the first prompts during calibration."""
     is_on: bool = True
     """False: no calibration, no expectation."""
+
+
+class LendingSection(Section):
+    """Whether the trainer's device generates while the trainer waits for its groups (`separate_async`)."""
+
+    is_on: bool = False
+    """Keep one more native engine on the trainer's device, asleep, and let it serve while the trainer waits, where that
+    is expected to save more than it costs. Both are measured: docs/async.md says how."""
+    margin: float = Field(default=1.0, ge=0)
+    """Times its measured cost (bringing the engine up and taking the device back) that a lending must be expected to
+    save; 0 lends in every wait."""
+    num_slots: int = Field(default=0, ge=0)
+    """Sequences the lent engine runs at once; 0: `rollout.num_slots`."""
+    kv_pool_tokens: int = Field(default=0, ge=0)
+    """Tokens of the lent engine's KV pool, which lies beside the trainer's state; 0: `rollout.kv_pool_tokens`."""
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Self:
+        changed = [n for n, field in type(self).model_fields.items() if getattr(self, n) != field.default]
+        if changed and not self.is_on:
+            raise ValueError(
+                f"lending.is_on is false, so lending.{changed[0]} has no effect: set it to true, or remove the table"
+            )
+        return self

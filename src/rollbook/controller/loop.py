@@ -30,6 +30,7 @@ from rollbook.buffer.buffer import Taken
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.evaluate import Evaluator
 from rollbook.controller.expectation import Plan, can_plan, make_plan
+from rollbook.controller.lending import Lending
 from rollbook.controller.objective import PolicyObjective, ValueObjective
 from rollbook.controller.preflight import preflight
 from rollbook.controller.probing import Prober
@@ -51,7 +52,8 @@ from rollbook.errors import CheckpointError, ConfigError, EngineError, SyncError
 from rollbook.ledger.entry import Entry
 from rollbook.observe.recorder import Recorder
 from rollbook.observe.values import Last, Peak, Ratio, Total, Values
-from rollbook.rollout.engine import EngineStats
+from rollbook.observe.whole_step import Work
+from rollbook.rollout.engine import Engine, EngineStats
 from rollbook.rollout.router import Router
 from rollbook.rollout.teacher import HttpTeacher
 from rollbook.sync.publisher import PublicationReport, Publisher
@@ -87,14 +89,12 @@ class Controller:
     train_prompts: Sequence[Prompt]
     remote_teacher: HttpTeacher | None = None
     """Asked instead of the trainer's own teacher."""
+    lending: Lending | None = None
+    """Serves on the trainer's device while the trainer waits; None where `lending.is_on` is false."""
     plan: Plan | None = None
     """What the ledger expects of each stage of a step."""
     expected: Mapping[str, Entry] = field(default_factory=dict)
     """Of this step: the plan's, and from the moment the batch is known, what that batch should take."""
-    flops_per_token: float = 0.0
-    """Model FLOPs of one forward, per token."""
-    peak_flops_per_s: float = 0.0
-    """Of all devices of the run; 0: not known."""
     num_steps_done: int = 0
     """The next step to make, too."""
     weight_version: int = 0
@@ -147,6 +147,9 @@ class Controller:
             await self._warm_up()
         self.rollout.buffer.published(self.weight_version, self.num_steps_done)
         await self._probe()
+        if self.lending is not None:
+            with self.recorder.span("lending"):
+                await self.lending.rehearse()
         if step is None:
             await self._write_checkpoint(0)
         else:
@@ -302,7 +305,10 @@ class Controller:
     async def _collect(self) -> Taken:
         """Wait for the groups of this step. The engines generate them; scoring happens as they finish."""
         with self.recorder.span("rollout", expected_s=self._expected_s("rollout")) as span:
-            taken = await self.rollout.collect()
+            if self.lending is None:
+                taken = await self.rollout.collect()
+            else:
+                taken = await self.lending.during(self.rollout.collect(), is_published=not self.has_moved)
             if not self.runs_ahead:
                 span.set(tokens=self._num_generated(taken))
         if self.schedule.pauses_for_training:
@@ -421,16 +427,7 @@ class Controller:
         for engine in self.router.engines:
             if engine.replica_id in self.router.out_of_service:
                 continue
-            try:
-                report = await self.prober.check(engine, self.weight_version, self.compute)
-                why = "" if report is None else report.why
-            except EngineError as error:
-                report, why = None, error.what
-            if report is not None:
-                self.recorder.metrics({"sync/probe_gap_max": Peak(report.gap_max_nats)})
-            if why:
-                held = {"replica_id": engine.replica_id, "weight_version": self.weight_version, "why": why}
-                self.recorder.event("probe_failed", **held)
+            if why := await self.probe_one(engine):
                 self.router.take_out(engine.replica_id, why)
                 self.publisher.quarantined[engine.replica_id] = why
         if len(self.router.out_of_service) == len(self.router.engines):
@@ -439,6 +436,22 @@ class Controller:
                 "the bytes are equal: compare dtype, temperature and kernels of engine and trainer; "
                 "sync.probe = false goes on regardless",
             )
+
+    async def probe_one(self, engine: Engine) -> str:
+        """Why `engine` does not give the trainer's logprobs, or nothing."""
+        if not self.probes:
+            return ""
+        try:
+            report = await self.prober.check(engine, self.weight_version, self.compute)
+            why = "" if report is None else report.why
+        except EngineError as error:
+            report, why = None, error.what
+        if report is not None:
+            self.recorder.metrics({"sync/probe_gap_max": Peak(report.gap_max_nats)})
+        if why:
+            held = {"replica_id": engine.replica_id, "weight_version": self.weight_version, "why": why}
+            self.recorder.event("probe_failed", **held)
+        return why
 
     async def _report(self, taken: Taken, batch: TrainBatch | None, step: int) -> None:
         """Metrics of the step that no part reports by itself, and its trajectories."""
@@ -453,10 +466,21 @@ class Controller:
             values |= batch_values(batch)
             masks = {f"{s.group_id}/{s.member_idx}": s.loss_mask for s in batch.sequences}
         self.recorder.metrics(values)
+        if self.plan is not None:
+            self.recorder.work(self._work(self.plan, self._num_generated(taken)))
         every = self.config.observe.trajectories_every_steps
         if every and step % every == 0:
             finished = [t for group in [*taken.groups, *taken.dropped] for t in group.scored]
             self.recorder.trajectories(step, finished + failed, loss_masks=masks)
+
+    def _work(self, plan: Plan, num_generated: float) -> Work:
+        """The FLOPs of the step's own work: what was expected of its batch, and of the tokens that were sampled."""
+        flops = {stage: entry.flops for stage, entry in self.expected.items() if entry.flops}
+        planned = plan.work.num_sequences * plan.work.lengths.mean_tokens
+        if "rollout" in flops and planned:
+            flops["rollout"] *= num_generated / planned
+        peak = plan.machine.gemm_flops_per_s.get(plan.machine.dtype, 0.0)
+        return Work(flops=flops, peak_flops_per_s=peak * max(self.recorder.num_gpus, 1))
 
     async def _evaluate(self, step: int) -> None:
         """Held-out prompts, before the next step's groups take the engine; before the first step, `step` is -1."""
@@ -650,6 +674,9 @@ class Controller:
             elapsed_s=now_s - self._engine_stats_at_s,
             num_quarantined=len(self.router.out_of_service),
         )
+        if self.lending is not None:
+            sampled = Total(values["generated/num_tokens"].result() + self.lending.pop_tokens())
+            values["generated/num_tokens"] = sampled
         if self.runs_ahead:
             rate = Ratio(values["generated/num_tokens"].result(), now_s - self._engine_stats_at_s)
             values["perf/tokens_per_s/gen"] = rate  # of the whole step: it is how long the engines had

@@ -15,13 +15,12 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from rollbook.config.run_config import RunConfig
-from rollbook.controller.schedule import SCHEDULES
 from rollbook.modeling.lora import without_adapters
 from rollbook.modeling.tokenizer import Tokenizer
 from rollbook.rollout.engine import Engine
@@ -61,6 +60,8 @@ class Parts:
     tokenizer: Tokenizer
     stack: AsyncExitStack
     """Closes what was started, last first."""
+    in_turn: bool
+    """Engine and trainer never compute at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,8 @@ class Replicas:
     ports: list[WeightPort]
     buffers: Buffers | None
     """Where the publisher packs; None: tensors go by reference."""
+    lent: Replica | None = None
+    """Of `[lending]`: on the trainer's device, asleep, and none of the engines above."""
 
 
 async def start_replicas(parts: Parts) -> Replicas:
@@ -81,12 +84,28 @@ async def start_replicas(parts: Parts) -> Replicas:
     """
     link = await _open_link(parts)
     make = KINDS[parts.config.rollout.engine]
-    made = [await make(parts, link, replica_id) for replica_id in range(parts.config.rollout.num_replicas)]
+    count = parts.config.rollout.num_replicas
+    made = [await make(parts, link, replica_id) for replica_id in range(count)]
+    lent = await native_replica(_on_trainer(parts), link, count) if parts.config.lending.is_on else None
     return Replicas(
         engines=[replica.engine for replica in made],
         ports=[replica.port for replica in made],
         buffers=None if link is None else link.sender.buffer,
+        lent=lent,
     )
+
+
+def _on_trainer(parts: Parts) -> Parts:
+    """The same for an engine on the trainer's device and threads."""
+    config, lending = parts.config, parts.config.lending
+    update = {
+        "device": config.model.device,
+        "num_threads": config.trainer.num_threads or 0,
+        "num_slots": lending.num_slots or config.rollout.num_slots,
+        "kv_pool_tokens": lending.kv_pool_tokens or config.rollout.kv_pool_tokens,
+    }
+    rollout = config.rollout.model_copy(update=update)
+    return replace(parts, config=config.model_copy(update={"rollout": rollout}), in_turn=True)
 
 
 async def native_replica(parts: Parts, link: Link | None, replica_id: int) -> Replica:
@@ -98,7 +117,7 @@ async def native_replica(parts: Parts, link: Link | None, replica_id: int) -> Re
         replica_id=replica_id,
         eos_token_ids=parts.tokenizer.eos_ids,
         tokenizer=parts.tokenizer if rollout.stop_strings else None,
-        share_weights=_shares_weights(config),
+        share_weights=parts.in_turn and _can_share_weights(config),
     )
     await engine.start()
     parts.stack.push_async_callback(engine.close)
@@ -144,12 +163,10 @@ def _takes_merged(config: RunConfig) -> bool:
     return config.model.lora is not None and config.model.lora.publish == "merged"
 
 
-def _shares_weights(config: RunConfig) -> bool:
-    """The engine computes with the trainer's memory where one device holds both in one dtype and they never run at
-    once."""
+def _can_share_weights(config: RunConfig) -> bool:
+    """The engine can compute with the trainer's memory where one device holds both in one dtype."""
     return (
-        SCHEDULES[config.run.schedule].shares_device
-        and config.rollout.device == config.model.device
+        config.rollout.device == config.model.device
         and config.rollout.dtype in ("auto", config.model.dtype)
         and config.rollout.mismatch == "none"
         and config.sync.transport == "inproc"
@@ -202,7 +219,8 @@ async def _port(parts: Parts, link: Link | None, engine: SwapEngine) -> WeightPo
 
 async def _open_link(parts: Parts) -> Link | None:
     """Both halves of `sync.transport`; None within one process, where tensors go by reference."""
-    config, count = parts.config.sync, parts.config.rollout.num_replicas
+    config = parts.config.sync
+    count = parts.config.rollout.num_replicas + int(parts.config.lending.is_on)
     is_own_process = parts.config.rollout.engine == "vllm" and not parts.config.rollout.vllm.in_process
     link: Link
     if config.transport == "shm":

@@ -71,6 +71,17 @@ EVENT_KINDS: dict[str, EventKind] = {
     "quarantined": EventKind(
         ("replica_id", "why"), "A replica is out of service until a publication is proven."
     ),
+    "lent": EventKind(
+        ("replica_id", "weight_version", "expected_wait_s", "up_s", "num_moved"),
+        "An engine on the trainer's device serves while the trainer waits; `num_moved` requests were given to it.",
+    ),
+    "taken_back": EventKind(
+        ("replica_id", "lent_s", "back_s", "saved_s", "num_tokens", "num_returned"),
+        "The trainer has its device again; unfinished responses go on at other replicas.",
+    ),
+    "lending_failed": EventKind(
+        ("replica_id", "why"), "The engine on the trainer's device failed: nothing is lent any more."
+    ),
     "mismatch": EventKind(
         ("mismatch", "error_frac"),
         "Engines sample from weights rounded on purpose; `error_frac` is relative, by replica.",

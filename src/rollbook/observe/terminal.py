@@ -49,6 +49,7 @@ PHASES = {
     "warmup": "supervised warm-up on reference answers",
     "plan": "measuring this machine, and planning a step",
     "eval": "evaluating on held-out prompts",
+    "lending": "measuring what it costs to lend the trainer's device",
     "baseline": "asking the baseline's server the same prompts",
     "checkpoint": "writing a checkpoint",
 }

@@ -49,10 +49,12 @@ class Router:
                 if not lie:
                     return response
                 why = f"response {request.request_id} {lie}"
-                self.take_out(engine.replica_id, why)
-                self.announce(engine.replica_id, why)
+                if engine in self.engines:  # else it has been removed meanwhile
+                    self.take_out(engine.replica_id, why)
+                    self.announce(engine.replica_id, why)
             except EngineDownError as error:
-                self.out_of_service.setdefault(engine.replica_id, error.what)  # a first reason says more
+                if engine in self.engines:
+                    self.out_of_service.setdefault(engine.replica_id, error.what)  # a first reason says more
             finally:
                 self._num_open[engine.replica_id] -= 1
 
@@ -82,6 +84,23 @@ class Router:
         while len(self._replica_of_group) > MAX_REMEMBERED_GROUPS:
             self._replica_of_group.popitem(last=False)
         return engine
+
+    def add(self, engine: Engine) -> None:
+        """One more replica that serves. Groups are dealt out anew, so that it gets its share of what comes next."""
+        self.engines.append(engine)
+        self._num_open[engine.replica_id] = 0
+        self._replica_of_group.clear()
+
+    def remove(self, replica_id: int) -> None:
+        """It is no replica any more: what it still returns is taken, and nothing is sent to it."""
+        self.engines = [engine for engine in self.engines if engine.replica_id != replica_id]
+        self.put_back(replica_id)
+        self._replica_of_group.clear()
+
+    def num_open(self) -> dict[int, int]:
+        """Replica in service -> requests that it has not answered yet."""
+        serving = [e.replica_id for e in self.engines if e.replica_id not in self.out_of_service]
+        return {replica_id: self._num_open[replica_id] for replica_id in serving}
 
     def take_out(self, replica_id: int, why: str) -> None:
         """The replica gets no further request; those it has end by its own failure or deadline."""

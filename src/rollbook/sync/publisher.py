@@ -209,6 +209,16 @@ class Publisher:
                 )
         return held
 
+    def join(self, port: WeightPort) -> None:
+        """One more replica, which holds nothing yet: `resync` brings it to the newest version."""
+        self.ports[port.replica_id] = port
+        self.handshakes[port.replica_id] = Handshake(port.replica_id, self.weight_version)
+
+    def leave(self, replica_id: int) -> None:
+        """It is sent no further version."""
+        for held in (self.ports, self.handshakes, self.quarantined):
+            held.pop(replica_id, None)
+
     async def publish(self, weight_version: int, *, moved: bool = True) -> PublicationReport:
         """Bring every replica to `weight_version`, quarantined ones included (in full).
 

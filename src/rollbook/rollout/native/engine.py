@@ -232,6 +232,10 @@ class NativeEngine:
 
         await self._ask(pause)
 
+    async def give_back(self, num_requests: int) -> None:
+        """The requests whose turn would come last return the tokens they have, for another replica to go on with."""
+        await self._ask(lambda: self._respond(self._scheduler.abort_last(num_requests)))
+
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
         drained: asyncio.Future[None] = loop.create_future()

@@ -40,6 +40,7 @@ class Sequence:
 
     request: GenerateRequest
     arrival_idx: int
+    """How many requests came before it."""
     num_prompt: int
     max_response: int
     """Most tokens it may sample: the request's limit or what the context leaves."""
@@ -62,6 +63,12 @@ class Sequence:
     num_preemptions: int = 0
     was_admitted: bool = False
     is_done: bool = False
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Whose turn comes first: older groups, so that a response which came back from another replica, or an agent's
+        next turn, is not put behind the groups of later steps."""
+        return self.request.group_id, self.arrival_idx
 
     @property
     def prompt_key(self) -> bytes:
@@ -210,7 +217,7 @@ class Scheduler:
         self.is_draining = False
         self.by_request: dict[str, Sequence] = {}
         """Everything not finished."""
-        self._waiting: list[tuple[int, Sequence]] = []
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._num_waiting = 0
         self._free_slots = list(range(num_slots))
         self._page_slot = np.zeros(num_pages, np.int64)
@@ -238,7 +245,7 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         """Oldest first."""
         found = [sequence for sequence in self.slots.sequences if sequence is not None]
-        return sorted(found, key=lambda sequence: sequence.arrival_idx)
+        return sorted(found, key=lambda sequence: sequence.rank)
 
     # ---- requests come and go
 
@@ -298,8 +305,15 @@ class Scheduler:
 
     def abort_all(self) -> list[Response]:
         """End every request with the tokens it has."""
-        ordered = sorted(self.by_request.values(), key=lambda sequence: sequence.arrival_idx)
-        return [self._finish(sequence, FinishReason.ABORTED) for sequence in ordered]
+        return self.abort_last(len(self.by_request))
+
+    def abort_last(self, num_requests: int) -> list[Response]:
+        """End those whose turn would come last, with the tokens they have."""
+        ordered = sorted(self.by_request.values(), key=lambda sequence: sequence.rank)
+        return [
+            self._finish(sequence, FinishReason.ABORTED)
+            for sequence in ordered[max(len(ordered) - num_requests, 0) :]
+        ]
 
     def has_started(self) -> bool:
         """Whether any unfinished request has ever been admitted: what a drain waits for."""
@@ -435,7 +449,7 @@ class Scheduler:
     # ---- admission
 
     def _enqueue(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.arrival_idx, sequence))
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
         self._num_waiting += 1
 
     def _admit(self) -> None:
@@ -576,7 +590,7 @@ class Scheduler:
             self._widen_responses()
             return
         short = [slots.sequences[slot] for slot in np.flatnonzero(is_short)]
-        for sequence in sorted((s for s in short if s is not None), key=lambda s: s.arrival_idx):
+        for sequence in sorted((s for s in short if s is not None), key=lambda s: s.rank):
             while sequence.slot >= 0 and self.pool.num_free == 0:
                 if self.cache is None or not self.cache.evict(1):
                     self._preempt(self.running()[-1])

@@ -1,0 +1,340 @@
+"""The trainer's device generates while the trainer waits: by cost and benefit, proven, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollbook.controller.lending import Lending
+from rollbook.controller.loop import Controller
+from rollbook.errors import ConfigError, SyncError
+from run_oracles import NotedWeights, label_gaps, staleness_of_tokens, versions_of
+from run_oracles import rows as rows_of
+from tiny_run import RunResult, TinyRun, resume_tiny, tiny_config
+
+LENT = {
+    "run.schedule": "separate_async",
+    "lending.is_on": True,
+    "lending.margin": 0.0,
+    "rollout.max_response_tokens": 20,
+    "rollout.num_slots": 3,
+    "rollout.kv_policy": "recompute",
+}
+"""Every wait lends; few slots, so that there is a queue to share."""
+REPLICA = 1
+"""The lent one: the only replica of its own is 0."""
+
+
+class HoldsUntilLent:
+    """The replica stands still while the lent one is brought up, and until that has sampled some tokens."""
+
+    def __init__(self, num_tokens: int = 10) -> None:
+        self.num_tokens = num_tokens
+        self.num_lendings = 0
+
+    def __call__(self, controller: Controller) -> None:
+        lending, (own,) = the(controller), controller.router.engines
+        plain = lending._serve
+
+        async def serve() -> None:
+            await own.pause("keep")
+            try:
+                await plain()
+                self.num_lendings += not lending.failed
+                then = (await lending.engine.stats()).decode_tokens
+                while lending.engine._ended is None and (await lending.engine.stats()).num_running:
+                    await asyncio.sleep(0)
+                    if (await lending.engine.stats()).decode_tokens >= then + self.num_tokens:
+                        break
+            finally:
+                await own.resume()
+
+        lending._serve = serve  # type: ignore[method-assign]
+
+
+def the(controller: Controller) -> Lending:
+    assert controller.lending is not None
+    return controller.lending
+
+
+def rows(run: RunResult) -> list[dict[str, Any]]:
+    return list(rows_of(run))
+
+
+def sampled_by_it(run: RunResult) -> list[dict[str, Any]]:
+    return [row for row in rows(run) if row["replica_id"] == REPLICA]
+
+
+def balance(metrics: dict[str, Any]) -> tuple[float, float]:
+    states = ("running", "finished", "failed", "trained", "evicted")
+    return metrics["buffer/num_admitted"], sum(metrics[f"buffer/num_{state}"] for state in states)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("more", [{}, {"sync.transport": "shm"}, {"rollout.mismatch": "bf16"}], ids=str)
+def test_what_the_lent_engine_samples_is_of_the_version_it_says(
+    tiny_run: TinyRun, staleness: int, more: dict[str, Any]
+) -> None:
+    """Each token's logprob is computed again from the weights of its label; no trained token is too old, and the
+    account of groups balances."""
+    weights = NotedWeights()
+    faults = [weights, HoldsUntilLent()]
+    run = tiny_run(num_steps=4, faults=faults, **LENT, **more, **{"buffer.max_staleness_steps": staleness})
+    assert label_gaps(run, weights).max() < (2e-5 if not more.get("rollout.mismatch") else 0.1)
+    assert sampled_by_it(run)
+    ages = staleness_of_tokens(run)
+    assert min(ages) >= 0 and max(ages) <= staleness
+    lent, back = run.events_of("lent"), run.events_of("taken_back")
+    assert lent and {e["step"] for e in lent} <= {e["step"] for e in back}
+    assert all(event["replica_id"] == REPLICA for event in lent)
+    newest = {e["step"]: e["weight_version"] for e in run.events_of("publication") if "step" in e}
+    assert [e["weight_version"] for e in lent] == [newest.get(e["step"] - 1, 0) for e in lent]
+    for metrics in run.metrics:
+        admitted, accounted = balance(metrics)
+        assert admitted == accounted
+        assert metrics["replica/num_serving"] == 1 and metrics["replica/num_quarantined"] == 0
+    assert sum(m.get("lending/num_tokens", 0) for m in run.metrics) >= 10
+
+
+def test_lending_changes_no_token_of_an_on_policy_run(tiny_run: TinyRun) -> None:
+    """Who samples a response, and whether it moved in the middle, does not matter: (seed, trajectory, token index)
+    decides."""
+    exact = {**LENT, "rollout.batch_invariant": True, "trainer.lr": 1e-7}
+    holds = HoldsUntilLent(num_tokens=5)
+    lent = tiny_run(name="lent", num_steps=3, faults=[holds], **exact)
+    alone = tiny_run(name="alone", num_steps=3, **{k: v for k, v in exact.items() if "lending" not in k})
+    assert holds.num_lendings == 3 and sampled_by_it(lent)
+    assert [row["token_ids"] for row in rows(lent)] == [row["token_ids"] for row in rows(alone)]
+    assert lent.trained == alone.trained
+    for one, other in zip(rows(lent), rows(alone), strict=True):
+        np.testing.assert_allclose(one["behavior_logprobs"], other["behavior_logprobs"], atol=1e-4)
+
+
+def test_a_response_taken_back_in_the_middle_is_one_response(tiny_run: TinyRun) -> None:
+    """The trainer becomes ready while the lent engine decodes: the rest is sampled elsewhere."""
+    weights = NotedWeights()
+
+    def takes_early(controller: Controller) -> None:
+        """The groups are there as soon as it has sampled a few tokens."""
+        lending, plain = the(controller), controller.rollout.collect
+
+        async def collect() -> Any:
+            taken = await plain()
+            while lending._serving_at_s is None and not lending.failed and lending.pays():
+                await asyncio.sleep(0)
+            return taken
+
+        controller.rollout.collect = collect  # type: ignore[method-assign]
+
+    run = tiny_run(num_steps=5, faults=[weights, takes_early], **LENT, **{"buffer.max_staleness_steps": 2})
+    assert label_gaps(run, weights).max() < 2e-5
+    assert sum(m.get("lending/num_returned", 0) for m in run.metrics) > 0
+    moved = [row for row in rows(run) if len(set(versions_of(row))) > 1]
+    assert all(len(row["turns"]) == 1 for row in moved)
+    assert max(len(versions_of(row)) for row in rows(run)) == 20
+
+
+def test_a_trainer_that_is_ready_at_once_waits_for_no_lending(tiny_run: TinyRun) -> None:
+    """The bring-up is cut short wherever it is; nothing serves half a version, and the next lending works."""
+    seen: list[str] = []
+
+    def slow_to_rise(controller: Controller) -> None:
+        lending = the(controller)
+        plain = lending._publisher.resync
+
+        async def resync(replica_id: int) -> Any:
+            if len(seen) < 2:  # never ends by itself
+                seen.append("cut")
+                await asyncio.Event().wait()
+            return await plain(replica_id)
+
+        lending._publisher.resync = resync  # type: ignore[method-assign]
+
+    weights = NotedWeights()
+
+    def begins_after_the_rehearsal(controller: Controller) -> None:
+        plain = the(controller).rehearse
+
+        async def rehearse() -> None:
+            await plain()
+            slow_to_rise(controller)
+
+        the(controller).rehearse = rehearse  # type: ignore[method-assign]
+
+    run = tiny_run(num_steps=4, faults=[begins_after_the_rehearsal, weights], **LENT)
+    assert seen == ["cut", "cut"]
+    assert [e["lent_s"] for e in run.events_of("taken_back")][:2] == [0.0, 0.0]
+    assert not run.events_of("lending_failed") and not run.events_of("quarantined")
+    assert label_gaps(run, weights).max() < 2e-5
+
+
+class Dies:
+    """The lent engine's thread ends with an exception after so many of its steps since the rehearsal."""
+
+    def __init__(self, after_steps: int) -> None:
+        self.left = after_steps
+
+    def __call__(self, controller: Controller) -> None:
+        lending = the(controller)
+        plain_serve, plain_step = lending._serve, lending.engine._step
+
+        def step() -> bool:
+            done = plain_step()
+            if done:
+                self.left -= 1
+                if self.left == 0:
+                    raise RuntimeError("device lost")
+            return done
+
+        async def serve() -> None:
+            lending.engine._step = step  # type: ignore[method-assign]
+            await plain_serve()
+
+        lending._serve = serve  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("after_steps", [1, 9, 15])
+def test_the_death_of_the_lent_engine_loses_nothing(tiny_run: TinyRun, after_steps: int) -> None:
+    """In the probe, while it serves, in a later wait: its requests are made again, and the run says so once."""
+    exact = {**LENT, "rollout.batch_invariant": True, "trainer.lr": 1e-7}
+    run = tiny_run(
+        name="dies", num_steps=4, faults=[Dies(after_steps), HoldsUntilLent(num_tokens=40)], **exact
+    )
+    alone = tiny_run(name="alone", num_steps=4, **{k: v for k, v in exact.items() if "lending" not in k})
+    (failed,) = run.events_of("lending_failed")
+    assert "device lost" in failed["why"]
+    (finding,) = run.events_of("finding")
+    assert finding["rule"] == "lending_failed" and "goes on without it" in finding["remedy"]
+    assert run.trained == alone.trained
+    assert [row["token_ids"] for row in rows(run)] == [row["token_ids"] for row in rows(alone)]
+    assert [row["failure_kind"] for row in rows(run)] == [None] * len(rows(run))
+    assert all(m["replica/num_quarantined"] == 0 for m in run.metrics)
+    assert len(run.events_of("lent")) == len([e for e in run.events_of("taken_back") if e["lent_s"] > 0])
+
+
+def test_weights_that_do_not_arrive_lend_nothing(tiny_run: TinyRun) -> None:
+    """The transaction refuses them by name, and the run goes on without."""
+
+    def corrupts(controller: Controller) -> None:
+        lending = the(controller)
+        plain = lending._serve
+
+        async def serve() -> None:
+            commit = lending._port.commit
+
+            async def broken() -> Any:
+                raise SyncError("tensor model.norm.weight has another digest", "send it again")
+
+            lending._port.commit = broken  # type: ignore[method-assign]
+            await plain()
+            lending._port.commit = commit  # type: ignore[method-assign]
+
+        lending._serve = serve  # type: ignore[method-assign]
+
+    run = tiny_run(num_steps=3, faults=[corrupts], **LENT)
+    (failed,) = run.events_of("lending_failed")
+    assert "model.norm.weight" in failed["why"]
+    assert not run.events_of("lent") and not sampled_by_it(run)
+    assert len(run.metrics) == 3
+
+
+def test_between_publications_moved_weights_are_lent_to_nobody(tiny_run: TinyRun) -> None:
+    """Published every second step: after an odd number of steps the trainer's weights have no version."""
+    holds = HoldsUntilLent()
+    run = tiny_run(
+        num_steps=4, faults=[holds], **LENT, **{"sync.every_steps": 2, "buffer.max_staleness_steps": 1}
+    )
+    assert {e["step"] for e in run.events_of("lent")} <= {0, 2}
+    assert not run.events_of("lending_failed")
+
+
+def decides(expected_wait_s: float, up_s: float, back_s: float, share: float, margin: float) -> bool:
+    lending = Lending.__new__(Lending)
+    lending.config = tiny_config(**{"lending.is_on": True, "lending.margin": margin}).lending
+    lending.expected_wait_s, lending.up_s, lending.back_s = expected_wait_s, up_s, back_s
+    lending.share, lending.failed = share, ""
+    return lending.pays()
+
+
+@pytest.mark.parametrize(
+    ("expected_wait_s", "up_s", "back_s", "share", "margin", "pays"),
+    [
+        (
+            10.0,
+            1.0,
+            1.0,
+            0.25,
+            1.0,
+            True,
+        ),  # 9 s of serving at a quarter of the tokens save 2.25 s, at a cost of 2
+        (8.0, 1.0, 1.0, 0.25, 1.0, False),  # 1.75 s
+        (10.0, 1.0, 1.0, 0.25, 2.0, False),
+        (10.0, 1.0, 1.0, 0.05, 1.0, False),  # it makes hardly a token
+        (0.5, 1.0, 0.0, 1.0, 1.0, False),  # the wait ends before it serves
+    ],
+)
+def test_it_lends_where_the_saving_exceeds_the_cost(
+    expected_wait_s: float, up_s: float, back_s: float, share: float, margin: float, pays: bool
+) -> None:
+    assert decides(expected_wait_s, up_s, back_s, share, margin) is pays
+
+
+def test_what_a_lending_saved_counts_to_the_next_wait(tiny_run: TinyRun) -> None:
+    """Else a lending that works would talk itself out of the next one."""
+    checked: list[tuple[float, float]] = []
+
+    def watch(controller: Controller) -> None:
+        lending = the(controller)
+        plain = lending.during
+
+        async def during(wait: Any, *, is_published: bool) -> Any:
+            began_s = lending._clock()
+            taken = await plain(wait, is_published=is_published)
+            checked.append((lending.expected_wait_s, lending._clock() - began_s))
+            return taken
+
+        lending.during = during  # type: ignore[method-assign]
+
+    run = tiny_run(num_steps=3, faults=[watch, HoldsUntilLent()], **LENT)
+    saved = [m["lending/saved_s"] for m in run.metrics]
+    for (expected_s, _), saved_s in zip(checked, saved, strict=True):
+        assert 0 < saved_s < expected_s
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"run.schedule": "sync"}, "gives the engines the trainer's device in any case"),
+        ({"run.schedule": "colocate_async", "buffer.max_staleness_steps": 1}, "in any case"),
+        ({"rollout.engine": "vllm"}, "rollout.engine is 'vllm'"),
+        ({"cluster.kind": "ray"}, "cluster.kind is 'ray'"),
+        ({"sync.transport": "broadcast"}, "sync.transport is 'broadcast'"),
+        ({"model.device": "cuda", "rollout.device": "cuda:0"}, "are both on cuda"),
+    ],
+)
+def test_a_config_in_which_nothing_could_be_lent_is_refused(overrides: dict[str, Any], says: str) -> None:
+    config = tiny_config(**{"run.schedule": "separate_async", "lending": {"is_on": True}, **overrides})
+    with pytest.raises(ConfigError) as refused:
+        config.check()
+    assert says in str(refused.value)
+    assert "leave [lending] out" in str(refused.value) or "use 'inproc'" in str(refused.value)
+
+
+def test_options_of_a_lending_that_is_off_are_refused(tiny_run: TinyRun) -> None:
+    with pytest.raises(ConfigError, match="lending.is_on is false"):
+        tiny_run(**{"lending.margin": 2.0})
+
+
+def test_a_run_that_was_taken_up_again_lends_as_before(tiny_run: TinyRun) -> None:
+    exact = {**LENT, "rollout.batch_invariant": True, "trainer.lr": 1e-7, "checkpoint.every_steps": 1}
+    whole = tiny_run(name="whole", num_steps=4, faults=[HoldsUntilLent()], **exact)
+    half = tiny_run(name="half", num_steps=2, faults=[HoldsUntilLent()], **exact)
+    resumed = resume_tiny(half, faults=[HoldsUntilLent()], **{"run.num_steps": 4})
+    assert resumed.trained == whole.trained
+    assert [r["token_ids"] for r in rows(resumed)] == [r["token_ids"] for r in rows(whole)]
+    assert {e["step"] for e in resumed.events_of("lent")} == {0, 1, 2, 3}
+    admitted, accounted = balance(resumed.metrics[-1])
+    assert admitted == accounted
