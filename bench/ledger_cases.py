@@ -21,7 +21,7 @@ from rollbook.ledger.hardware import Accelerator, Cluster, load_accelerator
 from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
 from rollbook.ledger.model import ModelSpec, load_model
 from rollbook.ledger.step import Layouts, smallest_rollout_tp, step_account
-from rollbook.ledger.switch import hand_over
+from rollbook.ledger.switch import SleepChoice, hand_over
 from rollbook.ledger.sync import SyncMethod, SyncWork, sync_account
 from rollbook.ledger.train import train_tokens_per_s_per_gpu
 from rollbook.ledger.workload import Mode, Workload
@@ -563,7 +563,7 @@ def switch_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, flo
         num_gpus=cluster.num_gpus,
         rollout_weights_bytes_per_gpu=replica_weight_bytes(model, layout),
         state_bytes_per_param=0.0,
-        sleep_level=1,
+        choice=SleepChoice(sleep_level=1),
     )
     seconds = {move.name: move.seconds for move in moves}
     for key, name in (

@@ -22,7 +22,7 @@ from rollbook.ledger.memory import activation_bytes, logits_bytes, memory_items,
 from rollbook.ledger.model import load_model
 from rollbook.ledger.quantity import parse_count
 from rollbook.ledger.step import Layouts, step_account
-from rollbook.ledger.switch import hand_over, pinned_bytes
+from rollbook.ledger.switch import SleepChoice, hand_over, pinned_bytes
 from rollbook.ledger.sync import BUCKET_BYTES, SyncWork, best_sync_every, published_bytes, sync_account
 from rollbook.ledger.train import bubble_frac, gather_s, token_s
 from rollbook.ledger.workload import AgentWork, Workload
@@ -130,7 +130,7 @@ def test_hand_over_moves_the_training_state_both_ways() -> None:
         num_gpus=64,
         rollout_weights_bytes_per_gpu=16e9,
         state_bytes_per_param=16.0,
-        sleep_level=1,
+        choice=SleepChoice(sleep_level=1),
     )
     assert sum(m.bytes for m in level_1) - sum(m.bytes for m in moves) == 2 * 16e9
     assert pinned_bytes(level_1) == pytest.approx(16e9 + 16 * 8.03e9 / 64)

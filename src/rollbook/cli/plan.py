@@ -82,6 +82,53 @@ LoraPublishOption = Annotated[
         "--lora-publish", help="merged (whole weights) or adapter (alone, to engines with the base)."
     ),
 ]
+RewardModelOption = Annotated[
+    str,
+    typer.Option("--reward-model", help="Of --reward model or generative; empty: of the policy's shape."),
+]
+RewardTokensOption = Annotated[
+    str, typer.Option("--reward-tokens", help="Tokens of a generative reward model's verdict.")
+]
+EpochsOption = Annotated[int, typer.Option("--epochs", help="Passes of training over a step's trajectories.")]
+EnvP50Option = Annotated[
+    float, typer.Option("--env-p50-seconds", help="Median of the same; 0: from the mean.")
+]
+SandboxStartOption = Annotated[
+    float, typer.Option("--sandbox-start-seconds", help="Start of a trajectory's sandbox.")
+]
+SandboxCoresOption = Annotated[
+    float, typer.Option("--cores-per-sandbox", help="CPU cores that a sandbox holds.")
+]
+SharePromptsOption = Annotated[
+    bool,
+    typer.Option(
+        "--share-prompts/--no-share-prompts", help="Members of a group share the prefill of their prompt."
+    ),
+]
+PrefillChunkOption = Annotated[
+    str,
+    typer.Option(
+        "--prefill-chunk",
+        help="Chunked prefill: tokens of an engine's step, running sequences included; 0: prompts whole.",
+    ),
+]
+StackOption = Annotated[
+    str, typer.Option("--stack", help="Trainer: fsdp, megatron, ...; empty: what the assumptions name.")
+]
+SleepOption = Annotated[
+    int,
+    typer.Option("--sleep-level", help="Colocated engines: 1 keeps weights in host memory, 2 drops them."),
+]
+RebuildOption = Annotated[
+    bool,
+    typer.Option(
+        "--rebuild-engine/--keep-engine",
+        help="KV pool and CUDA graphs are made again at each wake, or survive the sleep.",
+    ),
+]
+ChangedOption = Annotated[
+    float, typer.Option("--changed-frac", help="Share of the weights that a step changes, for a delta.")
+]
 ContextOption = Annotated[
     str, typer.Option("--max-context", help="Longest sequence; 0: what the model was released for.")
 ]
@@ -104,18 +151,30 @@ def command(
     lengths: LengthsOption = DEFAULTS.lengths,
     algorithm: AlgorithmOption = DEFAULTS.algorithm,
     reward: RewardOption = DEFAULTS.reward,
+    reward_model: RewardModelOption = DEFAULTS.reward_model,
+    reward_tokens: RewardTokensOption = str(DEFAULTS.reward_tokens),
     reference: ReferenceOption = DEFAULTS.reference,
     proximal: ProximalOption = DEFAULTS.proximal,
     mini_batches: MiniBatchOption = DEFAULTS.mini_batches,
+    epochs: EpochsOption = DEFAULTS.epochs,
     turns: TurnsOption = DEFAULTS.turns,
     observation_tokens: ObservationOption = str(DEFAULTS.observation_tokens),
     env_seconds: EnvOption = DEFAULTS.env_seconds,
+    env_p50_seconds: EnvP50Option = DEFAULTS.env_p50_seconds,
     env_p99_seconds: EnvP99Option = DEFAULTS.env_p99_seconds,
+    sandbox_start_seconds: SandboxStartOption = DEFAULTS.sandbox_start_seconds,
+    cores_per_sandbox: SandboxCoresOption = DEFAULTS.cores_per_sandbox,
     rollout_tp: RolloutTpOption = DEFAULTS.rollout_tp,
     rollout_dtype: DtypeOption = DEFAULTS.rollout_dtype,
     offload: OffloadOption = DEFAULTS.offload,
     recompute: RecomputeOption = DEFAULTS.recompute,
     keep_prefix: PrefixOption = DEFAULTS.keep_prefix,
+    share_prompts: SharePromptsOption = DEFAULTS.share_prompts,
+    prefill_chunk: PrefillChunkOption = str(DEFAULTS.prefill_chunk),
+    stack: StackOption = DEFAULTS.stack,
+    sleep_level: SleepOption = DEFAULTS.sleep_level,
+    rebuild_engine: RebuildOption = DEFAULTS.rebuild_engine,
+    changed_frac: ChangedOption = DEFAULTS.changed_frac,
     max_staleness: StalenessOption = DEFAULTS.max_staleness,
     lora_rank: LoraRankOption = DEFAULTS.lora_rank,
     lora_publish: LoraPublishOption = DEFAULTS.lora_publish,
@@ -132,6 +191,18 @@ def command(
     storage_gb_per_s: Annotated[
         float, typer.Option("--storage-gb-per-s", help="Gigabytes a second of the job's storage; 0: assumed.")
     ] = DEFAULTS.storage_gb_per_s,
+    lend: Annotated[
+        float, typer.Option("--lend", help="Lend waiting training GPUs to generation; seconds of a switch.")
+    ] = DEFAULTS.lend,
+    length_growth: Annotated[
+        float,
+        typer.Option(
+            "--length-growth", help="Growth of the mean response a step: shows what moves, and when."
+        ),
+    ] = DEFAULTS.length_growth,
+    horizon: Annotated[
+        int, typer.Option("--horizon", help="Steps over which responses grow.")
+    ] = DEFAULTS.horizon,
     max_context: ContextOption = str(DEFAULTS.max_context),
     assume: AssumeOption = DEFAULTS.assume,
     split: Annotated[
@@ -167,7 +238,12 @@ def command(
         max_staleness=max_staleness, lora_rank=lora_rank, lora_publish=lora_publish,
         recompute=recompute, keep_prefix=keep_prefix,
         checkpoint_every=checkpoint_every, checkpoint_async=checkpoint_async, storage_gb_per_s=storage_gb_per_s,
-        max_context=max_context, assume=assume, split=split,
+        max_context=max_context, assume=assume, split=split, reward_model=reward_model,
+        reward_tokens=reward_tokens, epochs=epochs, env_p50_seconds=env_p50_seconds,
+        sandbox_start_seconds=sandbox_start_seconds, cores_per_sandbox=cores_per_sandbox,
+        share_prompts=share_prompts, prefill_chunk=prefill_chunk, stack=stack, sleep_level=sleep_level,
+        rebuild_engine=rebuild_engine, changed_frac=changed_frac, lend=lend, length_growth=length_growth,
+        horizon=horizon,
     )  # fmt: skip
     plan = make_plan(options.request(), is_brief=bool(emit))
     if output is not None:

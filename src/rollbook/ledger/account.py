@@ -67,6 +67,30 @@ class Flops:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillAccount:
+    """Prefill of one step. A replica's numbers are those with all slots running."""
+
+    tokens: float
+    """That all replicas prefill together."""
+    shared_tokens: float
+    """That groups save by sharing the prefill of their prompt."""
+    chunk_tokens: float
+    """Of prompts in one step beside the running sequences; 0: prompts whole."""
+    num_mixed_steps: float
+    """Decode steps of a replica that carry a chunk."""
+    plain_step_s: float
+    mixed_step_s: float
+    """0: prompts whole, no step is mixed."""
+    seconds: float
+    """That prefill adds to a replica's step."""
+
+    @property
+    def stretch(self) -> float:
+        """By how much a mixed step is longer than a plain one: what a running response feels of prompts."""
+        return self.mixed_step_s / self.plain_step_s if self.mixed_step_s else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSide:
     """Generation of one step on `num_gpus` devices."""
 
@@ -84,6 +108,8 @@ class RolloutSide:
     steady_s: float = 0.0
     """Decoding when new prompts always fill the freed slots; 0: as `throughput_s`."""
     prefill_s: float
+    prefill: PrefillAccount | None = None
+    """None under the paper account."""
     tokens_per_s_per_gpu: float
     """Response tokens, slots full."""
     mfu_frac: float
@@ -195,6 +221,7 @@ class StepAccount:
                 "tokens_per_s_per_gpu": rollout.tokens_per_s_per_gpu,
                 "mfu_frac": rollout.mfu_frac,
             },
+            "prefill": _prefill_json(rollout.prefill),
             "memory": dict(self.memory),
             "mfu_frac": self.mfu_frac,
             "tail_frac": self.tail_frac,
@@ -204,6 +231,10 @@ class StepAccount:
             "why_not": list(self.why_not),
             "notes": list(self.notes),
         }
+
+
+def _prefill_json(prefill: PrefillAccount | None) -> dict[str, object] | None:
+    return None if prefill is None else {**asdict(prefill), "stretch": prefill.stretch}
 
 
 def combine(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollbook.errors import PlanError
+from rollbook.ledger.flops import turn_prefill_tokens
 from rollbook.ledger.lengths import Curve, LengthDistribution, normal_cdf, normal_quantile
 from rollbook.ledger.workload import Workload
 
@@ -27,7 +28,7 @@ class AgentAccount:
     gpu_idle_s: float
     """GPU waiting when a slot is held while its environment works, per slot and trajectory."""
     prefilled_tokens: float
-    """Tokens prefilled in the step, prompts once per group."""
+    """Tokens prefilled in the step, prompts once per group where groups share them."""
     effective_tokens_per_response_token: float
     """All tokens that pass through the model, per sampled token."""
 
@@ -62,8 +63,8 @@ def agent_account(workload: Workload) -> AgentAccount:
     spread = math.sqrt(math.expm1(sigma**2) / max(agent.num_turns, 1.0))
     quantile = float(normal_quantile(np.float64(0.5 ** (1.0 / workload.num_sequences))))
     slowest = trajectory_s * math.exp(math.sqrt(math.log1p(spread**2)) * quantile)
-    prefilled = workload.num_prompts * workload.prompt_tokens
-    prefilled += workload.num_sequences * _turn_tokens(workload)
+    prefilled = workload.num_prefills * workload.prompt_tokens
+    prefilled += workload.num_sequences * turn_prefill_tokens(workload)
     through = prefilled + workload.response_tokens_total
     return AgentAccount(
         num_calls=calls,
@@ -120,16 +121,6 @@ def _decode_cells(lengths: LengthDistribution, number: int, token_s: float) -> t
     beyond = np.concatenate([np.geomspace(1.0, _BEYOND / number, _NUM_DECODES), [0.0]])
     weights = beyond[:-1] - beyond[1:]
     return weights, lengths.quantile(1 - (beyond[:-1] + beyond[1:]) / 2) * token_s
-
-
-def _turn_tokens(workload: Workload) -> float:
-    """Tokens prefilled after the first turn of one trajectory: linear with the prefix kept, quadratic without."""
-    agent = workload.agent
-    later_turns = max(agent.num_turns - 1, 0.0)
-    if agent.keeps_prefix:
-        return later_turns * agent.observation_tokens
-    per_turn = workload.response_tokens / agent.num_turns + agent.observation_tokens
-    return later_turns * workload.prompt_tokens + per_turn * later_turns * (later_turns + 1) / 2
 
 
 def sandboxes_needed(workload: Workload, *, target_s: float) -> int:

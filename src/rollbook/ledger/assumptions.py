@@ -157,7 +157,10 @@ class SwitchAssumptions:
     wake_s: float
     base_s: float
     """Everything else of one hand-over and back: caches dropped, pools mapped, processes told."""
+    pool_s: float
+    """Making the KV pool again, where it does not keep its addresses."""
     graphs_s: float
+    """Capturing CUDA graphs again, for the same reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,8 +85,15 @@ def decode_step(
     *,
     num_rows: Curve | float,
     context_tokens: Curve | float,
+    prompt_tokens: float = 0.0,
+    prompt_attention_flops: float = 0.0,
 ) -> DecodeStep:
-    """One step of a replica with `num_rows` sequences of `context_tokens` mean context."""
+    """One step of a replica with `num_rows` sequences of `context_tokens` mean context.
+
+    Args:
+        prompt_tokens: of prompts, computed in the same step at the rate of prefill, which includes their exchange.
+        prompt_attention_flops: that those take in attention.
+    """
     rows = np.asarray(num_rows, np.float64)
     context = np.asarray(context_tokens, np.float64)
     accelerator = cluster.accelerator
@@ -96,11 +103,19 @@ def decode_step(
         for part in ("dense", "experts")
     )
     flops_per_s = accelerator.peak(layout.weight_dtype) * assumptions.gemm_frac
-    dense, experts = weight_bytes(model, layout, rows)
+    prompts_per_s = assumptions.prefill_frac_of(accelerator, model) * num_gpus
+    dense, experts = weight_bytes(model, layout, rows + prompt_tokens)
     dense_flops = 2.0 * (model.body_params + model.head_params) * rows / copies / layout.tp_size
     expert_flops = 2.0 * model.active_routed_params * rows / num_gpus
-    dense_s = np.maximum(dense / layout.tp_size / dense_bytes_per_s, dense_flops / flops_per_s)
-    experts_s = np.maximum(experts / num_gpus / expert_bytes_per_s, expert_flops / flops_per_s)
+    prompt_rate = prompts_per_s * accelerator.peak(layout.weight_dtype)
+    dense_s = np.maximum(
+        dense / layout.tp_size / dense_bytes_per_s,
+        dense_flops / flops_per_s + 2.0 * model.body_params * prompt_tokens / prompt_rate,
+    )
+    experts_s = np.maximum(
+        experts / num_gpus / expert_bytes_per_s,
+        expert_flops / flops_per_s + 2.0 * model.active_routed_params * prompt_tokens / prompt_rate,
+    )
     kv = rows / copies * kv_bytes_of(model, context, DTYPE_BYTES[layout.kv_dtype])
     kv = kv / kv_shards(model, layout.tp_size)
     pairs = model.num_attention_layers * context * rows / copies / layout.tp_size
@@ -110,6 +125,7 @@ def decode_step(
         kv / (accelerator.hbm_bytes_per_s * assumptions.kv_frac_of(accelerator)),
         attention_flops / attention_flops_per_s,
     )
+    kv_s = kv_s + prompt_attention_flops / (prompts_per_s * accelerator.peak("bfloat16"))
     return DecodeStep(
         weights_s=dense_s + experts_s,
         kv_s=kv_s,

@@ -66,25 +66,38 @@ def turn_prefill_flops(model: ModelSpec, workload: Workload) -> float:
     return float(prefill_flops(model, context, cached).sum())
 
 
+def turn_prefill_tokens(workload: Workload) -> float:
+    """Tokens prefilled after the first turn of one trajectory: linear with the prefix kept, quadratic without."""
+    agent = workload.agent
+    later_turns = max(agent.num_turns - 1, 0.0)
+    if agent.keeps_prefix:
+        return later_turns * agent.observation_tokens
+    per_turn = workload.response_tokens / agent.num_turns + agent.observation_tokens
+    return later_turns * workload.prompt_tokens + per_turn * later_turns * (later_turns + 1) / 2
+
+
 def default_flops(model: ModelSpec, workload: Workload) -> Flops:
     """FLOPs of one step with attention and logits, without recomputation."""
     sequence = workload.sequence_tokens
     square = sequence_mean_square(workload)
     one_pass = workload.num_sequences * forward_flops(model, sequence, square)
-    prompt = workload.num_prompts * float(prefill_flops(model, workload.prompt_tokens))
+    prompt = workload.num_prefills * float(prefill_flops(model, workload.prompt_tokens))
     turns = workload.num_sequences * turn_prefill_flops(model, workload)
     before = forward_flops(model, workload.prompt_tokens)
     generate = workload.num_sequences * (forward_flops(model, sequence, square) - before)
     generate -= workload.num_sequences * 2.0 * model.matmul_params * workload.observation_tokens
     has_critic = workload.algorithm == "ppo"
-    has_reward_model = workload.reward in ("model", "generative")
-    reward_tokens = workload.num_sequences * workload.reward_response_tokens
+    judge = workload.reward_model or model
+    verdicts = workload.num_sequences * workload.reward_response_tokens
+    judged = workload.num_sequences * forward_flops(judge, sequence, square)
+    if workload.reward == "generative":
+        judged += 2.0 * judge.matmul_params * verdicts
     return Flops(
         generate=max(generate, 0.0),
         prefill=prompt + turns,
         reference=one_pass if workload.uses_reference else 0.0,
         proximal=one_pass if workload.uses_proximal else 0.0,
-        reward_model=(one_pass + 2.0 * model.matmul_params * reward_tokens) if has_reward_model else 0.0,
+        reward_model=judged if workload.reward in ("model", "generative") else 0.0,
         train=train_flops(model, workload),
         critic=(1 + 3 * workload.num_epochs) * one_pass if has_critic else 0.0,
         num_epochs=workload.num_epochs,

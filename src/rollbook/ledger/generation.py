@@ -15,11 +15,12 @@ from rollbook.ledger.account import RolloutSide
 from rollbook.ledger.agents import env_wait_s
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.decode import decode_step, kv_bytes_of, kv_shards, prefill_s, replica_weight_bytes
-from rollbook.ledger.flops import attention_flops, prefill_flops, turn_prefill_flops
+from rollbook.ledger.flops import attention_flops, prefill_flops
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import DTYPE_BYTES, ReplicaLayout
 from rollbook.ledger.lengths import Curve, LengthDistribution
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.prefill import prefill_account
 from rollbook.ledger.quantity import format_bytes
 from rollbook.ledger.workload import Workload
 
@@ -128,6 +129,22 @@ def default_rollout_side(
     why_not = list(room.why_not)
     if num_gpus < layout.num_gpus:
         why_not.append(f"a replica takes {layout.num_gpus} GPUs, the rollout side has {num_gpus}")
+    prefill = prefill_account(
+        model,
+        workload,
+        cluster,
+        assumptions,
+        layout,
+        num_replicas=num_replicas,
+        num_rows=float(room.slots),
+        context_tokens=room.held_tokens,
+        plain_step_s=full_s,
+    )
+    if 0 < workload.prefill_chunk_tokens <= room.slots:
+        why_not.append(
+            f"{room.slots} running sequences leave nothing of a step's {workload.prefill_chunk_tokens} tokens for "
+            f"prompts: raise prefill_chunk_tokens above {room.slots}"
+        )
     notes, error_frac = _reliability(model, cluster, assumptions)
     idle_gpus = num_gpus - num_replicas * layout.num_gpus
     if idle_gpus > 0:
@@ -142,13 +159,22 @@ def default_rollout_side(
         throughput_s=float(seconds.sum()) - tail_s,
         tail_s=tail_s,
         steady_s=workload.response_tokens_total * steady_step_s / (num_replicas * steady_rows),
-        prefill_s=_prefill_s(model, workload, cluster, assumptions, layout, num_replicas),
+        prefill=prefill,
+        prefill_s=prefill.seconds,
         tokens_per_s_per_gpu=rate,
         mfu_frac=rate * 2 * model.matmul_params / accelerator.peak(layout.weight_dtype),
         weights_bytes_per_gpu=room.weights_bytes_per_gpu,
         kv_pool_bytes=room.pool_bytes,
         reward_s=_reward_s(
-            model, workload, cluster, assumptions, layout, num_replicas, steady_step_s / steady_rows
+            model,
+            workload,
+            cluster,
+            assumptions,
+            layout,
+            num_replicas=num_replicas,
+            num_rows=steady_rows,
+            context_tokens=room.held_tokens,
+            policy_row_s=steady_step_s / steady_rows,
         ),
         env_wait_s=env_wait_s(workload, generate_s=float(seconds.sum())),
         error_frac=error_frac,
@@ -190,8 +216,9 @@ def kv_room(
     """
     usable = cluster.accelerator.hbm_bytes * min(1 - assumptions.memory_overhead_frac, memory_frac)
     # A reward model that writes its verdict is served beside the policy, by the same engines.
-    num_models = 2 if workload.reward == "generative" else 1
-    weights = num_models * replica_weight_bytes(model, layout)
+    weights = replica_weight_bytes(model, layout)
+    if workload.reward == "generative":
+        weights += replica_weight_bytes(workload.reward_model or model, layout)
     pool = max(usable - weights, 0.0) * layout.num_gpus
     lengths = workload.lengths()
     held = workload.prompt_tokens + lengths.mean_square() / (2 * lengths.mean_tokens)
@@ -243,33 +270,28 @@ def _reward_s(
     cluster: Cluster,
     assumptions: Assumptions,
     layout: ReplicaLayout,
+    *,
     num_replicas: int,
-    row_s: float,
+    num_rows: float,
+    context_tokens: float,
+    policy_row_s: float,
 ) -> float:
-    """A generative reward model of the policy's size: prefill of every trajectory, and its verdict's tokens."""
+    """A generative reward model in replicas like the policy's: prefill of every trajectory, and its verdict's tokens.
+
+    Args:
+        policy_row_s: seconds of a decode step over its rows, of the policy; the judge's where it has its shape.
+    """
     if workload.reward != "generative":
         return 0.0
-    tokens = workload.sequence_tokens
-    flops = workload.num_sequences * float(prefill_flops(model, tokens))
-    pairs = workload.num_sequences * float(attention_flops(model, tokens))
-    read_s = float(prefill_s(model, cluster, assumptions.decode, layout, flops=flops, attention_flops=pairs))
+    judge, tokens = workload.reward_model or model, workload.sequence_tokens
+    flops = workload.num_sequences * float(prefill_flops(judge, tokens))
+    pairs = workload.num_sequences * float(attention_flops(judge, tokens))
+    read_s = float(prefill_s(judge, cluster, assumptions.decode, layout, flops=flops, attention_flops=pairs))
+    row_s = policy_row_s
+    if workload.reward_model is not None:
+        step = decode_step(
+            judge, cluster, assumptions.decode, layout, num_rows=num_rows, context_tokens=context_tokens
+        )
+        row_s = float(step.seconds) / num_rows
     verdict_s = workload.num_sequences * workload.reward_response_tokens * row_s
     return (read_s + verdict_s) / num_replicas
-
-
-def _prefill_s(
-    model: ModelSpec,
-    workload: Workload,
-    cluster: Cluster,
-    assumptions: Assumptions,
-    layout: ReplicaLayout,
-    num_replicas: int,
-) -> float:
-    """Prompts once per group; observations of every trajectory, and all before them when the prefix is lost."""
-    flops = workload.num_prompts * float(prefill_flops(model, workload.prompt_tokens))
-    flops += workload.num_sequences * turn_prefill_flops(model, workload)
-    pairs = workload.num_prompts * float(attention_flops(model, workload.prompt_tokens))
-    return (
-        float(prefill_s(model, cluster, assumptions.decode, layout, flops=flops, attention_flops=pairs))
-        / num_replicas
-    )

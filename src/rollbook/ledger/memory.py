@@ -70,7 +70,11 @@ def train_memory(
         critic_state=state * (workload.num_trained_models - 1),
         # The base under adapters is the reference.
         reference=weights if workload.uses_reference and not workload.lora_rank else 0.0,
-        reward_model=weights if workload.has_reward_model else 0.0,
+        reward_model=(
+            assumptions.weight_bytes_per_param * (workload.reward_model or model).params / num_gpus
+            if workload.has_reward_model
+            else 0.0
+        ),
         activations=activation_bytes(model, tokens, layout),
         logits=logits_bytes(model, min(tokens, LOGITS_CHUNK_TOKENS), layout),
         buffers=gathered_bytes(model, assumptions, layout),
@@ -170,7 +174,10 @@ def memory_items(
         ),
         MemoryItem(place="train device", name="reference", bytes=memory.reference, formula="2 N / GPUs"),
         MemoryItem(
-            place="train device", name="reward model", bytes=memory.reward_model, formula="2 N / GPUs"
+            place="train device",
+            name="reward model",
+            bytes=memory.reward_model,
+            formula="2 N / GPUs, its own N",
         ),
         MemoryItem(
             place="train device",

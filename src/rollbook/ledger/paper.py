@@ -22,7 +22,7 @@ def paper_flops(model: ModelSpec, workload: Workload) -> Flops:
     """FLOPs of one step. Every pass sees prompt, responses and observations of every sequence."""
     per_token = 2.0 * model.active_params
     one_pass = per_token * workload.trained_tokens
-    prefill_tokens = workload.num_prompts * workload.prompt_tokens
+    prefill_tokens = workload.num_prefills * workload.prompt_tokens
     prefill_tokens += workload.num_sequences * workload.observation_tokens
     has_critic = workload.algorithm == "ppo"
     has_reward_model = _has_reward_model(workload)

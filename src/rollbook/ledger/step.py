@@ -25,8 +25,8 @@ from rollbook.ledger.paper import (
     paper_sync_s,
     paper_train_side,
 )
-from rollbook.ledger.switch import Move, hand_over
-from rollbook.ledger.sync import SyncMethod, SyncWork, sync_account
+from rollbook.ledger.switch import Move, SleepChoice, hand_over
+from rollbook.ledger.sync import CHANGED_FRAC, SyncMethod, SyncWork, sync_account
 from rollbook.ledger.train import default_train_side
 from rollbook.ledger.workload import MODES, Mode, Workload
 
@@ -40,6 +40,9 @@ class Layouts:
     sync_method: SyncMethod | None = None
     """None: in process where the roles share devices, broadcast where they do not."""
     max_staleness_steps: int = 1
+    sleep: SleepChoice = field(default_factory=SleepChoice)
+    changed_frac: float = CHANGED_FRAC
+    """Share of the weights that a delta sends."""
 
 
 def step_account(
@@ -183,10 +186,13 @@ def join_sides(
             num_rollout_gpus=rollout.num_gpus,
             replica_gpus=layouts.replica.num_gpus,
             weight_dtype=layouts.replica.weight_dtype,
+            changed_frac=layouts.changed_frac,
             lora_rank=workload.lora_rank if workload.publishes_adapters else 0,
         ),
     )
-    moves = hand_over_moves(model, workload, cluster, assumptions, rollout=rollout, train=train)
+    moves = hand_over_moves(
+        model, workload, cluster, assumptions, rollout=rollout, train=train, sleep=layouts.sleep
+    )
     return combine(
         mode,
         cluster=cluster,
@@ -210,6 +216,7 @@ def hand_over_moves(
     *,
     rollout: RolloutSide,
     train: TrainSide,
+    sleep: SleepChoice | None = None,
 ) -> list[Move]:
     """Every move of a step's hand-overs on one GPU that both roles share, under the default account.
 
@@ -222,13 +229,15 @@ def hand_over_moves(
         cluster,
         assumptions.switch,
         num_gpus=train.num_gpus,
+        choice=sleep,
         rollout_weights_bytes_per_gpu=rollout.weights_bytes_per_gpu,
         state_bytes_per_param=workload.num_trained_models
         * assumptions.train_state_bytes_per_param
         * trained_params(model, workload)
         / model.params,
         frozen_bytes_per_param=assumptions.weight_bytes_per_param
-        * (int(workload.uses_reference or workload.lora_rank > 0) + int(workload.has_reward_model)),
+        * int(workload.uses_reference or workload.lora_rank > 0)
+        + train.reward_model_bytes_per_gpu * train.num_gpus / model.params,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollbook.errors import PlanError
 from rollbook.ledger.assumptions import SwitchAssumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
@@ -19,6 +20,23 @@ class Move:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SleepChoice:
+    """What an engine keeps while the trainer has its device."""
+
+    sleep_level: int = 2
+    """1: weights in host memory; 2: dropped, the publication brings them back."""
+    rebuilds_engine: bool = False
+    """KV pool and CUDA graphs are made again at each wake; False: the pool keeps its addresses, so both survive."""
+
+    def __post_init__(self) -> None:
+        if self.sleep_level not in (1, 2):
+            raise PlanError(
+                f"sleep level is {self.sleep_level}",
+                "use 1 (weights wait in host memory) or 2 (dropped; the publication brings them back)",
+            )
+
+
 def hand_over(
     model: ModelSpec,
     cluster: Cluster,
@@ -28,14 +46,14 @@ def hand_over(
     rollout_weights_bytes_per_gpu: float,
     state_bytes_per_param: float,
     frozen_bytes_per_param: float = 0.0,
-    sleep_level: int = 2,
+    choice: SleepChoice | None = None,
     offloads_state: bool = True,
 ) -> list[Move]:
     """Moves of one step: engine to trainer and back again.
 
     Level 1 keeps the engine's weights in host memory and copies them both ways; level 2 drops them, and the
     publication brings them back. The KV pool is only dropped and mapped again. CUDA graphs survive when the
-    pool keeps its addresses, else they are captured again.
+    pool keeps its addresses; else it is made and they are captured again.
 
     Args:
         num_gpus: over which the training state is sharded.
@@ -43,12 +61,13 @@ def hand_over(
         frozen_bytes_per_param: reference (or the base of adapters) and reward model. Their copy in host memory
             stays good, so they move one way only.
     """
+    choice = choice or SleepChoice()
     link = cluster.accelerator.host_link_bytes_per_s
     state_rate = min(assumptions.state_bytes_per_s, link)
     engine_rate = min(assumptions.engine_bytes_per_s, link)
     state = state_bytes_per_param * model.params / num_gpus if offloads_state else 0.0
     frozen = frozen_bytes_per_param * model.params / num_gpus if offloads_state else 0.0
-    weights = rollout_weights_bytes_per_gpu if sleep_level == 1 else 0.0
+    weights = rollout_weights_bytes_per_gpu if choice.sleep_level == 1 else 0.0
     moves = [
         Move("engine sleeps", bytes=weights, seconds=assumptions.sleep_s + weights / engine_rate),
         Move("training state to device", bytes=state, seconds=state / state_rate),
@@ -57,8 +76,9 @@ def hand_over(
         Move("engine wakes", bytes=weights, seconds=assumptions.wake_s + weights / engine_rate),
         Move("caches, pools, processes", bytes=0.0, seconds=assumptions.base_s),
     ]
-    if assumptions.graphs_s:
-        moves.append(Move("graphs captured", bytes=0.0, seconds=assumptions.graphs_s))
+    if choice.rebuilds_engine:
+        moves.append(Move("KV pool made again", bytes=0.0, seconds=assumptions.pool_s))
+        moves.append(Move("graphs captured again", bytes=0.0, seconds=assumptions.graphs_s))
     return moves
 
 

@@ -161,9 +161,9 @@ def default_train_side(
     sequence = workload.sequence_tokens
     square = sequence_mean_square(workload)
 
-    def seconds_of_token(backward: bool) -> float:
+    def seconds_of_token(backward: bool, of: ModelSpec = model) -> float:
         busy = token_s(
-            model,
+            of,
             cluster.accelerator,
             stack,
             layout,
@@ -171,9 +171,9 @@ def default_train_side(
             mean_square_tokens=square,
             backward=backward,
         )
-        busy += exchange_s(model, cluster, stack, layout, backward=backward)
+        busy += exchange_s(of, cluster, stack, layout, backward=backward)
         busy = busy / (1 - bubble_frac(layout)) / stack.balance_frac
-        gather = gather_s(model, cluster, assumptions, stack, layout, num_gpus=num_gpus, backward=backward)
+        gather = gather_s(of, cluster, assumptions, stack, layout, num_gpus=num_gpus, backward=backward)
         # Gathering the next layer overlaps with computing this one, so the slower of the two sets the pace.
         return max(
             busy, gather / max(assumptions.micro_batch_tokens, sequence) * layout.tp_size * layout.cp_size
@@ -181,13 +181,16 @@ def default_train_side(
 
     tokens_per_gpu = workload.trained_tokens / num_gpus
     forwards = int(workload.uses_reference) + int(workload.uses_proximal)
-    forwards += int(workload.reward == "model") + int(workload.algorithm == "ppo")
+    forwards += int(workload.algorithm == "ppo")
     num_models = workload.num_trained_models
     updates = workload.num_epochs * workload.num_mini_batches
     train_s = num_models * (
         workload.num_epochs * tokens_per_gpu * seconds_of_token(True)
         + updates * optimizer_s(trained_params(model, workload), cluster, num_gpus)
     )
+    forward_s = forwards * tokens_per_gpu * seconds_of_token(False)
+    if workload.has_reward_model:
+        forward_s += tokens_per_gpu * seconds_of_token(False, workload.reward_model or model)
     memory = train_memory(model, workload, assumptions, num_gpus=num_gpus, layout=layout)
     usable = cluster.accelerator.hbm_bytes * (1 - assumptions.memory_overhead_frac)
     why_not = []
@@ -210,7 +213,7 @@ def default_train_side(
     peak = num_gpus * cluster.accelerator.peak("bfloat16")
     return TrainSide(
         num_gpus=num_gpus,
-        forward_s=forwards * tokens_per_gpu * seconds_of_token(False),
+        forward_s=forward_s,
         train_s=train_s,
         train_state_bytes_per_gpu=memory.policy_state,
         reference_bytes_per_gpu=memory.reference,

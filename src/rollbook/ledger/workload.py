@@ -7,6 +7,7 @@ from typing import Literal
 
 from rollbook.errors import PlanError
 from rollbook.ledger.lengths import DEFAULT_SIGMA, LengthDistribution
+from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.quantity import require_number
 
 Algorithm = Literal["grpo", "ppo"]
@@ -69,6 +70,12 @@ class Workload:
     """Engines hold the base and take adapters alone; False: adapters arrive merged, as whole weights."""
     reward_response_tokens: float = 0.0
     """Tokens a generative reward model writes per trajectory."""
+    reward_model: ModelSpec | None = None
+    """That scores or judges; None: of the policy's shape."""
+    shares_prompt: bool = True
+    """Members of a group share one prefill of their prompt."""
+    prefill_chunk_tokens: int = 0
+    """Tokens of a decode step, running sequences and a chunk of prompts together; 0: prompts are prefilled whole."""
     agent: AgentWork = field(default_factory=AgentWork)
 
     def __post_init__(self) -> None:
@@ -83,6 +90,17 @@ class Workload:
             lengths = self.lengths()
             object.__setattr__(self, "response_tokens", lengths.mean_tokens)
             object.__setattr__(self, "length_sigma", lengths.sigma)
+        require_number(
+            "prefill_chunk_tokens",
+            self.prefill_chunk_tokens,
+            least=0,
+            remedy="give 0 (prompts whole) or more",
+        )
+        if self.reward_model is not None and self.reward not in ("model", "generative"):
+            raise PlanError(
+                f"a reward model {self.reward_model.name} beside a reward by {self.reward}",
+                "use reward model or generative, or leave it out",
+            )
         require_number("lora_rank", self.lora_rank, least=0, remedy="give 0 (all weights train) or a rank")
         if self.lora_rank and self.algorithm == "ppo":
             raise PlanError(
@@ -108,8 +126,13 @@ class Workload:
 
     @property
     def has_reward_model(self) -> bool:
-        """A reward model of the policy's size, on the training side."""
+        """A reward model that scores on the training side."""
         return self.reward == "model"
+
+    @property
+    def num_prefills(self) -> int:
+        """Prompts that are prefilled: one a group where its members share it."""
+        return self.num_prompts * (1 if self.shares_prompt else self.group_size)
 
     @property
     def num_sequences(self) -> int:
@@ -172,5 +195,9 @@ class Workload:
             "num_epochs": self.num_epochs,
             "lora_rank": self.lora_rank,
             "publishes_adapters": self.publishes_adapters,
+            "reward_model": self.reward_model.name if self.reward_model else None,
+            "reward_response_tokens": self.reward_response_tokens,
+            "shares_prompt": self.shares_prompt,
+            "prefill_chunk_tokens": self.prefill_chunk_tokens,
             "agent": {name: getattr(agent, name) for name in agent.__slots__},
         }

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from rollbook.errors import PlanError
+from rollbook.ledger.account import PrefillAccount
 from rollbook.ledger.adapters import trained_params
 from rollbook.ledger.agents import AgentAccount, agent_account, sandboxes_needed
 from rollbook.ledger.checkpoint import CheckpointAccount, checkpoint_account
@@ -135,6 +136,8 @@ class Beside:
     moves: tuple[Move, ...]
     """Of a step's hand-overs, on one GPU; empty where the roles have their own devices."""
     checkpoint: Checkpointing
+    prefill: PrefillAccount | None
+    """None under the paper account."""
     adapters: Adapters | None
     agents: Environments | None
 
@@ -147,6 +150,7 @@ class Beside:
                 "pinned_bytes_per_gpu": pinned_bytes(list(self.moves)),
             },
             "checkpoint": self.checkpoint.as_json(),
+            "prefill": {**asdict(self.prefill), "stretch": self.prefill.stretch} if self.prefill else None,
             "adapters": self.adapters.as_json() if self.adapters else None,
             "agents": self.agents.as_json() if self.agents else None,
         }
@@ -168,6 +172,25 @@ class Beside:
         ]
         if c.is_async:
             rows.append(("  pinned host memory", f"{format_bytes(c.account.pinned_bytes_per_node)} a node"))
+        if p := self.prefill:
+            saved = (
+                f", {count(p.shared_tokens)} more saved by groups that share prompts"
+                if p.shared_tokens
+                else ""
+            )
+            rows.append(("prefill", f"{count(p.tokens)} tokens{saved}"))
+            if p.mixed_step_s:
+                rows += [
+                    (
+                        "  in chunks",
+                        f"{count(p.chunk_tokens)} tokens in {count(p.num_mixed_steps)} decode steps",
+                    ),
+                    (
+                        "  a step with a chunk",
+                        f"{seconds(p.mixed_step_s)}, {p.stretch:.1f} times a plain one",
+                    ),
+                ]
+            rows.append(("  adds to a step", seconds(p.seconds)))
         if a := self.adapters:
             rows += [
                 ("adapters", f"rank {a.rank}, published {'alone' if a.publishes_alone else 'merged'}"),
@@ -215,6 +238,7 @@ def beside(request: PlanRequest, shown: Candidate) -> Beside:
         memory=_memory(request, shown) if has_owners else (),
         moves=_moves(request, shown) if has_owners and is_colocated(shown.mode) else (),
         checkpoint=_checkpointing(request, shown),
+        prefill=shown.account.rollout.prefill,
         adapters=_adapters(request, shown) if request.workload.lora_rank else None,
         agents=_environments(request, shown) if request.workload.agent.env_s else None,
     )
@@ -250,6 +274,7 @@ def _moves(request: PlanRequest, shown: Candidate) -> tuple[Move, ...]:
         assumptions,
         rollout=shown.account.rollout,
         train=shown.account.train,
+        sleep=request.sleep,
     )
     return tuple(move for move in moves if move.seconds > 0)
 
@@ -280,6 +305,7 @@ def _adapters(request: PlanRequest, shown: Candidate) -> Adapters:
         num_rollout_gpus=shown.account.rollout.num_gpus,
         replica_gpus=shown.rollout_layout.num_gpus,
         weight_dtype=shown.rollout_layout.weight_dtype,
+        changed_frac=request.changed_frac,
     )
     whole, alone = (
         sync_account(model, request.cluster, request.assumptions.sync, w)

@@ -38,6 +38,8 @@ from rollbook.planner.words import (
 )
 
 _MOST_SENT_BACK = 4
+STEPS_OF_WHAT_FITS = (1, 2, 5)
+"""What stays true where nothing fits: seconds of a step that cannot run mean nothing."""
 _LAST_TITLE = "Publication, staleness, and what stands beside the step"
 
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from rollbook.errors import ConfigError, PlanError, nearest_name
-from rollbook.ledger.assumptions import load_assumptions
+from rollbook.ledger.assumptions import Assumptions, load_assumptions
 from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.model import load_model
 from rollbook.ledger.quantity import parse_count, require_number
-from rollbook.ledger.workload import AgentWork, Workload
+from rollbook.ledger.switch import SleepChoice
+from rollbook.ledger.sync import CHANGED_FRAC
+from rollbook.ledger.workload import AgentWork, RewardKind, Workload
 from rollbook.planner.request import PlanRequest, choice_of, split_of
 
 Count = str | int
@@ -50,8 +52,21 @@ BOUNDS: dict[str, Bounds] = {
     "mini_batches": Bounds(
         least=1, most=_MOST_PER_STEP, remedy="give at least 1, one optimizer update of the step"
     ),
+    "epochs": Bounds(least=1, most=1000, remedy="give at least 1 pass over a step's trajectories"),
     "turns": Bounds(least=1, most=10_000, remedy="give at least 1: a trajectory has one response or more"),
     "env_seconds": Bounds(least=0, most=_MOST_S, remedy="give 0 (no environment) or more, in seconds"),
+    "env_p50_seconds": Bounds(least=0, most=_MOST_S, remedy="give 0 (from the mean) or more, in seconds"),
+    "sandbox_start_seconds": Bounds(least=0, most=_MOST_S, remedy="give 0 or more, in seconds"),
+    "cores_per_sandbox": Bounds(least=0.01, most=1024, remedy="give a number of cores, such as 1 or 0.5"),
+    "sleep_level": Bounds(
+        least=1, most=2, remedy="use 1 (weights wait in host memory) or 2 (the publication brings them back)"
+    ),
+    "changed_frac": Bounds(least=0, most=1, remedy="give a share of the weights between 0 and 1"),
+    "lend": Bounds(least=0, most=1e6, remedy="give the seconds of a switch, or 0 to lend nothing"),
+    "length_growth": Bounds(
+        least=-0.5, most=0.5, remedy="give a growth a step between -0.5 and 0.5, such as 0.01"
+    ),
+    "horizon": Bounds(least=1, most=100_000, remedy="give at least 1 step over which responses grow"),
     "env_p99_seconds": Bounds(least=0, most=_MOST_S, remedy="give 0 (as the mean) or more, in seconds"),
     "rollout_tp": Bounds(least=0, most=1024, remedy="give at least 1, or 0 to leave it to the planner"),
     "lora_rank": Bounds(least=0, most=65_536, remedy="give 0 (all weights train), or a rank such as 16"),
@@ -93,18 +108,37 @@ class PlanOptions:
     """File of measured response lengths: their mean and spread, and without a limit their longest."""
     algorithm: str = "grpo"
     reward: str = "rule"
+    reward_model: str = ""
+    """Empty: of the policy's shape."""
+    reward_tokens: Count = "256"
+    """Of a generative reward model's verdict."""
     reference: bool = True
     proximal: bool = True
     mini_batches: int = 1
+    epochs: int = 1
     turns: float = 1.0
     observation_tokens: Count = "0"
     env_seconds: float = 0.0
+    env_p50_seconds: float = 0.0
     env_p99_seconds: float = 0.0
+    sandbox_start_seconds: float = 0.0
+    cores_per_sandbox: float = 1.0
     rollout_tp: int = 0
     rollout_dtype: str = "bfloat16"
     offload: str = "auto"
     recompute: str = "auto"
     keep_prefix: bool = True
+    share_prompts: bool = True
+    prefill_chunk: Count = "0"
+    """Tokens of an engine's step; 0: prompts whole."""
+    stack: str = ""
+    """Empty: the assumptions'."""
+    sleep_level: int = 2
+    rebuild_engine: bool = False
+    changed_frac: float = CHANGED_FRAC
+    lend: float = 0.0
+    length_growth: float = 0.0
+    horizon: int = 200
     max_staleness: int = 1
     lora_rank: int = 0
     lora_publish: str = "merged"
@@ -135,6 +169,7 @@ class PlanOptions:
         else:
             room = (max_context or model.max_context_tokens or 5 * mean_response) - prompt_tokens
             longest = max(min(4 * mean_response, room), mean_response)
+        reward: RewardKind = choice_of("--reward", self.reward, "rule", "model", "generative", "sandbox")
         workload = Workload(
             num_prompts=self._count("prompts", most=_MOST_PER_STEP),
             group_size=self._count("group_size", most=_MOST_PER_STEP),
@@ -144,7 +179,14 @@ class PlanOptions:
             length_sigma=self.length_sigma,
             length_samples=measured,
             algorithm=choice_of("--algorithm", self.algorithm, "grpo", "ppo"),
-            reward=choice_of("--reward", self.reward, "rule", "model", "generative", "sandbox"),
+            reward=reward,
+            reward_model=load_model(self.reward_model) if self.reward_model else None,
+            reward_response_tokens=self._count("reward_tokens", most=_MOST_TOKENS)
+            if reward == "generative"
+            else 0.0,
+            num_epochs=self.epochs,
+            shares_prompt=self.share_prompts,
+            prefill_chunk_tokens=self._count("prefill_chunk", most=_MOST_TOKENS, may_be_zero=True),
             uses_reference=self.reference,
             uses_proximal=self.proximal,
             num_mini_batches=self.mini_batches,
@@ -154,7 +196,10 @@ class PlanOptions:
                 num_turns=self.turns,
                 observation_tokens=self._count("observation_tokens", most=_MOST_TOKENS, may_be_zero=True),
                 env_s=self.env_seconds,
+                env_p50_s=self.env_p50_seconds,
                 env_p99_s=self.env_p99_seconds,
+                sandbox_start_s=self.sandbox_start_seconds,
+                cpu_cores_per_sandbox=self.cores_per_sandbox,
                 keeps_prefix=self.keep_prefix,
             ),
         )
@@ -168,7 +213,7 @@ class PlanOptions:
                 num_gpus=self._count("num_gpus", most=_MOST_GPUS),
                 gpus_per_node=self.gpus_per_node,
             ),
-            assumptions=load_assumptions(self.assume),
+            assumptions=self._assumptions(),
             rollout_tp=self.rollout_tp,
             split=split_of(self.split) if self.split else None,
             rollout_dtype=choice_of("--rollout-dtype", self.rollout_dtype, "bfloat16", "float8", "auto"),
@@ -179,15 +224,28 @@ class PlanOptions:
             checkpoint_is_async=self.checkpoint_async,
             storage_bytes_per_s=self.storage_gb_per_s * 1e9,
             max_context_tokens=max_context,
+            sleep=SleepChoice(sleep_level=self.sleep_level, rebuilds_engine=self.rebuild_engine),
+            changed_frac=self.changed_frac,
+            lend_switch_s=self.lend,
+            length_growth_frac=self.length_growth,
+            horizon_steps=self.horizon,
         )
 
     def _check_numbers(self) -> None:
         for field_name, bounds in BOUNDS.items():
             bounds.check(option_name(field_name), getattr(self, field_name))
         mean_s, p99_s = self.env_seconds, self.env_p99_seconds
-        if p99_s and not mean_s:
+        for name in ("env_p50_seconds", "env_p99_seconds"):
+            if getattr(self, name) and not mean_s:
+                raise PlanError(
+                    f"{option_name(name)} is {getattr(self, name):g} without --env-seconds",
+                    "give the mean seconds of a call too",
+                )
+        if self.env_p50_seconds > mean_s:
             raise PlanError(
-                f"--env-p99-seconds is {p99_s:g} without --env-seconds", "give the mean seconds of a call too"
+                f"--env-p50-seconds is {self.env_p50_seconds:g} where --env-seconds is {mean_s:g}",
+                f"give 0 (from the mean), or at most {mean_s:g}: the seconds are taken as log-normal, whose median is "
+                "below its mean",
             )
         if p99_s and not mean_s <= p99_s <= _MOST_P99_OVER_MEAN * mean_s:
             raise PlanError(
@@ -204,6 +262,7 @@ class PlanOptions:
                     f"{option_name(name)} is {getattr(self, name)} beside --{other}, which measured it",
                     f"leave out {option_name(name)}, or --{other}",
                 )
+        self._check_reward()
         for name in ("observation_tokens", "env_seconds", "keep_prefix"):
             if self.turns == 1 and not self._is_default(name):
                 what = (
@@ -215,6 +274,29 @@ class PlanOptions:
                     f"{what} with one turn a trajectory: environments answer between turns",
                     "give --turns of 2 or more",
                 )
+
+    def _check_reward(self) -> None:
+        for name, rewards in (("reward_model", ("model", "generative")), ("reward_tokens", ("generative",))):
+            if self.reward not in rewards and not self._is_default(name):
+                raise PlanError(
+                    f"{option_name(name)} is {getattr(self, name)} with a reward by {self.reward}",
+                    f"give --reward {' or '.join(rewards)}, or leave it out",
+                )
+        has_sandbox = self.reward == "sandbox" or self.env_seconds > 0
+        for name in ("cores_per_sandbox", "sandbox_start_seconds"):
+            if not has_sandbox and not self._is_default(name):
+                raise PlanError(
+                    f"{option_name(name)} is {getattr(self, name):g} and nothing runs in a sandbox",
+                    "give --reward sandbox, or --turns and --env-seconds",
+                )
+
+    def _assumptions(self) -> Assumptions:
+        assumptions = load_assumptions(self.assume)
+        if not self.stack:
+            return assumptions
+        if self.stack not in assumptions.stacks:
+            raise PlanError(f"--stack is {self.stack!r}", nearest_name(self.stack, assumptions.stacks))
+        return replace(assumptions, stack=self.stack)
 
     def _is_default(self, field_name: str) -> bool:
         default = next(f.default for f in fields(self) if f.name == field_name)

@@ -11,9 +11,12 @@ from rollbook.errors import PlanError
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import ReplicaLayout
 from rollbook.ledger.lengths import DEFAULT_SIGMA
+from rollbook.ledger.switch import SleepChoice
+from rollbook.ledger.sync import CHANGED_FRAC
 from rollbook.planner.beside import Beside, beside
 from rollbook.planner.choice import choose
 from rollbook.planner.derivation import Reasoned, derive
+from rollbook.planner.growth import Grown, growth
 from rollbook.planner.publication import Publication, choose_publication
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate, Search, host_bytes_per_node, node_unit
@@ -67,6 +70,8 @@ class Plan:
     chosen_waterfall: tuple[Loss, ...]
     sizes: tuple[Size, ...]
     shifts: tuple[Shift, ...]
+    growth: tuple[Grown, ...]
+    """Moments of training as responses grow; empty where no growth was given."""
     smallest_changes: tuple[str, ...]
     """When nothing fits: changes of the question that would, the smallest first."""
     warnings: tuple[str, ...] = field(default=())
@@ -92,6 +97,7 @@ class Plan:
             "waterfall": [loss.as_json() for loss in self.base_waterfall],
             "derivation": [reasoned.as_json() for reasoned in self.derivation],
             "gpus": [size.as_json() for size in self.sizes],
+            "growth": [grown.as_json() for grown in self.growth],
             "sensitivity": [shift.as_json() for shift in self.shifts],
             "warnings": list(self.warnings),
         }
@@ -159,6 +165,9 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         chosen_waterfall=tuple(waterfall(chosen.account, request.cluster)) if chosen else (),
         sizes=() if brief else tuple(_sizes(request, search.layouts)),
         shifts=() if brief or chosen is None else tuple(sensitivity(search.request, chosen, search.layouts)),
+        growth=tuple(growth(search.request, chosen, search.layouts))
+        if chosen and request.length_growth_frac and not is_brief
+        else (),
         smallest_changes=changes,
         warnings=tuple(_warnings(request, base)),
     )
@@ -278,6 +287,12 @@ def _unused_by_paper(request: PlanRequest) -> list[str]:
         or work.length_sigma != DEFAULT_SIGMA,
         f"engines in {request.rollout_dtype}": request.rollout_dtype == "float8",
         f"{request.recompute} recomputation": request.recompute != "auto",
+        f"a reward model of its own size ({work.reward_model.name if work.reward_model else ''})": (
+            work.reward_model is not None
+        ),
+        "chunks of prefill": work.prefill_chunk_tokens > 0,
+        "what an engine keeps asleep": request.sleep != SleepChoice(),
+        "the share of changed weights": request.changed_frac != CHANGED_FRAC,
     }
     return [
         f"the paper account has no term for {what}: use --assume default"

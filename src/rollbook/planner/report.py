@@ -20,6 +20,8 @@ from rollbook.planner.charts import (
     timeline_chart,
     waterfall_chart,
 )
+from rollbook.planner.derivation import STEPS_OF_WHAT_FITS
+from rollbook.planner.growth import GROWTH_HEAD
 from rollbook.planner.plan import Plan
 from rollbook.planner.scenario import scenario_of
 from rollbook.planner.search import Candidate
@@ -51,10 +53,14 @@ _MOST_TOPOLOGIES = 7
 def html_report(plan: Plan) -> str:
     """A self-contained HTML page. Runs one simulation of the recommended topology."""
     shown = plan.chosen or plan.base
-    simulated = simulate(scenario_of(plan.request, shown)) if plan.chosen is not None else None
     css = (resources.files("rollbook.planner") / "data" / "report.css").read_text()
     r = plan.request
     title = f"{r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}"
+    if plan.chosen is None:
+        # Seconds of a step that can be run nowhere mean nothing: what it takes, and what is too large.
+        title += ": nothing fits"
+        parts = [_header(plan, title), _memory(plan, shown), _derivation(plan), _assumptions(plan)]
+        return _page(title, css, parts)
     parts = [
         _header(plan, title),
         _topologies(plan),
@@ -62,12 +68,16 @@ def html_report(plan: Plan) -> str:
         _memory(plan, shown),
         _flops_and_beside(plan),
         _publication(plan),
-        _timeline(plan, simulated, shown) if simulated is not None else "",
+        _timeline(plan, simulate(scenario_of(r, shown)), shown),
         _sizes_and_shifts(plan),
         _derivation(plan),
         _table(plan),
         _assumptions(plan),
     ]
+    return _page(title, css, parts)
+
+
+def _page(title: str, css: str, parts: list[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -441,11 +451,20 @@ def _sizes_and_shifts(plan: Plan) -> str:
                 change_bars(rows),
             )
         )
-    return f'<div class="two">{"".join(parts)}</div>' if parts else ""
+    page = f'<div class="two">{"".join(parts)}</div>' if parts else ""
+    if plan.growth:
+        moments = _head(*GROWTH_HEAD) + "".join(_line(at.cells()) for at in plan.growth)
+        lead = (
+            f"Responses grow by {percent(plan.request.length_growth_frac)} a step under the same limit. Seconds of a "
+            "step: of this plan, and of the best split of each mode."
+        )
+        page += _section("As responses grow", lead, _scrolled(moments))
+    return page
 
 
 def _derivation(plan: Plan) -> str:
-    items = "".join(f"<li><h3>{_e(d.title)}</h3><p>{_e(d.because)}</p></li>" for d in plan.derivation)
+    steps = [d for d in plan.derivation if plan.chosen is not None or d.step in STEPS_OF_WHAT_FITS]
+    items = "".join(f'<li value="{d.step}"><h3>{_e(d.title)}</h3><p>{_e(d.because)}</p></li>' for d in steps)
     lead = "Six steps from the workload to the topology. What does not fit is sent back, and says why."
     return _section("How the plan was derived", lead, f'<ol class="steps">{items}</ol>')
 

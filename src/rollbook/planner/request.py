@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from rollbook.errors import PlanError, nearest_name
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
 from rollbook.ledger.workload import Workload
 
@@ -50,6 +51,14 @@ class PlanRequest:
     """Copy the state to pinned host memory and write it from there while training goes on."""
     storage_bytes_per_s: float = 0.0
     """Of the whole job; 0: the assumptions' `sync.disk_bytes_per_s`."""
+    sleep: SleepChoice = field(default_factory=SleepChoice)
+    """What a colocated engine keeps while the trainer has the device."""
+    lend_switch_s: float = 0.0
+    """Seconds to turn waiting training GPUs into replicas, and again back; 0 lends none."""
+    length_growth_frac: float = 0.0
+    """Growth of the mean response from one step to the next; 0: the plan does not look ahead."""
+    horizon_steps: int = 200
+    """Steps over which responses grow."""
     changed_frac: float = CHANGED_FRAC
     """Share of the weights whose bits a step changes: what a delta sends."""
     max_context_tokens: int = 0

@@ -363,7 +363,9 @@ def _memory(plan: Plan, chosen: Candidate) -> list[_Table]:
     if _is_cpu(plan) or not is_colocated(chosen.mode):
         return []
     table = _Table("memory")
-    table.put("sleep_level", 2, "The step's publication brings the engine's weights back.")
+    level = plan.request.sleep.sleep_level
+    where = "The step's publication brings" if level == 2 else "Host memory keeps"
+    table.put("sleep_level", level, f"{where} the engine's weights{' back' if level == 2 else ''}.")
     table.put(
         "offload",
         True,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from rollbook.ledger.agents import env_sigma
 from rollbook.ledger.decode import kv_shards
+from rollbook.ledger.workload import AgentWork
 from rollbook.planner.decoding import decode_step_s, prefill_token_s
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate
-from rollbook.planner.simulate import DecodeTable, Scenario, constant, lengths, lognormal
+from rollbook.planner.simulate import DecodeTable, Draw, Scenario, constant, lengths, lognormal_of
 from rollbook.planner.staleness import in_flight_slots
 
 
@@ -47,9 +49,11 @@ def scenario_of(request: PlanRequest, candidate: Candidate, *, num_steps: int = 
         prompt_tokens=work.prompt_tokens,
         kv_pool_tokens=max(rollout.kv_pool_bytes / token_bytes, 1.0) if token_bytes else math.inf,
         response_tokens=lengths(work.lengths()),
-        prefill_token_s=prefill_token_s(request, candidate.rollout_layout),
+        max_response_tokens=float(work.max_response_tokens),
+        prefill_token_s=_prefill_token_s(request, candidate),
+        shares_prompt=work.shares_prompt,
         num_turns=constant(agent.num_turns) if is_agent else None,
-        env_s=lognormal(agent.env_s, agent.env_p99_s) if is_agent and agent.env_s > 0 else None,
+        env_s=_env_seconds(agent) if is_agent and agent.env_s > 0 else None,
         observation_tokens=agent.observation_tokens if is_agent else 0.0,
         holds_slot_in_env=agent.keeps_prefix,
         forward_s=train.forward_s,
@@ -61,6 +65,20 @@ def scenario_of(request: PlanRequest, candidate: Candidate, *, num_steps: int = 
         num_steps=num_steps,
         num_warmup_steps=min(warmup, num_steps - 1),
     )
+
+
+def _env_seconds(agent: AgentWork) -> Draw:
+    """Log-normal, of the mean and whatever else is known of a call."""
+    sigma = env_sigma(agent.env_s, agent.env_p50_s, agent.env_p99_s)
+    return lognormal_of(agent.env_s, sigma)
+
+
+def _prefill_token_s(request: PlanRequest, candidate: Candidate) -> float:
+    """Of a prompt that is prefilled whole or, in chunks, what a token adds to the step that carries it."""
+    prefill = candidate.account.rollout.prefill
+    if prefill is None or not prefill.mixed_step_s:
+        return prefill_token_s(request, candidate.rollout_layout)
+    return (prefill.mixed_step_s - prefill.plain_step_s) / prefill.chunk_tokens
 
 
 def with_lending(scenario: Scenario, candidate: Candidate, switch_s: float) -> Scenario:

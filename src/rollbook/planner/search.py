@@ -26,6 +26,7 @@ from rollbook.ledger.step import (
 from rollbook.ledger.sync import SyncMethod
 from rollbook.ledger.workload import Mode
 from rollbook.planner.layouts import replica_layouts, train_layouts
+from rollbook.planner.lending import with_lending
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.staleness import within_bound
 
@@ -239,6 +240,8 @@ class Search:
             train=train.layout,
             sync_method=method,
             max_staleness_steps=max(r.max_staleness_steps, 1),
+            sleep=r.sleep,
+            changed_frac=r.changed_frac,
         )
         # What lives on the host has no hand-over to make.
         assumptions = with_offload(r.assumptions) if train.is_offloaded else r.assumptions
@@ -246,6 +249,10 @@ class Search:
             r.model, r.workload, r.cluster, assumptions,
             mode=mode, layouts=layouts, rollout=rollout, train=train.side,
         )  # fmt: skip
+        if r.lend_switch_s > 0 and mode == "separate_async":
+            lent = train.side.num_gpus // layout.num_gpus * layout.num_gpus
+            together = self._rollout(rollout.num_gpus + lent, mode, layout)
+            account = with_lending(account, together, switch_s=r.lend_switch_s)
         if mode in _ON_POLICY or r.assumptions.method == "paper":
             return account
         return within_bound(r, account, layout)

@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rollbook.ledger.account import StepAccount
+from rollbook.planner.derivation import STEPS_OF_WHAT_FITS
+from rollbook.planner.growth import GROWTH_HEAD, Grown
 from rollbook.planner.plan import Plan, Size
 from rollbook.planner.publication import Publication
 from rollbook.planner.search import Candidate
@@ -27,8 +29,6 @@ from rollbook.planner.words import (
 )
 
 _BAR_WIDTH = 24
-_STEPS_OF_WHAT_FITS = (1, 2, 5)
-"""Of the derivation: what stays true where nothing fits. Seconds of a step that cannot run mean nothing."""
 
 
 def show_plan(plan: Plan, console: Console, *, num_topologies: int = 6) -> None:
@@ -50,7 +50,7 @@ def show_plan(plan: Plan, console: Console, *, num_topologies: int = 6) -> None:
     _section(console, "Recommendation", _recommendation(plan))
     if plan.chosen is None:
         for reasoned in plan.derivation:
-            if reasoned.step in _STEPS_OF_WHAT_FITS:
+            if reasoned.step in STEPS_OF_WHAT_FITS:
                 _section(console, f"{reasoned.step}  {reasoned.title}", Text(reasoned.because))
         return
     _section(
@@ -75,6 +75,8 @@ def show_plan(plan: Plan, console: Console, *, num_topologies: int = 6) -> None:
     _section(console, title, _waterfall_bars(losses, shown.account.mfu_frac))
     if plan.sizes:
         _section(console, "Other cluster sizes", _sizes_table(plan.sizes, cluster.num_gpus))
+    if plan.growth:
+        _section(console, "As responses grow", _growth_table(plan.growth))
     if plan.shifts:
         _section(console, "What if", _shifts_table(plan.shifts))
 
@@ -278,6 +280,16 @@ def _sizes_table(sizes: tuple[Size, ...], num_gpus: int) -> Table:
             f"{best.step_s * size.num_gpus / 3600:.1f}",
             style=style,
         )
+    return table
+
+
+def _growth_table(growth: tuple[Grown, ...]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in GROWTH_HEAD[:-1]:
+        table.add_column(name, justify="right")
+    table.add_column(GROWTH_HEAD[-1])
+    for at in growth:
+        table.add_row(*at.cells())
     return table
 
 

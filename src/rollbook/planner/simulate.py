@@ -59,7 +59,13 @@ def lognormal(mean: float, p99: float) -> Draw:
         return constant(mean)
     # mean = exp(mu + s²/2) and p99 = exp(mu + 2.326 s): the smaller root is the one with the shorter tail.
     z, log_ratio = 2.326, math.log(p99 / mean)
-    sigma = z - math.sqrt(max(z * z - 2 * log_ratio, 0.0))
+    return lognormal_of(mean, z - math.sqrt(max(z * z - 2 * log_ratio, 0.0)))
+
+
+def lognormal_of(mean: float, sigma: float) -> Draw:
+    """Log-normal with this mean and standard deviation of the logarithm."""
+    if sigma == 0 or mean == 0:
+        return constant(mean)
     mu = math.log(mean) - sigma**2 / 2
     return lambda rng, n: rng.lognormal(mu, sigma, n)
 
@@ -116,10 +122,14 @@ class Scenario:
     group_size: int
     response_tokens: Draw
     """Sampled tokens of a trajectory, over all its turns."""
+    max_response_tokens: float = math.inf
+    """Limit that grown responses keep to."""
     prompt_tokens: float = 0.0
     kv_pool_tokens: float = math.inf
     """Tokens of context that a replica holds; when they are used up its youngest sequence is preempted. One sequence
     goes on in any case."""
+    shares_prompt: bool = True
+    """Members of a group that start on one replica prefill their prompt once."""
     prefill_token_s: float = 0.0
     """Seconds a replica's decoding stands still for each token it prefills."""
     num_turns: Draw | None = None
@@ -626,7 +636,8 @@ class Simulation:
             return
         count = budget * s.group_size
         growth = (1.0 + s.length_growth_frac) ** self._version
-        lengths = np.maximum(s.response_tokens(self._rng, count) * growth, 1.0).tolist()
+        drawn = s.response_tokens(self._rng, count) * growth
+        lengths = np.clip(drawn, 1.0, s.max_response_tokens).tolist()
         turns = [1] * count
         if s.num_turns is not None:
             turns = np.maximum(s.num_turns(self._rng, count).round(), 1).astype(int).tolist()
@@ -774,7 +785,7 @@ class Simulation:
             sequence.version = self._version
         group.oldest = min(group.oldest, sequence.version)
         fresh = sequence.context
-        if sequence.sampled == 0 and replica.idx in group.replicas:
+        if self.scenario.shares_prompt and sequence.sampled == 0 and replica.idx in group.replicas:
             fresh = 0.0  # a sibling brought the prompt
         group.replicas.add(replica.idx)
         replica.free -= 1
