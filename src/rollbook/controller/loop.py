@@ -52,6 +52,7 @@ from rollbook.errors import CheckpointError, ConfigError, EngineError, SyncError
 from rollbook.ledger.entry import Entry
 from rollbook.observe.recorder import Recorder
 from rollbook.observe.values import Last, Peak, Ratio, Total, Values
+from rollbook.observe.whole_step import Work
 from rollbook.rollout.engine import Engine, EngineStats
 from rollbook.rollout.router import Router
 from rollbook.rollout.teacher import HttpTeacher
@@ -94,10 +95,6 @@ class Controller:
     """What the ledger expects of each stage of a step."""
     expected: Mapping[str, Entry] = field(default_factory=dict)
     """Of this step: the plan's, and from the moment the batch is known, what that batch should take."""
-    flops_per_token: float = 0.0
-    """Model FLOPs of one forward, per token."""
-    peak_flops_per_s: float = 0.0
-    """Of all devices of the run; 0: not known."""
     num_steps_done: int = 0
     """The next step to make, too."""
     weight_version: int = 0
@@ -469,10 +466,21 @@ class Controller:
             values |= batch_values(batch)
             masks = {f"{s.group_id}/{s.member_idx}": s.loss_mask for s in batch.sequences}
         self.recorder.metrics(values)
+        if self.plan is not None:
+            self.recorder.work(self._work(self.plan, self._num_generated(taken)))
         every = self.config.observe.trajectories_every_steps
         if every and step % every == 0:
             finished = [t for group in [*taken.groups, *taken.dropped] for t in group.scored]
             self.recorder.trajectories(step, finished + failed, loss_masks=masks)
+
+    def _work(self, plan: Plan, num_generated: float) -> Work:
+        """The FLOPs of the step's own work: what was expected of its batch, and of the tokens that were sampled."""
+        flops = {stage: entry.flops for stage, entry in self.expected.items() if entry.flops}
+        planned = plan.work.num_sequences * plan.work.lengths.mean_tokens
+        if "rollout" in flops and planned:
+            flops["rollout"] *= num_generated / planned
+        peak = plan.machine.gemm_flops_per_s.get(plan.machine.dtype, 0.0)
+        return Work(flops=flops, peak_flops_per_s=peak * max(self.recorder.num_gpus, 1))
 
     async def _evaluate(self, step: int) -> None:
         """Held-out prompts, before the next step's groups take the engine; before the first step, `step` is -1."""

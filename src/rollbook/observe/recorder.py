@@ -32,6 +32,7 @@ from rollbook.observe.clock import Clock, SystemClock
 from rollbook.observe.run_dir import RunDir, read_json_lines
 from rollbook.observe.spans import Attr, Span, covered_s, current_span
 from rollbook.observe.values import Last, Ratio, Total, Value, Values, merge
+from rollbook.observe.whole_step import Work, whole_step
 from rollbook.types import Bools, Trajectory
 
 Event = Mapping[str, object]
@@ -103,6 +104,7 @@ class Recorder:
         self._values: Values = {}
         self._step_span: Span | None = None
         self._stages: list[Span] = []
+        self._work: Work | None = None
         self._span_ids = itertools.count(1)
         self._token_ids_written: set[int] = set()
         self._sink_failures: dict[tuple[int, str], int] = {}
@@ -166,7 +168,7 @@ class Recorder:
                     "leave the earlier step's block first",
                 )
             span = self._open("step", step=step, parent=None)
-            self._step_span, self._stages = span, []
+            self._step_span, self._stages, self._work = span, [], None
         token = current_span.set(span)
         try:
             yield span
@@ -272,8 +274,18 @@ class Recorder:
         num_tokens = self._values.get("perf/total_num_tokens")
         if num_tokens is not None and self.num_gpus and step_s > 0:
             seconds["perf/throughput"] = Ratio(num_tokens.result(), step_s * self.num_gpus)
+        if self._work is not None:
+            stage_s: dict[str, float] = {}
+            for stage in of_step:
+                stage_s[stage.name] = stage_s.get(stage.name, 0.0) + (stage.duration_s or 0.0)
+            merge(seconds, whole_step(self._work, stage_s, step_s))
         seconds["training/global_step"] = Last(float(step_span.step or 0))
         merge(self._values, seconds)
+
+    def work(self, work: Work) -> None:
+        """What the current step computed: with its seconds it gives `perf/mfu/step` and its waterfall."""
+        with self._lock:
+            self._work = work
 
     # -- metrics
 
