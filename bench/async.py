@@ -1,8 +1,8 @@
-"""What asynchrony brings and costs on this machine: five demonstrations through rollbook's own loop.
+"""What asynchrony brings and costs on this machine: six demonstrations through rollbook's own loop.
 
-    python bench/async.py                      # all five, about eight minutes on two quiet cores
+    python bench/async.py                      # all six, about eight minutes on two quiet cores
     python bench/async.py --quick              # less of everything, under a minute; writes nothing into docs/
-    python bench/async.py wallclock order      # some of: equal staleness wallclock mismatch order
+    python bench/async.py wallclock order      # some of: equal staleness wallclock lending mismatch order
 
 Every run goes through `rollbook.controller.entry`, with engine and trainer on one thread each. Numbers go to
 bench/results/async.json and into the tables of docs/async.md, pictures to docs/img/async-*.svg. Predictions are
@@ -504,6 +504,39 @@ def draw_wallclock(found: Json) -> str:
     return line_chart("Steps made, long-tailed responses; dashed: predicted before", "seconds", "", lines)
 
 
+# ---- lending
+
+
+def lending(bench: Bench) -> Json:
+    """The same long-tailed work, with the trainer's core idle while it waits, or lent to one more engine."""
+    steps, skip = bench.pick(16, 4), bench.pick(3, 1)  # the first wait is only measured
+    found: Json = {"num_steps": steps, "runs": {}}
+    for bound in (0, 1):
+        for is_on in (False, True):
+            run = bench.run(
+                f"lending-{bound}-{is_on}",
+                LONG_TAILED,
+                steps,
+                **{
+                    "run.schedule": "separate_async",
+                    "buffer.max_staleness_steps": bound,
+                    "lending.is_on": is_on,
+                },
+            )
+            found["runs"][f"bound {bound}, {'lent' if is_on else 'idle'}"] = {
+                "step_s": run.mean("timing_s/step", skip=skip),
+                "step_s_each": [round(value, 3) for value in run.curve("timing_s/step")],
+                "wait_s": run.mean("timing_s/gen", skip=skip),
+                "lent_s": sum(run.curve("lending/lent_s")[skip:]) / (steps - skip),
+                "cost_s": sum(run.curve("lending/cost_s")[skip:]) / (steps - skip),
+                "saved_s": sum(run.curve("lending/saved_s")[skip:]) / (steps - skip),
+                "tokens": sum(run.curve("lending/num_tokens")[skip:]) / (steps - skip),
+                "all_tokens": run.mean("generated/num_tokens", skip=skip),
+                "staleness_max": max(run.curve("training/off_policy/trajectory_staleness_worst/max")),
+            }
+    return found
+
+
 # ---- 4. engine mismatch
 
 
@@ -696,6 +729,33 @@ def tell_order(found: Json) -> str:
     )
 
 
+def tell_lending(found: Json) -> str:
+    rows = [
+        [
+            name,
+            f"{one['step_s']:.2f}",
+            f"{one['wait_s']:.2f}",
+            f"{one['lent_s']:.2f}",
+            f"{one['cost_s']:.3f}",
+            f"{one['saved_s']:.2f}",
+            f"{one['tokens'] / one['all_tokens']:.2f}",
+        ]
+        for name, one in found["runs"].items()
+    ]
+    return table(
+        [
+            "trainer's core",
+            "s a step",
+            "waiting",
+            "lent",
+            "cost",
+            "saved, by the run's own account",
+            "share of tokens",
+        ],
+        rows,
+    )
+
+
 def write_page(name: str, text: str) -> None:
     """Put `text` between the marks of this part in docs/async.md."""
     path = ROOT / "docs" / "async.md"
@@ -716,6 +776,7 @@ PARTS: Mapping[str, Part] = {
     "equal": Part(equal, tell_equal),
     "staleness": Part(staleness, tell_staleness, draw_staleness),
     "wallclock": Part(wallclock, tell_wallclock, draw_wallclock),
+    "lending": Part(lending, tell_lending),
     "mismatch": Part(mismatch, tell_mismatch, draw_mismatch),
     "order": Part(order, tell_order, draw_order),
 }
