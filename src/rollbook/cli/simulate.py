@@ -232,8 +232,13 @@ def command(
     from rich.console import Console
 
     from rollbook.planner.show_simulation import show_simulation
+    from rollbook.planner.words import device_words
 
-    show_simulation(result, candidate, Console(highlight=False))
+    console = Console(highlight=False)
+    with console.capture() as captured:
+        show_simulation(result, candidate, console)
+    is_cpu = request.cluster.accelerator.is_cpu
+    typer.echo(device_words(captured.get(), is_cpu=is_cpu), nl=False, color=console.is_terminal)
 
 
 def _refuse_if(option: str, is_idle: bool, because: str, remedy: str) -> None:

@@ -61,9 +61,10 @@ class Accelerator:
 
 
 _WIDER = {
-    "float4": ("float8", "bfloat16"),
-    "float8": ("bfloat16",),
-    "float16": ("bfloat16",),
+    "float4": ("float8", "bfloat16", "float32"),
+    "float8": ("bfloat16", "float32"),
+    "float16": ("bfloat16", "float32"),
+    "bfloat16": ("float32",),
     "float32": ("bfloat16",),
 }
 

@@ -59,7 +59,8 @@ class Trainer:
         layout = self.layout
         degrees = {"TP": layout.tp_size, "PP": layout.pp_size, "CP": layout.cp_size, "EP": layout.ep_size}
         used = "".join(f", {name} {size}" for name, size in degrees.items() if size > 1)
-        return f"{'FSDP2' if self.is_sharded else 'Megatron'} on {self.num_gpus} GPUs{used}"
+        gpus = "1 GPU" if self.num_gpus == 1 else f"{self.num_gpus} GPUs"
+        return f"{'FSDP2' if self.is_sharded else 'Megatron'} on {gpus}{used}"
 
     def pieces(self, kind: TensorKind) -> int:
         """Pieces, each on a GPU of its own, that make up one tensor of the kind."""

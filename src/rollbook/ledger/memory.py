@@ -158,6 +158,8 @@ def memory_items(
     master = min(4 * trained, kept)
     formula = "adapters" if workload.lora_rank else "N"
     overhead = assumptions.memory_overhead_frac * cluster.accelerator.hbm_bytes
+    if cluster.accelerator.is_cpu:  # no context, no graphs, no collectives
+        overhead = 0.0
     fixed = min(_CONTEXT_BYTES + _COMMUNICATION_BYTES, overhead)
     items = [
         MemoryItem(place="train device", name="weights", bytes=weights, formula="2 N / GPUs"),

@@ -6,6 +6,7 @@ make_plan(request) ──► search ──► recommendation ──► derivatio
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rollbook.errors import PlanError
 from rollbook.ledger.hardware import Cluster
@@ -22,7 +23,7 @@ from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate, Search, host_bytes_per_node, node_unit
 from rollbook.planner.sensitivity import Shift, sensitivity
 from rollbook.planner.waterfall import Loss, above_peak, waterfall
-from rollbook.planner.words import MODE_TITLES, split
+from rollbook.planner.words import MODE_TITLES, device_words, split
 
 _MOST_GPUS = 4096
 
@@ -85,11 +86,7 @@ class Plan:
     def as_json(self) -> dict[str, object]:
         """One object, keys as in `rollbook plan --json`."""
         r = self.request
-        return {
-            "workload": r.workload.as_json(),
-            "model": r.model.as_json(),
-            "cluster": cluster_json(r.cluster),
-            "assumptions": r.assumptions.as_json(),
+        prose = {
             "step": self.base.account.as_json(),
             **self.beside.as_json(),
             "topologies": [c.as_json() for c in self.candidates],
@@ -100,6 +97,13 @@ class Plan:
             "growth": [grown.as_json() for grown in self.growth],
             "sensitivity": [shift.as_json() for shift in self.shifts],
             "warnings": list(self.warnings),
+        }
+        return {
+            "workload": r.workload.as_json(),
+            "model": r.model.as_json(),
+            "cluster": cluster_json(r.cluster),
+            "assumptions": r.assumptions.as_json(),
+            **(_about_cpus(prose) if r.cluster.accelerator.is_cpu else prose),
         }
 
     def _recommendation_json(self) -> dict[str, object]:
@@ -123,6 +127,15 @@ class Plan:
             "waterfall": [loss.as_json() for loss in self.chosen_waterfall],
             "smallest_changes": [],
         }
+
+
+def _about_cpus(part: Any) -> Any:
+    """The same object with every text, not the keys, about processors."""
+    if isinstance(part, dict):
+        return {key: _about_cpus(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return [_about_cpus(value) for value in part]
+    return device_words(part, is_cpu=True) if isinstance(part, str) else part
 
 
 _NO_CHANGE = "use a smaller model, more GPUs or shorter responses"
@@ -152,6 +165,7 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
     publication = choose_publication(request, chosen) if chosen else None
     around = beside(request, chosen or base)
     brief = is_brief or chosen is None
+    has_front = not brief and not request.cluster.accelerator.is_cpu  # a CPU plan is of this machine
     return Plan(
         request=request,
         base=base,
@@ -163,7 +177,7 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         derivation=tuple(derive(request, search, candidates, chosen, because, publication, around, changes)),
         base_waterfall=tuple(waterfall(base.account, request.cluster)),
         chosen_waterfall=tuple(waterfall(chosen.account, request.cluster)) if chosen else (),
-        sizes=() if brief else tuple(_sizes(request, search.layouts)),
+        sizes=tuple(_sizes(request, search.layouts)) if has_front else (),
         shifts=() if brief or chosen is None else tuple(sensitivity(search.request, chosen, search.layouts)),
         growth=tuple(growth(search.request, chosen, search.layouts))
         if chosen and request.length_growth_frac and not is_brief

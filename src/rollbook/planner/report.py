@@ -30,6 +30,7 @@ from rollbook.planner.words import (
     MODE_TITLES,
     capitalized,
     count,
+    device_words,
     format_bytes,
     percent,
     seconds,
@@ -59,8 +60,8 @@ def html_report(plan: Plan) -> str:
     if plan.chosen is None:
         # Seconds of a step that can be run nowhere mean nothing: what it takes, and what is too large.
         title += ": nothing fits"
-        parts = [_header(plan, title), _memory(plan, shown), _derivation(plan), _assumptions(plan)]
-        return _page(title, css, parts)
+        parts = [_header(plan, title), _memory(plan, shown), _derivation(plan)]
+        return _page(plan, title, css, parts)
     parts = [
         _header(plan, title),
         _topologies(plan),
@@ -72,12 +73,13 @@ def html_report(plan: Plan) -> str:
         _sizes_and_shifts(plan),
         _derivation(plan),
         _table(plan),
-        _assumptions(plan),
     ]
-    return _page(title, css, parts)
+    return _page(plan, title, css, parts)
 
 
-def _page(title: str, css: str, parts: list[str]) -> str:
+def _page(plan: Plan, title: str, css: str, parts: list[str]) -> str:
+    is_cpu = plan.request.cluster.accelerator.is_cpu
+    parts = [device_words(part, is_cpu=is_cpu) for part in parts] + [_assumptions(plan)]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

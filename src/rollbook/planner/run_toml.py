@@ -23,6 +23,7 @@ from rollbook.planner.words import (
     MODE_TITLES,
     capitalized,
     count,
+    device_words,
     format_bytes,
     percent,
     seconds,
@@ -73,7 +74,8 @@ def run_toml(plan: Plan) -> str:
         _checkpoint(plan),
         _plan(plan),
     ]
-    return "\n\n".join([_header(plan, chosen), *(table.text() for table in tables)]) + "\n"
+    text = "\n\n".join([_header(plan, chosen), *(table.text() for table in tables)]) + "\n"
+    return device_words(text, is_cpu=_is_cpu(plan))
 
 
 def _comment(text: str) -> list[str]:
@@ -182,8 +184,13 @@ def _run(plan: Plan, chosen: Candidate) -> _Table:
     return table
 
 
+def _gpus(number: int) -> str:
+    return "1 GPU" if number == 1 else f"{number} GPUs"
+
+
 def _run_name(plan: Plan) -> str:
-    return f"{plan.request.model.name.lower()}-{plan.request.cluster.num_gpus}gpu"
+    size = "cpu" if _is_cpu(plan) else f"{plan.request.cluster.num_gpus}gpu"
+    return f"{plan.request.model.name.lower()}-{size}"
 
 
 def _model(plan: Plan) -> _Table:
@@ -230,7 +237,7 @@ def _rollout(plan: Plan, chosen: Candidate) -> list[_Table]:
     table.put(
         "num_replicas",
         rollout.num_replicas,
-        f"{rollout.num_gpus} GPUs in replicas of {layout.num_gpus} ({gpus}).",
+        f"{_gpus(rollout.num_gpus)} in replicas of {layout.num_gpus} ({gpus}).",
     )
     table.put("group_size", r.workload.group_size)
     table.put("max_response_tokens", r.workload.max_response_tokens)
@@ -303,7 +310,7 @@ def _trainer(plan: Plan, chosen: Candidate) -> _Table:
     table = _Table("trainer")
     degrees = {"TP": layout.tp_size, "PP": layout.pp_size, "CP": layout.cp_size, "EP": layout.ep_size}
     used = [f"{name} {size}" for name, size in degrees.items() if size > 1]
-    spread = f"state sharded over {chosen.split[1]} GPUs" + (f", {', '.join(used)}" if used else "")
+    spread = f"state sharded over {_gpus(chosen.split[1])}" + (f", {', '.join(used)}" if used else "")
     longest = r.workload.prompt_tokens + r.workload.max_response_tokens + r.workload.observation_tokens
     table.put(
         "micro_batch_tokens",

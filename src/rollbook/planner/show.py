@@ -22,6 +22,7 @@ from rollbook.planner.words import (
     MODE_TITLES,
     capitalized,
     count,
+    device_words,
     percent,
     seconds,
     split,
@@ -33,6 +34,13 @@ _BAR_WIDTH = 24
 
 def show_plan(plan: Plan, console: Console, *, num_topologies: int = 6) -> None:
     """Print the whole plan."""
+    with console.capture() as captured:
+        _print_plan(plan, console, num_topologies)
+    text = device_words(captured.get(), is_cpu=plan.request.cluster.accelerator.is_cpu)
+    console.file.write(text)
+
+
+def _print_plan(plan: Plan, console: Console, num_topologies: int) -> None:
     r = plan.request
     work, cluster = r.workload, r.cluster
     measured = f" of {len(work.length_samples)} measured lengths" if work.length_samples else ""

@@ -45,6 +45,15 @@ def count(value: float) -> str:
     return f"{value:.2e}".replace("e+", "e")
 
 
+def device_words(text: str, *, is_cpu: bool) -> str:
+    """Prose about devices, as it reads where they are processors.
+
+    >>> device_words("1 shared GPU, 0.3 GPU hours", is_cpu=True)
+    '1 shared CPU, 0.3 CPU hours'
+    """
+    return text.replace("GPU", "CPU") if is_cpu else text
+
+
 MODE_TITLES = {
     "sync": "colocated, synchronous",
     "colocate_async": "colocated, asynchronous",
@@ -75,4 +84,14 @@ def capitalized(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-__all__ = ["MODE_TITLES", "capitalized", "count", "format_bytes", "percent", "seconds", "split", "split_gpus"]
+__all__ = [
+    "MODE_TITLES",
+    "capitalized",
+    "count",
+    "device_words",
+    "format_bytes",
+    "percent",
+    "seconds",
+    "split",
+    "split_gpus",
+]

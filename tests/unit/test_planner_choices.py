@@ -1,0 +1,189 @@
+"""Choices that a user makes beside model and cluster: each changes its own part of the plan, or is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rollbook.errors import ConfigError, PlanError
+from rollbook.ledger.hardware import MachineSpec
+from rollbook.planner.options import PlanOptions
+from rollbook.planner.plan import Plan, make_plan
+from rollbook.planner.report import html_report
+from rollbook.planner.run_toml import run_toml
+from rollbook.planner.scenario import scenario_of, with_lending
+from rollbook.planner.search import Search
+from rollbook.planner.show import show_plan
+from rollbook.planner.simulate import simulate
+
+BASE: dict[str, Any] = {"model": "Qwen3-8B", "num_gpus": "32", "response_tokens": "4k"}
+
+
+def plan(*, is_brief: bool = True, **options: Any) -> Plan:
+    return make_plan(PlanOptions(**{**BASE, **options}).request(), is_brief=is_brief)
+
+
+def test_the_publication_of_a_plan_maps_every_tensor_and_route() -> None:
+    json_of = plan(num_gpus="64", stack="megatron").as_json()
+    recommendation = json_of["recommendation"]
+    assert isinstance(recommendation, dict)
+    publication = recommendation["publication"]
+    mapping = publication["mapping"]
+    assert mapping["trainer"].startswith("Megatron on ")
+    assert sum(kind["bytes"] for kind in mapping["tensors"]) == pytest.approx(publication["bytes"], rel=0.2)
+    routes = {route["route"]: route for route in mapping["routes"]}
+    assert publication["method"] in routes
+    assert all(route["links"] and route["sender_peak_bytes"] >= 0 for route in routes.values())
+    assert routes[publication["method"]]["seconds"] == publication["seconds"]
+
+
+def test_fewer_changed_weights_make_a_delta_cheaper() -> None:
+    def delta(frac: float) -> float:
+        found = plan(model="Qwen3-32B", num_gpus="64", changed_frac=frac, split="32:32").as_json()
+        recommendation = found["recommendation"]
+        assert isinstance(recommendation, dict)
+        return float(recommendation["publication"]["options_s"]["delta"])
+
+    assert delta(0.001) < delta(0.05)
+
+
+def test_the_median_of_environment_calls_widens_their_tail() -> None:
+    agent = {"turns": 4.0, "observation_tokens": "256", "env_seconds": 10.0}
+    wide = plan(**agent, env_p50_seconds=4.0).as_json()["agents"]
+    flat = plan(**agent).as_json()["agents"]
+    assert isinstance(wide, dict) and isinstance(flat, dict)
+    assert wide["slowest_env_s"] > 2 * flat["slowest_env_s"]
+
+
+def test_the_simulator_draws_environments_with_the_median_given() -> None:
+    request = PlanOptions(**BASE, turns=4.0, env_seconds=10.0, env_p50_seconds=4.0).request()
+    scenario = scenario_of(request, Search(request).candidate("sync", 32, 32))
+    assert scenario.env_s is not None
+    drawn = scenario.env_s(np.random.default_rng(0), 200_000)
+    assert float(np.median(drawn)) == pytest.approx(4.0, rel=0.02)
+    assert float(np.mean(drawn)) == pytest.approx(10.0, rel=0.05)
+
+
+def test_cores_and_start_of_a_sandbox_count_in_core_hours() -> None:
+    agent = {"turns": 4.0, "env_seconds": 10.0}
+    one = plan(**agent).as_json()["agents"]
+    four = plan(**agent, cores_per_sandbox=4.0, sandbox_start_seconds=20.0).as_json()["agents"]
+    assert isinstance(one, dict) and isinstance(four, dict)
+    assert four["cpu_core_hours"] == pytest.approx(4 * one["cpu_core_hours"] * 60 / 40)
+
+
+def test_lent_training_gpus_shorten_an_asynchronous_step_as_the_simulator_has_it() -> None:
+    """24 trainers that wait for 8 engines; the simulator also pays for KV that is lost at the way back."""
+    options = {**BASE, "split": "8:24", "prompts": "256", "max_staleness": 4}
+    alone = PlanOptions(**options).request()
+    lending = PlanOptions(**options, lend=5.0).request()
+    before = Search(alone).candidate("separate_async", 8, 24)
+    after = Search(lending).candidate("separate_async", 8, 24)
+    assert after.step_s < 0.9 * before.step_s
+    scenario = scenario_of(alone, before, num_steps=24)
+    simulated = simulate(with_lending(scenario, before, 5.0))
+    assert after.step_s == pytest.approx(simulated.step_s, rel=0.10)
+    assert any("training GPUs generate for" in note for note in after.account.notes)
+
+
+def test_nothing_is_lent_where_training_waits_less_than_the_switches() -> None:
+    lending = PlanOptions(**BASE, lend=1e5).request()
+    alone = PlanOptions(**BASE).request()
+    assert (
+        Search(lending).candidate("separate_async", 8, 24).step_s
+        == Search(alone).candidate("separate_async", 8, 24).step_s
+    )
+
+
+def test_growing_responses_are_followed_over_training() -> None:
+    grown = plan(is_brief=False, length_growth=0.01, horizon=100).growth
+    assert [at.step for at in grown] == [0, 25, 50, 75, 100]
+    assert grown[2].response_tokens == pytest.approx(4096 * 1.01**50)
+    steps = [at.chosen_step_s for at in grown]
+    assert all(a is not None and b is not None and a < b for a, b in pairwise(steps))
+    assert grown[-1].response_tokens <= 0.95 * 16_384  # four times the mean is the limit
+    assert plan(is_brief=False).growth == ()
+
+
+def test_growing_responses_stop_at_the_limit_in_the_simulator_too() -> None:
+    request = PlanOptions(**BASE, prompts="16").request()
+    scenario = scenario_of(request, Search(request).candidate("sync", 32, 32))
+    assert scenario.max_response_tokens == 16_384
+
+
+def test_a_page_of_a_plan_that_fits_nowhere_says_so_first_and_prices_nothing() -> None:
+    text = html_report(plan(model="DeepSeek-V3", num_gpus="8"))
+    assert "nothing fits</h1>" in text
+    assert text.index("Nothing fits") < text.index("<h2>")
+    for section in ("Topologies side by side", "Where the peak goes", "GPU hours", "What if"):
+        assert section not in text
+    assert "Memory" in text and "would make it fit" in text
+
+
+CPU = MachineSpec(
+    name="a desk", device="cpu", gemm_flops_per_s={"float32": 1e11}, copy_bytes_per_s=2e10, memory_bytes=2**34
+)  # fmt: skip
+
+
+def test_a_plan_of_a_processor_names_no_gpu(tmp_path: Path) -> None:
+    machine = tmp_path / "hardware.toml"
+    CPU.write(machine)
+    made = plan(
+        model="Qwen3-0.6B", gpu=str(machine), num_gpus="1", prompts="8", group_size="8",
+        prompt_tokens="64", response_tokens="128", is_brief=False,
+    )  # fmt: skip
+    console = Console(file=io.StringIO(), width=100)
+    show_plan(made, console)
+    assert isinstance(console.file, io.StringIO)
+    page = html_report(made).split("<summary>Assumptions")[0]
+    made_json = made.as_json()
+    told = json.dumps(
+        {key: value for key, value in made_json.items() if key not in ("assumptions", "cluster")}
+    )
+    for text in (console.file.getvalue(), page, run_toml(made), told):
+        lines = [line for line in text.splitlines() if "GPU" in line or "CUDA" in line or "NCCL" in line]
+        assert lines == []
+    assert "1 shared CPU" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "hint"),
+    [
+        ({"changed_frac": 1.5}, "--changed-frac is 1.5", "between 0 and 1"),
+        ({"sleep_level": 3}, "--sleep-level is 3", "use 1"),
+        ({"stack": "megatrn"}, "--stack is 'megatrn'", "megatron"),
+        ({"reward_model": "Qwen3-0.6B"}, "--reward-model is Qwen3-0.6B with a reward by rule", "--reward model"),
+        ({"reward_tokens": "99"}, "--reward-tokens is 99 with a reward by rule", "generative"),
+        ({"cores_per_sandbox": 4.0}, "nothing runs in a sandbox", "--reward sandbox"),
+        ({"turns": 2.0, "env_p50_seconds": 3.0}, "without --env-seconds", "the mean"),
+        (
+            {"turns": 2.0, "env_seconds": 2.0, "env_p50_seconds": 3.0},
+            "--env-p50-seconds is 3 where --env-seconds is 2",
+            "at most 2",
+        ),
+        ({"length_growth": 2.0}, "--length-growth is 2", "such as 0.01"),
+        ({"horizon": 0}, "--horizon is 0", "at least 1"),
+        ({"lend": -1.0}, "--lend is -1", "0 to lend nothing"),
+        ({"prefill_chunk": "many"}, "--prefill-chunk", "such as"),
+        ({"epochs": 0}, "--epochs is 0", "at least 1"),
+    ],
+)  # fmt: skip
+def test_a_choice_that_cannot_be_meant_is_refused(options: dict[str, Any], what: str, hint: str) -> None:
+    with pytest.raises((PlanError, ConfigError)) as caught:
+        PlanOptions(**{**BASE, **options}).request()
+    assert what in caught.value.args[0]
+    assert hint in caught.value.args[1]
+
+
+def test_a_plan_is_one_json_object_with_the_growth_and_prefill() -> None:
+    text = json.dumps(plan(is_brief=False, length_growth=0.01, prefill_chunk="8k").as_json())
+    data = json.loads(text)
+    assert data["growth"][0]["best_step_s"]["sync"] > 0
+    assert data["prefill"]["chunk_tokens"] > 0
