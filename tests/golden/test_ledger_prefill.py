@@ -59,7 +59,7 @@ def test_a_chunk_fills_what_running_sequences_leave_of_a_steps_budget() -> None:
 
 
 def test_a_mixed_step_reads_the_weights_once_and_computes_both() -> None:
-    """The chunk's FLOPs at half the peak beside those of 64 rows at 0.58, or the weights' bytes, whichever is longer."""
+    """The chunk's FLOPs at half the peak beside those of 64 rows at 0.58, or the weights' bytes: the longer."""
     layout, rows, context, chunk = ReplicaLayout(), 64.0, 2000.0, 1984.0
     plain = decode_step(LLAMA, CLUSTER, DEFAULT.decode, layout, num_rows=rows, context_tokens=context)
     mixed = decode_step(
