@@ -513,6 +513,23 @@ async def test_stats_count_each_token_once(bench: Bench) -> None:
     assert after.kv_pool_tokens >= 4096 and after.busy_s > before.busy_s
 
 
+async def test_handing_over_requests_asks_vllm_for_no_fact_of_its_configuration(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some facts are properties that look through all installed packages: 10 ms, with no token sampled meanwhile."""
+    config = bench.engine._built()._config
+    asked: list[str] = []
+    is_v2 = type(config).use_v2_model_runner.fget(config)
+
+    def ask(self: object) -> bool:
+        asked.append("use_v2_model_runner")
+        return bool(is_v2)
+
+    monkeypatch.setattr(type(config), "use_v2_model_runner", property(ask))
+    await generate(bench.engine, [request(PROMPT, f"{90 + i}/0") for i in range(8)])
+    assert asked == []
+
+
 async def test_a_cancelled_request_gives_its_slot_back(bench: Bench) -> None:
     tasks = [
         asyncio.create_task(

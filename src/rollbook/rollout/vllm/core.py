@@ -132,6 +132,10 @@ class VllmCore:
             self.model_context_tokens = int(self._config.model_config.max_model_len)
             """Longest sequence of the model (or as configured); `max_context_tokens` may be less: the KV pool's."""
             _size_kv_pool(self._config, options)
+            self.draws_by_position = bool(self._config.use_v2_model_runner)
+            """vLLM's second model runner draws token noise from (seed, position); the first from one generator a
+            request, whose draws follow each other. Asked once: vLLM looks through all installed packages each time,
+            10 ms."""
             self._build()
         except (EngineError, DeadlineError):
             raise
@@ -179,12 +183,6 @@ class VllmCore:
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self._config.model_config.dtype
         return dtype
-
-    @property
-    def draws_by_position(self) -> bool:
-        """vLLM's second model runner draws token noise from (seed, position); the first from one generator a request,
-        whose draws follow each other."""
-        return bool(self._config.use_v2_model_runner)
 
     @property
     def model(self) -> Any:
