@@ -77,7 +77,9 @@ def _text(report: DrillReport) -> str:
     lines.append(f"  fault from step {report.at_step} on")
     if report.ended_with:
         lines.append(f"  the run stopped: {report.ended_with}")
-    if report.is_found:
+    if report.is_found and report.onset_step is None:
+        lines.append("RIGHT: no alarm, and what is odd about the log is said")
+    elif report.is_found:
         late = f"with the log up to step {report.found_at_step}"
         lines.append(f"FOUND by {report.verdict}, {late}; it dates the onset to step {report.onset_step}")
     else:

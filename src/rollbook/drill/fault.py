@@ -37,7 +37,7 @@ class Fault:
     says: str
     """What breaks, in one line."""
     expects: tuple[str, ...]
-    """Rules that name it; any of them first is right."""
+    """Verdicts that are right: rules that name it, any of them first; "well" where nothing may be alarmed."""
     inject: Inject
     """Wraps parts of the built run. Before `at_step` the run must be healthy."""
     needs: Mapping[str, Any] = field(default_factory=dict)
@@ -46,6 +46,8 @@ class Fault:
     """Config fields that must be at least so large: raised where they are not."""
     least_sources: int = 1
     """Data sources the fault needs in the config; a drill cannot make them up."""
+    notes: str = ""
+    """What the diagnosis must say about the log itself."""
     ends_run: bool = False
     """The system is expected to stop the run."""
     takes_up_again: bool = False

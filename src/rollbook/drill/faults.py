@@ -4,7 +4,8 @@
     weights  skipped_bucket, stale_replica, quantized_engine, noisy_engine, ..., with the checks and without
     rollout  stuck_prompt, sandboxes_gone, leaked_leases, samples_held_back, loose_bound, skewed_filter
     scorer   source_all_zero, scorer_down
-    trainer  blocked_publication, oom_in_sync, growing_lengths, lost_state
+    trainer  blocked_publication, oom_in_sync, growing_lengths, fragmentation, object_store_spill, lost_state
+    host     clock_jump
 
 Without the checks means: the engine's live weights are changed after the digests were compared, and the probe is
 off; that is what a system without proofs would do.
@@ -13,9 +14,10 @@ off; that is what a system without proofs would do.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,8 @@ from torch import Tensor
 from rollbook.drill.fault import Fault, Site, wrap
 from rollbook.envs.rewards.result import RewardResult
 from rollbook.errors import EnvError, SyncError
-from rollbook.observe.values import Last, Peak, Ratio, Value
+from rollbook.observe.clock import Clock
+from rollbook.observe.values import Last, Peak, Ratio, Total, Value
 from rollbook.rollout.engine import Engine, GenerateRequest, Response
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.rollout.native.mismatch import ROUNDINGS, is_rounded
@@ -121,6 +124,22 @@ def _simulated_memory(site: Site, *, gib_per_token: float, capacity_gib: float) 
                 )
             controller.recorder.metrics({"perf/max_memory_allocated_gb": Peak(used)})
             return update(batch, *args, **kwargs)
+
+        return measured
+
+    wrap(controller.trainer, "update", around)
+
+
+def fragmentation(site: Site) -> None:
+    """The allocator keeps a gibibyte more every step that nobody uses (simulated: this may run on a CPU)."""
+    controller = site.controller
+
+    def around(update: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            held = 24.0 + (site.age + 1.0 if site.is_on else 0.0)
+            memory = {"perf/max_memory_allocated_gb": Peak(20.0), "perf/max_memory_reserved_gb": Peak(held)}
+            controller.recorder.metrics(memory)
+            return update(*args, **kwargs)
 
         return measured
 
@@ -545,6 +564,69 @@ def _copied(value: Any) -> Any:
     return value
 
 
+def object_store_spill(site: Site) -> None:
+    """Batches go over the disk on their way to the trainer, for as long again as a step usually takes."""
+    controller = site.controller
+    usual_s: list[float] = []
+    began_s = [time.monotonic()]
+
+    def around(make_batch: Callable[..., Any]) -> Callable[..., Any]:
+        def spilled(sequences: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(sequences) == 1:  # a probe's
+                return make_batch(sequences, *args, **kwargs)
+            now_s = time.monotonic()
+            if not site.is_on:
+                usual_s.append(now_s - began_s[0])
+                num_bytes = 0
+            else:
+                num_bytes = _over_the_disk(float(np.median(usual_s)))
+            began_s[0] = time.monotonic()
+            controller.recorder.metrics({"host/object_store_spilled_bytes": Total(num_bytes)})
+            return make_batch(sequences, *args, **kwargs)
+
+        return spilled
+
+    wrap(controller.trainer, "make_batch", around)
+
+
+def _over_the_disk(seconds: float) -> int:
+    """Write blocks to a file and read them back for so long; the bytes that were written."""
+    block = bytes(4 * 2**20)
+    num_bytes, until_s = 0, time.monotonic() + seconds
+    with tempfile.TemporaryFile() as file:
+        while time.monotonic() < until_s:
+            file.seek(0)
+            file.write(block)
+            file.flush()
+            file.seek(0)
+            num_bytes += len(file.read())
+    return num_bytes
+
+
+# ---- host --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _JumpingClock:
+    """A wall clock that is set back by an hour, and forward by two a few steps later; the monotonic one goes on."""
+
+    clock: Clock
+    site: Site
+
+    def unix_s(self) -> float:
+        hours = (0, -1, 1)[self.site.is_on + (self.site.age >= 6)]
+        return self.clock.unix_s() + 3600.0 * hours
+
+    def mono_s(self) -> float:
+        return self.clock.mono_s()
+
+
+def clock_jump(site: Site) -> None:
+    """The host's wall clock jumps back and forth; nothing else happens."""
+    recorder = site.controller.recorder
+    recorder.clock = _JumpingClock(recorder.clock, site)
+
+
 # ---- the table ---------------------------------------------------------------------------------------------------
 
 _TWO_REPLICAS = {"rollout.num_replicas": 2}
@@ -701,6 +783,25 @@ FAULTS: dict[str, Fault] = {
             expects=("late_oom_with_length",),
             inject=growing_lengths,
             ends_run=True,
+        ),
+        Fault(
+            name="fragmentation",
+            says="the allocator holds ever more that nobody uses (memory is simulated)",
+            expects=("fragmentation",),
+            inject=fragmentation,
+        ),
+        Fault(
+            name="object_store_spill",
+            says="batches go over the disk on their way to the trainer",
+            expects=("object_store_spill",),
+            inject=object_store_spill,
+        ),
+        Fault(
+            name="clock_jump",
+            says="the wall clock jumps back and forth: no alarm, and the log's clock is said to be wrong",
+            expects=("well",),
+            notes="the clock ran backwards",
+            inject=clock_jump,
         ),
         Fault(
             name="tail_burst",

@@ -152,7 +152,7 @@ def _report(
     whole = diagnose(series)
     control = until(series, at_step)
     finding = whole.findings[0] if whole.findings else None
-    is_found = finding is not None and finding.rule in fault.expects
+    is_found = _names(fault, whole) and (not fault.notes or any(fault.notes in note for note in whole.notes))
     return DrillReport(
         fault=fault.name,
         says=fault.says,
@@ -182,7 +182,7 @@ def _found_at(fault: Fault, series: RunSeries, at_step: int) -> int:
 
 
 def _names(fault: Fault, diagnosis: Diagnosis) -> bool:
-    return bool(diagnosis.findings) and diagnosis.findings[0].rule in fault.expects
+    return diagnosis.verdict in fault.expects
 
 
 def until(series: RunSeries, step: int) -> RunSeries | None:
