@@ -7,8 +7,9 @@
     python bench/diagnose.py --seeds 0 --real 3    # these alone, about five minutes on one core
     python bench/diagnose.py --runs FOLDER         # also runs of your own: FOLDER/<fault>-<anything>/
 
-Logs come from two generators with different assumptions (`synthetic_runs.py`, `described_runs.py`), the first of
-them in verl's JSON lines, in verl's console format, and in our own names. Prints a Markdown report; exits with 1
+Logs come from three generators with different assumptions (`synthetic_runs.py`, `described_runs.py`, `unseen_runs.py`)
+in verl's JSON lines and console format and in our own names; `other_formats.py` writes the third as TRL, slime, AReaL,
+W&B, TensorBoard and a Prometheus server would. Prints a Markdown report; exits with 1
 when a target is missed: right cause first in 95 % of the faults, no alarm in 99 % of what is well.
 """
 
@@ -26,14 +27,24 @@ from pathlib import Path
 
 import described_runs
 import synthetic_runs
+import unseen_runs
 from rollbook.diagnose.readers.table import load
 from rollbook.diagnose.tree import RULES, diagnose
 
 RIGHT_FIRST, NO_ALARM, MAX_S = 0.95, 0.99, 5.0
 STATES = sorted(synthetic_runs.STATES)
-NAMES = [*sorted(synthetic_runs.FAULTS), "healthy", *STATES]
+NAMES = [
+    *sorted(synthetic_runs.FAULTS),
+    "healthy",
+    *STATES,
+    *(name for name in unseen_runs.WELL if name not in ("healthy", *STATES)),
+]
 
-Writer = Callable[[str, int, Path], Path]
+_OF_MECHANISM = frozenset({*synthetic_runs.FAULTS, "healthy", *synthetic_runs.STATES})
+_OF_UNSEEN = frozenset({*unseen_runs.FAULTS, *unseen_runs.WELL})
+
+Writer = Callable[[str, int, Path], Path | None]
+"""Write one log; None where this generator has no such run, or nothing of the fault would be in the log."""
 
 
 def _synthetic_verl(name: str, seed: int, folder: Path) -> Path:
@@ -53,11 +64,23 @@ def _described(name: str, seed: int, folder: Path) -> Path:
     return described_runs.write_jsonl(name, seed, folder / "exp.jsonl")
 
 
-SUITES: dict[str, Writer] = {
-    "mechanism, verl file": _synthetic_verl,
-    "mechanism, verl console": _synthetic_console,
-    "mechanism, own names": _synthetic_own,
-    "described, verl file": _described,
+def _unseen_file(name: str, seed: int, folder: Path) -> Path | None:
+    run = unseen_runs.make(name, seed)
+    return None if run.only_words else unseen_runs.write_jsonl(run, folder / "exp.jsonl")
+
+
+def _unseen_console(name: str, seed: int, folder: Path) -> Path:
+    return unseen_runs.write_console(unseen_runs.make(name, seed), folder / "run.log")
+
+
+SUITES: dict[str, tuple[Writer, frozenset[str]]] = {
+    # column -> how its logs are written, what it can put in
+    "mechanism, verl file": (_synthetic_verl, _OF_MECHANISM),
+    "mechanism, verl console": (_synthetic_console, _OF_MECHANISM),
+    "mechanism, own names": (_synthetic_own, _OF_MECHANISM),
+    "described, verl file": (_described, _OF_MECHANISM),
+    "unseen, verl file": (_unseen_file, _OF_UNSEEN),
+    "unseen, verl console": (_unseen_console, _OF_UNSEEN),
 }
 
 
@@ -90,7 +113,8 @@ def run_suite(writer: Writer, names: list[str], seeds: range) -> Tally:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             for seed in seeds:
-                tally.add(name, judge(writer(name, seed, Path(folder))))
+                if (path := writer(name, seed, Path(folder))) is not None:
+                    tally.add(name, judge(path))
     return tally
 
 
@@ -151,8 +175,8 @@ def main() -> int:
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     tallies = {
-        name: run_suite(writer, [n for n in args.only if n in NAMES] or NAMES, seeds)
-        for name, writer in SUITES.items()
+        name: run_suite(writer, [n for n in NAMES if n in known and (not args.only or n in args.only)], seeds)
+        for name, (writer, known) in SUITES.items()
     }
     if args.runs is not None:
         tallies["own runs"] = own_runs(args.runs)

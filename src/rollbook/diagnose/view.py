@@ -299,10 +299,53 @@ def _find_break(view: View, metric: str, direction: Direction, log: bool) -> Bre
     clean = changes.without_spikes(scaled)
     noise = max(changes.noise_scale(clean), 1e-9 + 1e-6 * float(np.median(np.abs(clean))))
     split = changes.worthy_split(clean, noise, direction=direction)
+    found = None
     if split is not None:
-        return _describe(view, metric, known, clean, split.idx, direction, log, noise)
+        found = _describe(view, metric, known, clean, split.idx, direction, log, noise)
+    step = _step(clean, direction, noise)
+    if step is not None and (found is None or _is_hidden(step, found, known, noise)):
+        return _describe(view, metric, known, clean, step[0], direction, log, noise) or found
+    if split is not None:
+        return found
     start = _excursion(clean, direction, noise)
     return None if start is None else _describe(view, metric, known, clean, start, direction, log, noise)
+
+
+STEP_WIDTH = 8
+"""Values on either side that tell a step."""
+STEP_NOISES = 6.0
+"""Standard errors of two medians that a step must have."""
+STEP_OVER_OTHERS = 3.0
+"""Its size over nearly the largest movement that way of the rest of the series."""
+
+
+def _step(clean: Series, direction: Direction, noise: float) -> tuple[int, float] | None:
+    """(position, size) of the largest step between neighboring stretches. A single split of the whole series may
+    miss one that a larger movement the other way hides: a reward that was learned fast and then falls."""
+    n, width = len(clean), STEP_WIDTH
+    if n < 4 * width:
+        return None
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(clean, width), axis=1)
+    jumps = direction * (medians[width:] - medians[:-width])  # of position i + width
+    best = int(np.argmax(jumps))
+    size = float(jumps[best])
+    elsewhere = np.concatenate([jumps[: max(0, best - width)], jumps[best + width + 1 :]])
+    if not len(elsewhere) or size < STEP_OVER_OTHERS * float(np.quantile(elsewhere, 0.95)):
+        return None
+    if size < STEP_NOISES * 1.25 * noise * float(np.sqrt(2 / width)):
+        return None
+    at = best + width
+    later = clean[at + width : at + 3 * width]
+    if len(later) >= width and direction * (float(np.median(later)) - float(medians[best])) < 0.5 * size:
+        return None  # it came and went
+    return at, size
+
+
+def _is_hidden(step: tuple[int, float], found: Break, known: NDArray[np.intp], noise: float) -> bool:
+    """Whether a step is not the break that the split found, and is most of it or more."""
+    at, size = step
+    is_elsewhere = abs(int(known[at]) - found.idx) > STEP_WIDTH
+    return is_elsewhere and size >= 0.7 * found.score * noise
 
 
 def _excursion(clean: Series, direction: Direction, noise: float) -> int | None:

@@ -58,7 +58,18 @@ TRL = {
     "sampling/importance_sampling_ratio/max": "rollout_corr/rollout_is_max",
     "sample/staleness": "training/off_policy/trajectory_staleness/mean",
     "rollout/staleness": "training/off_policy/trajectory_staleness/mean",
+    "sample/staleness_mean": "training/off_policy/trajectory_staleness/mean",
+    "sample/staleness_max": "training/off_policy/trajectory_staleness/max",
+    "sample/dropped_stale_total": "training/off_policy/evicted_samples",
+    "tools/failure_frequency": "rollout/sandbox_error_ratio",
+    "rollout/turns_mean": "num_turns/mean",
     "step_time": "timing_s/step",
+    "perf/step_s": "timing_s/step",
+    "perf/rollout_wait_s": "timing_s/gen",
+    "perf/fwd_bwd_s": "timing_s/update_actor",
+    "perf/weight_sync_s": "timing_s/update_weights",
+    "profiling/Time taken: GRPOTrainer.vLLM.generate": "timing_s/gen",
+    "profiling/Time taken: GRPOTrainer.sync_weights": "timing_s/update_weights",
     "epoch": "training/epoch",
 }
 
@@ -128,6 +139,10 @@ AREAL = {
     "ppo_actor/update/behave_imp_weight/min": "rollout_corr/rollout_is_min",
     "ppo_actor/update/behave_approx_kl/avg": "rollout_corr/kl",
     "ppo_actor/update/behave_k3/avg": "rollout_corr/k3_kl",
+    "ppo_actor/update/compute_logp/kl_div_dual/avg": "rollout_corr/k3_kl",
+    "ppo_actor/update/version_stats/sample_staleness_proximal_avg": "training/off_policy/trajectory_staleness/mean",
+    "ppo_actor/update/version_stats/sample_staleness_proximal_max": "training/off_policy/trajectory_staleness/max",
+    "ppo_actor/update/version_stats/sample_staleness_proximal_min": "training/off_policy/trajectory_staleness/min",
     "ppo_actor/update/logp_abs_diff/avg": "training/logprob_gap/mean",
     "ppo_actor/update/logp_abs_diff/max": "training/logprob_gap/max",
     "timeperf/rollout": "timing_s/gen",
@@ -184,7 +199,7 @@ class Renamer:
                 new = known[name] = self._name(name)
                 if new != name:
                     self.renamed[name] = new
-            if name in _ONE_MINUS:
+            if name.removeprefix("train/") in _ONE_MINUS:
                 value = 1.0 - value
             if new in out and new != name:
                 if any(pattern.fullmatch(name) for pattern, _ in _SUMMED):
@@ -199,6 +214,12 @@ class Renamer:
         for table in self.tables:
             if name in table:
                 return table[name]
+        if TRL in self.tables and name.startswith(
+            "train/"
+        ):  # how its trackers call what its history calls `reward`
+            bare = name.removeprefix("train/")
+            if bare in TRL or bare in _ONE_MINUS or bare.startswith("rewards/"):
+                return self._name(bare)
         for pattern, new in (*_SUMMED, *_PATTERNS):
             if (match := pattern.fullmatch(name)) is not None:
                 return match.expand(new)

@@ -18,6 +18,8 @@ from rollbook.diagnose.view import View
 RULE = "buffer_never_fills"
 HICCUP_S = 30.0
 """Seconds that any host may stand still for once."""
+OTHER_SHARE = 0.3
+"""Seconds that no stage has, over those that the trainer waits longer: from there on, all of the host is slow."""
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -168,10 +170,11 @@ def _has_another_reason(view: View, idx: int) -> bool:
     if clip is not None and clip.after >= clip.before + 0.02 and clip.ratio >= 2 and clip.score >= 4:
         return True
     found = view.rise(signs.residual(view))
-    step = signs.step_seconds(view)
+    wait = view.contrast("timing_s/gen", idx)
     return (
         found is not None
         and found.peak_ratio >= 2
-        and found.late >= 0.15 * step
         and view.near(found.idx, idx)
+        and found.late - found.before
+        >= OTHER_SHARE * (wait.diff if wait is not None else signs.step_seconds(view))
     )

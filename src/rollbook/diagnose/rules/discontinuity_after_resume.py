@@ -30,15 +30,15 @@ class Restart:
 
 
 _STATE = (
-    # metric, name in words, least relative jump, what it means
-    ("actor/lr", "learning rate", 0.3, "the schedule began anew"),
-    ("actor/grad_norm", "gradient norm", 0.5, "the optimizer lost its moments"),
-    ("actor/kl_loss", "KL to the reference", 0.35, "the weights are older"),
-    ("actor/entropy", "entropy", 0.12, "the weights are older"),
-    ("critic/rewards/mean", "reward", 0.10, "the weights are older"),
-    ("critic/score/mean", "reward", 0.10, "the weights are older"),
-    ("response_length/mean", "response length", 0.15, "the weights are older"),
-    ("actor/ppo_kl", "step KL", 0.8, "the optimizer lost its moments"),
+    # metric, name in words, least relative jump, which way (0: either), what it means
+    ("actor/lr", "learning rate", 0.3, -1, "the schedule began anew"),
+    ("actor/grad_norm", "gradient norm", 0.5, 1, "the optimizer lost its moments"),
+    ("actor/kl_loss", "KL to the reference", 0.35, -1, "the weights are older"),
+    ("actor/entropy", "entropy", 0.12, 0, "the weights are older"),
+    ("critic/rewards/mean", "reward", 0.10, -1, "the weights are older"),
+    ("critic/score/mean", "reward", 0.10, -1, "the weights are older"),
+    ("response_length/mean", "response length", 0.15, 0, "the weights are older"),
+    ("actor/ppo_kl", "step KL", 0.8, 1, "the optimizer lost its moments"),
 )
 
 
@@ -190,7 +190,7 @@ def _at(view: View, restart: Restart) -> Finding | None:
     evidence = [Evidence(metric=restart.mark, step=view.step_at(restart.idx), says=restart.says)]
     meanings: dict[str, None] = {}
     surest = 0.0
-    for metric, name, least, meaning in _STATE:
+    for metric, name, least, way, meaning in _STATE:
         if metric == "critic/rewards/mean" and view.has("critic/score/mean"):
             continue
         jump = _jump(view, metric, restart.idx)
@@ -198,7 +198,9 @@ def _at(view: View, restart: Restart) -> Finding | None:
             continue
         before, after, jump_size, score = jump
         scale = max(abs(before), 1e-12)
-        if score >= 4 and abs(jump_size) >= least * scale:
+        is_seen = abs(jump_size) >= max(least * scale, 2.0 * view.resolution(metric))
+        is_this_way = way == 0 or (jump_size > 0) == (way > 0)
+        if score >= 4 and is_seen and is_this_way:
             says = f"{name} {num(before)} before the restart, {num(after)} after"
             evidence.append(
                 Evidence(metric=metric, step=view.step_at(restart.idx), before=before, after=after, says=says)

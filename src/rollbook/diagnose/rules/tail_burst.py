@@ -16,6 +16,8 @@ from rollbook.diagnose.view import View
 
 RULE = "tail_burst"
 TAIL = "rollout/tail_s"
+LASTING = 0.9
+"""Share of the steps that are hit from which a stretch is a new level and no row of bursts."""
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -82,6 +84,8 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     if float(np.median(tail[idx][begin:end][both[begin:end]])) < least * just_before:
         return None  # it grew there slowly: longer responses, not a burst
     start = int(idx[begin])
+    if rate_after >= LASTING and not _step_together(view, metric, start, least):
+        return None  # no burst but a level: then both must have come to it at once
     grown = view.contrast("response_length/mean", start, width=20)
     if grown is not None and grown.ratio >= 1.5 and metric != "response_length/clip_ratio":
         return None
@@ -129,6 +133,22 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
         "train on what has finished (asynchronous schedule)",
         next_check="read the longest responses of one such step: repetition, or honest reasoning cut short?",
     )
+
+
+def _step_together(view: View, metric: str, start: int, least: float) -> bool:
+    """Whether tail and seconds rise within a few steps of a position, the tail by as much as a burst."""
+    slack = max(4, view.n // 40)
+    tail = max((_ratio_at(view, metric, i) for i in range(max(3, start - slack), start + slack)), default=1.0)
+    slow = max(
+        (_ratio_at(view, "timing_s/gen", i) for i in range(max(3, start - slack), start + slack)), default=1.0
+    )
+    return tail >= 0.8 * least and slow >= 1.25
+
+
+def _ratio_at(view: View, metric: str, idx: int) -> float:
+    c = view.contrast(metric, idx, width=6)
+    few = 0.004 if metric.endswith("clip_ratio") else 0.0  # a response or two
+    return 1.0 if c is None else (c.after + few) / max(c.before + few, 1e-12)
 
 
 def seconds_of(view: View) -> Series:

@@ -65,8 +65,9 @@ _GAP_IS_LOGGED_BY = {
     "prometheus": "it is exported by itself wherever engines return logprobs; five steps are needed",
     "verl": "verl: actor_rollout_ref.rollout.calculate_log_probs=True",
     "trl": "TRL: use_vllm with vllm_importance_sampling_correction logs sampling/sampling_logp_difference",
-    "slime": "slime: --get-mismatch-metrics",
-    "areal": "AReaL: use_decoupled_loss logs behave_kl",
+    "slime": "slime: train/train_rollout_logprob_abs_diff is there once rollouts return logprobs (--use-tis); "
+    "--get-mismatch-metrics needs --custom-tis-function-path",
+    "areal": "AReaL: actor.use_decoupled_loss=true with actor.recompute_logprob=true logs behave_approx_kl",
 }
 
 
