@@ -104,6 +104,15 @@ class VersionRun:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class KVStart:
+    """Before response token `token_idx`, the keys and values of everything before it were computed anew, under
+    `weight_version`: at the start, after a preemption, on another replica, or at a swap that recomputes."""
+
+    token_idx: int
+    weight_version: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One response and the observation that follows."""
@@ -117,6 +126,8 @@ class Turn:
     finish_reason: FinishReason
     observation_ids: Ids = field(default_factory=lambda: np.zeros(0, np.int32))
     """[m] int32. Tokens the environment added; never trained."""
+    kv_starts: tuple[KVStart, ...] = ()
+    """In order, the first one at token 0. Empty where the engine does not tell."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.response_ids)

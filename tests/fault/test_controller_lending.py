@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lending_faults import HoldsUntilLent, the
 from rollbook.controller.lending import Lending
 from rollbook.controller.loop import Controller
 from rollbook.errors import ConfigError, SyncError
@@ -26,38 +27,6 @@ LENT = {
 """Every wait lends; few slots, so that there is a queue to share."""
 REPLICA = 1
 """The lent one: the only replica of its own is 0."""
-
-
-class HoldsUntilLent:
-    """The replica stands still while the lent one is brought up, and until that has sampled some tokens."""
-
-    def __init__(self, num_tokens: int = 10) -> None:
-        self.num_tokens = num_tokens
-        self.num_lendings = 0
-
-    def __call__(self, controller: Controller) -> None:
-        lending, (own,) = the(controller), controller.router.engines
-        plain = lending._serve
-
-        async def serve() -> None:
-            await own.pause("keep")
-            try:
-                await plain()
-                self.num_lendings += not lending.failed
-                then = (await lending.engine.stats()).decode_tokens
-                while lending.engine._ended is None and (await lending.engine.stats()).num_running:
-                    await asyncio.sleep(0)
-                    if (await lending.engine.stats()).decode_tokens >= then + self.num_tokens:
-                        break
-            finally:
-                await own.resume()
-
-        lending._serve = serve  # type: ignore[method-assign]
-
-
-def the(controller: Controller) -> Lending:
-    assert controller.lending is not None
-    return controller.lending
 
 
 def rows(run: RunResult) -> list[dict[str, Any]]:

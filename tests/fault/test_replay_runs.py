@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lending_faults import HoldsUntilLent
 from rollbook.cli.main import main
 from rollbook.controller.replay import ReplayReport, replay_run
 from rollbook.errors import ConfigError
@@ -177,3 +178,57 @@ def test_a_run_whose_trajectories_were_not_all_kept_is_refused(tmp_path: Path) -
     run = run_tiny(tmp_path, num_steps=2, **{"observe.trajectories_every_steps": 2})
     with pytest.raises(ConfigError, match="trajectories_every_steps"):
         replay_run(run.folder)
+
+
+FULL_POOL = {
+    **ASYNC,
+    "run.schedule": "colocate_async",
+    "rollout.max_response_tokens": 20,
+    "rollout.num_slots": 8,
+    "rollout.kv_pool_tokens": 80,
+    "rollout.page_tokens": 4,
+    "trainer.lr": 0.03,
+}
+"""Responses grow until the pool is full: the youngest are put off, and computed anew under later weights."""
+
+
+@pytest.mark.parametrize("kv_policy", ["keep", "recompute"])
+def test_a_response_put_off_and_computed_anew_across_a_swap_repeats(kv_policy: str, tmp_path: Path) -> None:
+    run = run_tiny(tmp_path, num_steps=6, **{**FULL_POOL, "rollout.kv_policy": kv_policy})
+    assert sum(m["rollout/num_preemptions"] for m in run.metrics) > 0
+    cut_and_anew = [
+        row
+        for step in range(6)
+        for row in run.trajectories(step)
+        for turn in row["turns"]
+        if len(turn["version_runs"]) > 1 and len(turn["kv_starts"]) > 1
+    ]
+    assert cut_and_anew, "nothing of what this is about happened"
+    report = replay_run(run.folder)
+    assert report.is_equal, report.differences
+    assert not report.notes
+
+
+def test_a_run_that_lent_its_trainers_device_repeats(tmp_path: Path) -> None:
+    """Responses that moved to the lent engine and back, some across a publication."""
+    lent = {**ASYNC, "rollout.num_slots": 3, "lending.is_on": True, "lending.margin": 0.0, "trainer.lr": 0.03}
+    run = run_tiny(tmp_path, num_steps=5, faults=[HoldsUntilLent(num_tokens=5)], **lent)
+    assert any(row["replica_id"] == 1 for step in range(5) for row in run.trajectories(step))
+    report = replay_run(run.folder)
+    assert report.is_equal, report.differences
+
+
+def test_a_log_that_does_not_say_where_keys_were_computed_anew_is_announced(tmp_path: Path) -> None:
+    run = run_tiny(tmp_path, num_steps=4, **{**ASYNC, "run.schedule": "colocate_async"})
+
+    def forget(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            for turn in row["turns"]:
+                turn["kv_starts"] = []
+
+    for step in range(4):
+        _rows(run, step, forget)
+    report = replay_run(run.folder)
+    assert report.num_cut > 0
+    (note,) = report.notes
+    assert note.startswith("the log does not say where keys and values were computed anew")

@@ -9,7 +9,9 @@
 
 It needs no timing: which groups a step trained and which version sampled each token stand in the log, and sampling is a
 function of (seed, trajectory, token index). A response that a publication cut in two is sampled up to the cut under
-the older weights and goes on under the newer ones, with the keys and values that the run kept.
+the older weights and goes on under the newer ones, with the keys and values that the run kept; where the run
+computed them anew (a preemption, another replica, `kv_policy = "recompute"`), so does the repetition, at the same
+token and under the same weights.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import asyncio
 import itertools
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -30,6 +33,7 @@ from rollbook.buffer.buffer import Taken
 from rollbook.config.loading import load_config
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.build import build
+from rollbook.controller.config import LendingSection
 from rollbook.controller.loop import Controller
 from rollbook.controller.replicas import as_published, published
 from rollbook.controller.rollout import Member
@@ -40,10 +44,14 @@ from rollbook.observe.trajectories import read_loss_masks, read_trajectories
 from rollbook.rollout.engine import GenerateRequest, Response
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.sync.digest import digests, fold
-from rollbook.types import Bools, Group, Trajectory, VersionRun
+from rollbook.types import Bools, Group, Trajectory, Turn
 
 MAX_DIFFERENCES = 20
 """Differences that are listed; all are counted."""
+NO_STARTS = (
+    "the log does not say where keys and values were computed anew: logprobs of responses that more than one version "
+    "sampled differ where they were"
+)
 NO_DIGESTS = "the log has no digests of its publications: weights were not compared"
 
 
@@ -185,6 +193,7 @@ def _for_replay(config: RunConfig) -> RunConfig:
             "rollout": config.rollout.model_copy(update={"num_replicas": 1}),
             "sync": config.sync.model_copy(update={"staging": "direct", "commit_order": "together"}),
             "plan": config.plan.model_copy(update={"is_on": False}),
+            "lending": LendingSection(),
         }
     )
 
@@ -325,6 +334,11 @@ class _Replay:
                 for (step, logged), produced in zip(part, again, strict=True):
                     self._compare(step, logged, produced)
             self.report.num_cut += len(cut)
+            if (
+                any(not turn.kv_starts for _, t in cut for turn in t.turns)
+                and NO_STARTS not in self.report.notes
+            ):
+                self.report.notes.append(NO_STARTS)
             await self.sampler.hold(version)
         self.sampler.forget(min([*self._oldest_ahead(version), version]))
 
@@ -383,9 +397,6 @@ class _Sampler:
         self.engine = engine
         self._config = controller.config
         self._source = published(controller.config, controller.trainer)
-        config = controller.config.rollout
-        self._continues_anew = controller.schedule.pauses_for_training and config.pause_mode == "abort"
-        self._recomputes = config.kv_policy == "recompute"
         self.recorded: dict[str, Trajectory] = {}
         self._held: dict[int, dict[str, Tensor]] = {}
         self._generate = engine.generate
@@ -418,78 +429,60 @@ class _Sampler:
             for name in weights.specs():
                 weights.read(name)  # codes and scales are decoded where they are read
             scheduler = self.engine._scheduler
-            if self._recomputes:  # the same number again: keys and values are made anew
-                scheduler.adopt_version(scheduler.weight_version, "recompute")
-            else:
-                scheduler.reset_cache()
-                scheduler._siblings.clear()
+            scheduler.reset_cache()
+            scheduler._siblings.clear()
 
         await self.engine.run_between_steps(write)
 
     async def generate(self, request: GenerateRequest) -> Response:
         """One response, under the versions that the log gives it."""
-        trajectory_id, _, turn = request.request_id.partition("#")
+        trajectory_id, _, which = request.request_id.partition("#")
         logged = self.recorded.get(trajectory_id)
-        turn_idx = int(turn.rstrip("+") or 0)
+        turn_idx = int(which.rstrip("+") or 0)
         if logged is None or turn_idx >= len(logged.turns):
             return await self._generate(request)
-        runs = logged.turns[turn_idx].version_runs
+        turn = logged.turns[turn_idx]
+        runs = turn.version_runs
         if logged.oldest_version == logged.newest_version:
             response = await self._generate(request)
-        elif self._continues_anew:
-            response = await self._in_parts(request, runs)
         else:
-            response = await self._cut(request, runs)
+            response = await self._cut(request, turn)
         if len(response.response_ids) != sum(run.num_tokens for run in runs):
             return response  # another length: its own labels do for the comparison
         return replace(response, version_runs=runs)
 
-    async def _cut(self, request: GenerateRequest, runs: Sequence[VersionRun]) -> Response:
-        """The engine stands still where the run swapped its weights, and goes on with the keys and values it has."""
-        await self.hold(runs[0].weight_version)
-        num_sampled = 0
-        response = asyncio.ensure_future(self._generate(request))
-        for run, following in itertools.pairwise(runs):
-            num_sampled += run.num_tokens
-            self._stopped.clear()
-            self._stop_at = num_sampled
-            await self.engine.resume()
-            stopped = asyncio.ensure_future(self._stopped.wait())
-            await asyncio.wait({stopped, response}, return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
-            self._stop_at = None
-            await self.hold(following.weight_version)
+    async def _cut(self, request: GenerateRequest, turn: Turn) -> Response:
+        """The engine stands still wherever the run swapped its weights or computed keys and values anew, and goes on
+        with those that the run had."""
+        versions = [run.weight_version for run in turn.version_runs for _ in range(run.num_tokens)]
+        anew = {start.token_idx: start.weight_version for start in turn.kv_starts}
+        swaps = {idx for idx, pair in enumerate(itertools.pairwise(versions), start=1) if len(set(pair)) > 1}
+        await self.hold(versions[0])
+        response = asyncio.create_task(self._generate(request))
+        for idx in sorted((swaps | anew.keys()) & set(range(1, len(versions)))):
+            await self._stand_still(response, idx)
+            if idx in anew:
+                await self.hold(anew[idx])
+                await self.engine.run_between_steps(self._compute_anew)
+                await self._stand_still(response, idx)  # once they are there, and before the next token
+            await self.hold(versions[idx])
         await self.engine.resume()
         return await response
 
-    async def _in_parts(self, request: GenerateRequest, runs: Sequence[VersionRun]) -> Response:
-        """Each version's tokens as a request of their own, as the run continued what a pause had returned."""
-        parts: list[Response] = []
-        first, prompt_ids = request.first_token_idx, request.prompt_ids
-        for run in runs:
-            await self.hold(run.weight_version)
-            limit = (
-                run.num_tokens
-                if run is not runs[-1]
-                else request.sampling.max_response_tokens - (first - request.first_token_idx)
-            )
-            part = await self._generate(
-                replace(
-                    request,
-                    prompt_ids=prompt_ids,
-                    first_token_idx=first,
-                    sampling=replace(request.sampling, max_response_tokens=limit),
-                )
-            )
-            parts.append(part)
-            first += len(part.response_ids)
-            prompt_ids = np.concatenate([prompt_ids, part.response_ids])
-        return replace(
-            parts[-1],
-            response_ids=np.concatenate([part.response_ids for part in parts]).astype(np.int32),
-            logprobs=np.concatenate([part.logprobs for part in parts]),
-            version_runs=tuple(run for part in parts for run in part.version_runs),
-        )
+    def _compute_anew(self) -> None:
+        scheduler = self.engine._scheduler
+        scheduler._restart(scheduler.running())
+
+    async def _stand_still(self, response: asyncio.Task[Response], num_sampled: int) -> None:
+        """Until so many tokens were sampled, and their keys and values are there to sample the next one."""
+        self._stopped.clear()
+        self._stop_at = num_sampled
+        await self.engine.resume()
+        stopped = asyncio.create_task(self._stopped.wait())
+        waits: set[asyncio.Task[Response] | asyncio.Task[Literal[True]]] = {stopped, response}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        self._stop_at = None
 
     def _step(self) -> bool:
         """On the engine's thread: a step, and a stand-still where one is asked for (one sequence runs then)."""

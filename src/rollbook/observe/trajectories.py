@@ -18,6 +18,7 @@ from rollbook.types import (
     Failure,
     FailureKind,
     FinishReason,
+    KVStart,
     Prompt,
     Trajectory,
     Turn,
@@ -53,6 +54,10 @@ SCHEMA = pa.schema(
                             "version_runs",
                             pa.list_(pa.struct([("weight_version", pa.int64()), ("num_tokens", pa.int32())])),
                         ),
+                        (  # where keys and values were computed anew
+                            "kv_starts",
+                            pa.list_(pa.struct([("token_idx", pa.int32()), ("weight_version", pa.int64())])),
+                        ),
                     ]
                 )
             ),
@@ -86,6 +91,10 @@ def _row(step: int, t: Trajectory, loss_mask: Bools | None) -> dict[str, Any]:
             "version_runs": [
                 {"weight_version": run.weight_version, "num_tokens": run.num_tokens}
                 for run in turn.version_runs
+            ],
+            "kv_starts": [
+                {"token_idx": start.token_idx, "weight_version": start.weight_version}
+                for start in turn.kv_starts
             ],
         }
         for turn in t.turns
@@ -160,6 +169,9 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
                 ),
                 finish_reason=FinishReason(turn["finish_reason"]),
                 observation_ids=token_ids[response_end:end],
+                kv_starts=tuple(
+                    KVStart(s["token_idx"], s["weight_version"]) for s in turn.get("kv_starts") or ()
+                ),
             )
         )
         position = end

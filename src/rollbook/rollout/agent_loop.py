@@ -13,7 +13,7 @@ import numpy as np
 
 from rollbook.envs.env import Env
 from rollbook.rollout.engine import GenerateRequest, Response
-from rollbook.types import FinishReason, Ids, Prompt, SamplingParams, Trajectory, Turn, VersionRun
+from rollbook.types import FinishReason, Ids, KVStart, Prompt, SamplingParams, Trajectory, Turn, VersionRun
 
 Generate = Callable[[GenerateRequest], Awaitable[Response]]
 
@@ -124,6 +124,7 @@ async def _sample(generate: Generate, request: GenerateRequest) -> Response:
         response_ids=_join([part.response_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
         version_runs=_join_runs([run for part in parts for run in part.version_runs]),
+        kv_starts=_join_starts(parts),
     )
 
 
@@ -141,6 +142,18 @@ def _join_runs(runs: list[VersionRun]) -> tuple[VersionRun, ...]:
     return tuple(joined)
 
 
+def _join_starts(parts: list[Response]) -> tuple[KVStart, ...]:
+    """Token indices of the whole; of two starts before the same token the later one made what it read."""
+    starts: dict[int, KVStart] = {}
+    num_before = 0
+    for part in parts:
+        for start in part.kv_starts:
+            at = num_before + start.token_idx
+            starts[at] = KVStart(at, start.weight_version)
+        num_before += len(part.response_ids)
+    return tuple(starts.values())
+
+
 def _turn(response: Response, observation_ids: Ids) -> Turn:
     return Turn(
         response_ids=response.response_ids,
@@ -148,4 +161,5 @@ def _turn(response: Response, observation_ids: Ids) -> Turn:
         version_runs=response.version_runs,
         finish_reason=response.finish_reason,
         observation_ids=observation_ids,
+        kv_starts=response.kv_starts,
     )

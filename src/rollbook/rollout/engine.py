@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from rollbook.types import FinishReason, Floats, Ids, SamplingParams, VersionRun
+from rollbook.types import FinishReason, Floats, Ids, KVStart, SamplingParams, VersionRun
 
 PauseMode = Literal["keep", "abort", "drain"]
 """keep: running sequences wait and continue after `resume`; abort: they return what they have, with
@@ -48,6 +48,8 @@ class Response:
     """Prompt tokens whose keys and values were reused (group members, earlier turns)."""
     num_preemptions: int = 0
     replica_id: int = 0
+    kv_starts: tuple[KVStart, ...] = ()
+    """As in `Turn`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

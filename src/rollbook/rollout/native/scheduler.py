@@ -23,7 +23,7 @@ from rollbook.errors import EngineError
 from rollbook.rollout.engine import GenerateRequest, KVPolicy, Response
 from rollbook.rollout.native.draws import sequence_key
 from rollbook.rollout.native.pages import PagePool, PrefixCache
-from rollbook.types import FinishReason, Floats, Ids, VersionRun
+from rollbook.types import FinishReason, Floats, Ids, KVStart, VersionRun
 
 Indices = NDArray[np.int64]
 """[n] int64."""
@@ -59,6 +59,7 @@ class Sequence:
     leader: Sequence | None = None
     """A running sequence that computes the same prompt now; its pages are copied when it is done."""
     followers: list[Sequence] = field(default_factory=list)
+    kv_starts: list[KVStart] = field(default_factory=list)
     num_cached: int = 0
     num_preemptions: int = 0
     was_admitted: bool = False
@@ -504,7 +505,7 @@ class Scheduler:
         )
         sequence.slot = slot
         sequence.was_admitted = True
-        sequence.kv_version = self.weight_version
+        self._note_start(sequence)
         sequence.num_computed = 0
         for _ in range(num_pages):
             self._add_page(sequence)
@@ -721,6 +722,7 @@ class Scheduler:
             num_cached_prompt_tokens=sequence.num_cached,
             num_preemptions=sequence.num_preemptions,
             replica_id=self.replica_id,
+            kv_starts=tuple(sequence.kv_starts),
         )
         self._end(sequence)
         return response
@@ -758,11 +760,19 @@ class Scheduler:
         for sequence in sequences:
             sequence.leader, sequence.followers = None, []
             sequence.num_computed = 0
-            sequence.kv_version = self.weight_version
+            self._note_start(sequence)
             self.slots.is_ready[sequence.slot] = False
         for sequence in sequences:
             self._reuse_prefix(sequence)
             self._mark_ready(sequence)
+
+    def _note_start(self, sequence: Sequence) -> None:
+        """Keys and values of all its tokens are computed from here on."""
+        start = KVStart(self._num_response(sequence), self.weight_version)
+        if sequence.kv_starts and sequence.kv_starts[-1].token_idx == start.token_idx:
+            sequence.kv_starts.pop()
+        sequence.kv_starts.append(start)
+        sequence.kv_version = self.weight_version
 
     def _release(self, sequence: Sequence) -> None:
         """Take slot and pages; tokens are kept."""
