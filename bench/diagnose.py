@@ -4,7 +4,9 @@
     python bench/diagnose.py --seeds 3             # a glance
     python bench/diagnose.py --only healthy --seeds 300 --first-seed 5000
     python bench/diagnose.py --real 3              # and real runs: every fault of `rollbook drill` on three seeds
-    python bench/diagnose.py --seeds 0 --real 3    # these alone, about five minutes on one core
+    python bench/diagnose.py --seeds 0 --real 20 --jobs 2 --results real.jsonl
+                                                   # these alone, two at a time, about twenty minutes on two quiet
+                                                   # cores; started again, it goes on where it was
     python bench/diagnose.py --runs FOLDER         # also runs of your own: FOLDER/<fault>-<anything>/
 
 Logs come from three generators with different assumptions (`synthetic_runs.py`, `described_runs.py`, `unseen_runs.py`)
@@ -171,6 +173,10 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], help="names of what to put in; none: everything")
     parser.add_argument("--real", type=int, default=0, help="seeds of real runs, drilled and well")
+    parser.add_argument("--jobs", type=int, default=1, help="real runs side by side")
+    parser.add_argument(
+        "--results", type=Path, help="JSON lines of real runs: what stands there is not run again"
+    )
     parser.add_argument("--runs", type=Path, help="folder of real runs, named by what was put in")
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.seeds)
@@ -191,7 +197,8 @@ def main() -> int:
     if args.real:
         from drilled_runs import real_runs
 
-        real = real_runs(range(args.first_seed, args.first_seed + args.real), args.only)
+        real_seeds = range(args.first_seed, args.first_seed + args.real)
+        real = real_runs(real_seeds, args.only, results=args.results, jobs=args.jobs)
         print("\n".join(real.table()) + "\n")
         for (right, total), target, what in (
             (real.faults, RIGHT_FIRST, "real runs: right cause first"),

@@ -5,14 +5,19 @@ The job is the one of the tests (`tests/drill_tiny.py`): ten thousand parameters
 
 from __future__ import annotations
 
+import hashlib
+import json
+import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -78,26 +83,67 @@ class Real:
         yield f"| the steps before each fault | {self.controls['well']}/{self.controls.total()} | | {alarms} |"
 
 
-def real_runs(seeds: range, only: list[str]) -> Real:
-    """Run every fault and every kind of well run, once a seed; or those of the names."""
+def real_runs(seeds: range, only: list[str], *, results: Path | None = None, jobs: int = 1) -> Real:
+    """Run every fault and every kind of well run, once a seed; or those of the names.
+
+    Args:
+        results: a file of JSON lines, one a run; runs that it holds of this very code are not made again.
+        jobs: runs side by side, each in a process of its own on one thread.
+    """
+    names = [n for n in (*FAULTS, *WELL) if not only or n in only or n.split(",")[0].split(":")[0] in only]
+    code = code_digest()
+    done = {} if results is None else _done(results, code)
+    todo = [(name, seed) for seed in seeds for name in names if (name, seed) not in done]
+    if todo:
+        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+            for row in pool.imap_unordered(_one, todo):
+                done[row["name"], row["seed"]] = row
+                print(f"  {len(done)}: {row['name']}, seed {row['seed']}: {row['verdict']}", file=sys.stderr)
+                if results is not None:
+                    with results.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps({**row, "code": code}) + "\n")
     real = Real()
-    for name, fault in FAULTS.items():
-        if only and name not in only:
-            continue
+    for name in names:
         for seed in seeds:
-            with tempfile.TemporaryDirectory() as folder:
-                job = write_job(Path(folder), seed=seed)
-                report = run_drill(fault, job, [], num_steps=NUM_STEPS, at_step=AT_STEP)
-            real.verdicts.setdefault(name, Counter())[report.verdict] += 1
-            real.controls[report.control_verdict] += 1
-            if report.found_at_step is not None:
-                real.after_steps.setdefault(name, []).append(report.found_at_step - AT_STEP)
-    for name, overrides in WELL.items():
-        if only and name.split(",")[0].split(":")[0] not in only:
-            continue
-        for seed in seeds:
-            with tempfile.TemporaryDirectory() as folder:
-                run_dir = start_run(write_job(Path(folder), seed=seed), overrides)
-                verdict = diagnose(load(str(run_dir))).verdict
-            real.verdicts.setdefault(name, Counter())[verdict] += 1
+            row = done[name, seed]
+            real.verdicts.setdefault(name, Counter())[row["verdict"]] += 1
+            if row["control"] is not None:
+                real.controls[row["control"]] += 1
+            if row["after_steps"] is not None:
+                real.after_steps.setdefault(name, []).append(row["after_steps"])
     return real
+
+
+def code_digest() -> str:
+    """Of every source file of the package: results of other code do not count."""
+    digest = hashlib.sha256()
+    for path in sorted((Path(__file__).parents[1] / "src").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _done(results: Path, code: str) -> dict[tuple[str, int], dict[str, Any]]:
+    if not results.exists():
+        return {}
+    rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines() if line]
+    return {(row["name"], row["seed"]): row for row in rows if row["code"] == code}
+
+
+def _one(work: tuple[str, int]) -> dict[str, Any]:
+    """One run and its verdict; an error of the drill itself is a verdict of its own."""
+    name, seed = work
+    row: dict[str, Any] = {"name": name, "seed": seed, "control": None, "after_steps": None}
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        job = write_job(Path(folder), seed=seed)
+        try:
+            if name in FAULTS:
+                report = run_drill(FAULTS[name], job, [], num_steps=NUM_STEPS, at_step=AT_STEP)
+                row |= {"verdict": report.verdict, "control": report.control_verdict}
+                if report.found_at_step is not None:
+                    row["after_steps"] = report.found_at_step - AT_STEP
+            else:
+                row["verdict"] = diagnose(load(str(start_run(job, WELL[name])))).verdict
+        except Exception as error:  # one broken run is a wrong verdict, and the others go on
+            row["verdict"] = f"error: {type(error).__name__}"
+    return row | {"seconds": round(time.monotonic() - began_s, 1)}
