@@ -381,6 +381,30 @@ def test_a_trajectory_that_never_ends_is_a_timeout_and_its_group_goes_on(tiny_ru
     assert all(is_balanced(m) for m in run.metrics)
 
 
+def test_a_response_that_never_comes_is_a_timeout_that_names_its_replica(tiny_run: TinyRun) -> None:
+    """Two replicas; the second never answers one request."""
+
+    def hangs(controller: Controller) -> None:
+        engine: Any = controller.router.engines[1]
+        plain = engine.generate
+        hung: list[str] = []
+
+        async def generate(request: GenerateRequest) -> Response:
+            if request.group_id >= 0 and request.request_id.endswith("/1#0") and not hung:
+                hung.append(request.request_id)
+                await asyncio.Event().wait()
+            response: Response = await plain(request)
+            return response
+
+        engine.generate = generate
+
+    deadline = {"buffer.group_deadline_s": 3.0, "rollout.num_replicas": 2, "run.max_failure_frac": 0.5}
+    run = tiny_run(faults=[hangs], **deadline, **{"rollout.group_size": 3})
+    (late,) = [row for step in range(2) for row in run.trajectories(step) if row["failure_kind"]]
+    assert (late["member_idx"], late["failure_kind"]) == (1, "timeout")
+    assert late["failure_message"] == "not finished after 3 s, in turn 0 on replica 1"
+
+
 def test_data_that_ends_in_failures_ends_the_run_and_not_in_a_wait(tiny_run: TinyRun) -> None:
     """Eight prompts, four a step; all four of the second step fail."""
 

@@ -62,8 +62,8 @@ def make_rollout(
     )
 
 
-async def test_four_lost_results_of_128_are_replaced_and_the_step_completes() -> None:
-    """One returns nothing, one raises, one is cancelled, one never ends; 124 are good."""
+async def test_br037_four_lost_results_of_128_are_replaced_and_the_step_completes() -> None:
+    """One returns nothing, one raises, one is cancelled, one never ends; 124 are good. (BR-037.)"""
 
     async def produce(member: Member) -> Trajectory:
         if member.group_id == 3:
@@ -112,14 +112,25 @@ async def test_a_failed_member_leaves_its_siblings_and_has_no_reward(
 
 
 async def test_a_step_that_waits_too_long_names_trajectory_age_turn_and_replica() -> None:
+    """Of three members one is finished, one is sampled and one is scored: the two that are stuck are named."""
+    now_s = iter([10.0, 13.5])
+
     async def produce(member: Member) -> Trajectory:
+        if member.member_idx == 0:
+            return trajectory(member)
         member.progress.turn_idx, member.progress.replica_id = 2, 7
+        member.progress.has_response = member.member_idx == 2
         await asyncio.Event().wait()
         raise AssertionError
 
-    rollout = make_rollout(produce, groups_per_step=1, step_deadline_s=0.05)
-    with pytest.raises(DeadlineError, match=r"trajectory 0/0 \(age 0.0 s, turn 2, replica 7\)"):
+    rollout = make_rollout(produce, groups_per_step=1, group_size=3, step_deadline_s=0.05)
+    rollout.clock = lambda: next(now_s)
+    with pytest.raises(DeadlineError) as stopped:
         await rollout.collect()
+    assert stopped.value.what == (
+        "step 0 waited 0.05 s for its groups; under way: trajectory 0/1 (age 3.5 s, turn 2, replica 7), "
+        "trajectory 0/2 (age 3.5 s, turn 2, its environment or scorer, after replica 7)"
+    )
     await rollout.stop()
     assert rollout.stream.acknowledged == []  # type: ignore[attr-defined]
 

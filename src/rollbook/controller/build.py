@@ -249,10 +249,15 @@ def _rollout(
 
     async def produce(member: Member) -> Trajectory:
         def on_turn(turn_idx: int, replica_id: int | None) -> None:
-            member.progress.turn_idx, member.progress.replica_id = turn_idx, replica_id
+            progress = member.progress
+            progress.turn_idx, progress.replica_id = turn_idx, replica_id
+            progress.has_response = replica_id is not None
+
+        def on_sent(replica_id: int) -> None:
+            member.progress.replica_id = replica_id
 
         return await run_trajectory(
-            router.generate,
+            partial(router.generate, on_sent=on_sent),
             make_env(member.prompt),
             prompt=member.prompt,
             group_id=member.group_id,

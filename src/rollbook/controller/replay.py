@@ -20,7 +20,7 @@ import asyncio
 import itertools
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -434,8 +434,10 @@ class _Sampler:
 
         await self.engine.run_between_steps(write)
 
-    async def generate(self, request: GenerateRequest) -> Response:
-        """One response, under the versions that the log gives it."""
+    async def generate(
+        self, request: GenerateRequest, *, on_sent: Callable[[int], None] | None = None
+    ) -> Response:
+        """One response, under the versions that the log gives it; in place of the router's."""
         trajectory_id, _, which = request.request_id.partition("#")
         logged = self.recorded.get(trajectory_id)
         turn_idx = int(which.rstrip("+") or 0)

@@ -51,6 +51,15 @@ class Progress:
 
     turn_idx: int = 0
     replica_id: int | None = None
+    """Which has its request, or had the last one."""
+    has_response: bool = False
+    """The turn was sampled: environment or scorer are at work."""
+    is_done: bool = False
+
+    @property
+    def where(self) -> str:
+        replica = "no replica yet" if self.replica_id is None else f"replica {self.replica_id}"
+        return f"its environment or scorer, after {replica}" if self.has_response else replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +227,15 @@ class Rollout:
             return self._failed(member, FailureKind.OUT_OF_MEMORY, str(error))
         except Exception as error:
             return self._failed(member, FailureKind.ENGINE, f"{type(error).__name__}: {error}")
+        finally:
+            member.progress.is_done = True
         if not isinstance(trajectory, Trajectory):
             return self._failed(member, FailureKind.ENGINE, f"the agent loop returned {trajectory!r}")
         return trajectory
 
     def _late(self, member: Member) -> str:
-        where = member.progress
-        replica = "no replica yet" if where.replica_id is None else f"replica {where.replica_id}"
-        return f"not finished after {self.buffer.config.group_deadline_s:g} s, in turn {where.turn_idx} on {replica}"
+        deadline_s, progress = self.buffer.config.group_deadline_s, member.progress
+        return f"not finished after {deadline_s:g} s, in turn {progress.turn_idx} on {progress.where}"
 
     @staticmethod
     def _failed(member: Member, kind: FailureKind, message: str) -> Trajectory:
@@ -292,11 +302,10 @@ class Rollout:
         """The oldest trajectories under way: id, age, turn, replica."""
         now_s, lines = self.clock(), []
         for entry in self.buffer.running()[:4]:
-            for member in self._members.get(entry.group_id, [])[:2]:
-                where = member.progress
-                replica = "no replica" if where.replica_id is None else f"replica {where.replica_id}"
+            stuck = [m for m in self._members.get(entry.group_id, []) if not m.progress.is_done]
+            for member in stuck[:2]:
                 lines.append(
                     f"trajectory {member.group_id}/{member.member_idx} (age {now_s - entry.admitted_at_s:.1f} s, "
-                    f"turn {where.turn_idx}, {replica})"
+                    f"turn {member.progress.turn_idx}, {member.progress.where})"
                 )
         return ", ".join(lines) or f"nothing; {self.buffer.num_finished} groups are finished"

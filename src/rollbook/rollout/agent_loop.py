@@ -43,7 +43,7 @@ async def run_trajectory(
         max_turns: responses after which the episode ends whatever the environment says.
         max_context_tokens: the model's context; an episode that fills it ends as truncated.
         clock: seconds, for the trajectory's start and end.
-        on_turn: told the turn and the replica, for deadline messages.
+        on_turn: told each turn's index, before it is sampled without and afterwards with its replica.
     Returns:
         The trajectory with a reward, or with the failure its scorer reported.
     """

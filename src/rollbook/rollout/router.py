@@ -33,16 +33,22 @@ class Router:
         self._num_open = {engine.replica_id: 0 for engine in self.engines}
         self._replica_of_group: OrderedDict[int, Engine] = OrderedDict()
 
-    async def generate(self, request: GenerateRequest) -> Response:
+    async def generate(
+        self, request: GenerateRequest, *, on_sent: Callable[[int], None] | None = None
+    ) -> Response:
         """One response. A replica that goes down, or whose versions cannot be, hands its requests on: what is sampled
         depends on the request alone.
 
+        Args:
+            on_sent: told the replica that has the request now, for deadline messages.
         Raises:
             EngineError: no replica is in service, or the chosen one cannot answer this request.
         """
         while True:
             engine = self._pick(request.group_id)
             self._num_open[engine.replica_id] += 1
+            if on_sent is not None:
+                on_sent(engine.replica_id)
             try:
                 response = await engine.generate(request)
                 lie = self._impossible(response)
