@@ -240,3 +240,21 @@ def test_draws_repeat_for_a_seed_and_stay_within_the_limit() -> None:
     first, again = draw_lengths(lengths, 200, seed=3), draw_lengths(lengths, 200, seed=3)
     assert (first == again).all()
     assert first.min() >= 1 and first.max() <= 64
+
+
+def test_adapters_alone_are_what_the_optimizer_moves_and_a_publication_carries() -> None:
+    """20,000 trained parameters at 20 ns, two updates; the passes are measured with adapters and stay as they are."""
+    whole = predict_stages(TINY, MACHINE, WORK)
+    adapters = predict_stages(
+        TINY, MACHINE, replace(WORK, trained_params=20_000, published_params=20_000, uses_critic=True)
+    )
+    frozen = TINY.computed_params - 20_000
+    assert whole["train"].seconds - adapters["train"].seconds == pytest.approx(2 * 2e-8 * frozen)
+    assert adapters["sync"].bytes == 4 * 20_000
+    assert adapters["sync"].seconds == pytest.approx(0.01 + 4 * 20_000 / 1e9)
+    # A frozen matrix has a forward and a backward, no weight gradient; the critic trains whole.
+    tokens = WORK.computed_tokens
+    assert adapters["train"].flops == (4 * TINY.matmul_params + 6 * 20_000) * tokens
+    assert adapters["critic"].flops == 6 * TINY.matmul_params * tokens
+    with pytest.raises(PlanError, match="published_params is -1"):
+        replace(WORK, published_params=-1)

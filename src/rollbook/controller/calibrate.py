@@ -38,6 +38,7 @@ from rollbook.ledger.hardware import HostFit, MachineSpec
 from rollbook.modeling.load import ModelFacts
 from rollbook.observe.trajectories import write_trajectories
 from rollbook.rollout.engine import Engine, EngineStats, GenerateRequest
+from rollbook.trainer.policy import trainable
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import Group, SamplingParams, TrainBatch, TrainSequence
 
@@ -121,7 +122,7 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
     announce(controller, "forward, backward and optimizer")
     points = await controller.compute(lambda: _train_points(trainer, work))
     train, forward, optimizer_s = points
-    num_params = sum(spec.num_bytes // _itemsize(spec.dtype) for spec in trainer.weight_specs())
+    num_params = sum(parameter.numel() for parameter in trainable(trainer.model).values())
     announce(controller, "publications")
     sync_s, probe_s, num_bytes = await _publication_s(controller)
     return replace(
@@ -380,10 +381,6 @@ def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy(inner) for key, inner in value.items()}
     return value
-
-
-def _itemsize(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
 
 
 def _median_s(device: torch.device, work: Callable[[], object]) -> float:

@@ -32,6 +32,7 @@ from rollbook.ledger.hardware import MachineSpec
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.predict import StepWork, predict_stages
+from rollbook.trainer.policy import trainable
 from rollbook.types import Group, Prompt
 
 if TYPE_CHECKING:
@@ -178,6 +179,10 @@ async def make_plan(controller: Controller) -> Plan:
         uses_reference=config.algorithm.needs_reference,
         uses_critic=config.algorithm.needs_values,
         param_bytes=float(controller.trainer.model.dtype.itemsize),
+        trained_params=float(sum(p.numel() for p in trainable(controller.trainer.model).values())),
+        published_params=float(
+            sum(shape.numel() for shape in controller.trainer.model.published_shapes().values())
+        ),
     )
     model = model_spec(controller)
     announce(controller, "host work of a trajectory")

@@ -22,6 +22,7 @@ from rollbook.errors import ConfigError
 from rollbook.ledger.assumptions import load_assumptions
 from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.switch import hand_over as expected_moves
 from rollbook.memory.handover import (
     Expectation,
@@ -238,7 +239,7 @@ class DeviceSwitch:
             rollout_weights_bytes_per_gpu=float(self._weight_bytes * len(self._router.engines)),
             state_bytes_per_param=parked.get(TRAINING_STATE, 0) / model.params,
             frozen_bytes_per_param=parked.get(FROZEN_MODELS, 0) / model.params,
-            sleep_level=self.config.memory.sleep_level,
+            choice=SleepChoice(sleep_level=self.config.memory.sleep_level),
             offloads_state=bool(parked),
         )
         return {move.name: Expectation(move.bytes, move.seconds) for move in moves}

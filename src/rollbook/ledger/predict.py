@@ -53,8 +53,15 @@ class StepWork:
     uses_critic: bool = False
     param_bytes: float = 4.0
     """Of one published parameter."""
+    trained_params: float = 0.0
+    """That the optimizer moves, such as those of adapters; 0: all of the model."""
+    published_params: float = 0.0
+    """Of one publication to one replica: all of them, or of adapters alone; 0: all of the model."""
 
     def __post_init__(self) -> None:
+        for name in ("trained_params", "published_params"):
+            if getattr(self, name) < 0:
+                raise PlanError(f"{name} is {getattr(self, name)}", f"give {name} of 0 (all) or more")
         for name in ("num_groups", "group_size", "num_slots", "num_replicas", "micro_batch_tokens"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}", f"give {name} of at least 1")
@@ -249,22 +256,37 @@ def _train(name: str, model: ModelSpec, machine: MachineSpec, work: StepWork, so
     """Span "train" for the policy and, of the same size, "critic"."""
     fit, num_micro = _train_fit(machine), _micro_batches(work, work.num_mini_batches)
     updates = work.num_epochs * work.num_mini_batches
+    trained = _trained_params(model, work, name)
     pass_s = fit.per_micro_batch_s * num_micro + work.computed_tokens / fit.tokens_per_s
     stage = entry(
         name,
-        work.num_epochs * pass_s + updates * fit.optimizer_s_per_param * model.computed_params,
+        work.num_epochs * pass_s + updates * fit.optimizer_s_per_param * trained,
         error_frac=math.hypot(_FLOOR_ERROR_FRAC, fit.error_frac),
-        flops=6.0 * model.matmul_params * work.computed_tokens * work.num_epochs,
+        flops=_train_flops_per_token(model, work, name) * work.computed_tokens * work.num_epochs,
         formula=(
-            "epochs x (per_micro_batch x micro batches + tokens / rate) + updates x parameters x optimizer seconds"
+            "epochs x (per_micro_batch x micro batches + tokens / rate) + updates x trained parameters x optimizer "
+            "seconds"
         ),
         source=source,
     )
     return _at_least(stage, 3 * work.num_epochs * num_micro * _launches_s(model, machine))
 
 
+def _trained_params(model: ModelSpec, work: StepWork, name: str) -> float:
+    """A critic trains whole, whatever of the policy is frozen."""
+    return work.trained_params if name == "train" and work.trained_params else float(model.computed_params)
+
+
+def _train_flops_per_token(model: ModelSpec, work: StepWork, name: str) -> float:
+    """6 a parameter; 4 where it is frozen, which has no weight gradient, and 6 of each adapter beside it."""
+    trained = _trained_params(model, work, name)
+    if trained >= model.computed_params:
+        return 6.0 * model.matmul_params
+    return 4.0 * model.matmul_params + 6.0 * trained
+
+
 def _sync(model: ModelSpec, machine: MachineSpec, work: StepWork, source: str) -> Entry:
-    moved = model.computed_params * work.param_bytes * work.num_replicas
+    moved = (work.published_params or model.computed_params) * work.param_bytes * work.num_replicas
     rate = machine.digest_bytes_per_s or machine.copy_bytes_per_s
     return entry(
         "sync",

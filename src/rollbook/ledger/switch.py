@@ -25,15 +25,15 @@ class SleepChoice:
     """What an engine keeps while the trainer has its device."""
 
     sleep_level: int = 2
-    """1: weights in host memory; 2: dropped, the publication brings them back."""
+    """0: stays awake; 1: weights in host memory; 2: dropped, the publication brings them back."""
     rebuilds_engine: bool = False
     """KV pool and CUDA graphs are made again at each wake; False: the pool keeps its addresses, so both survive."""
 
     def __post_init__(self) -> None:
-        if self.sleep_level not in (1, 2):
+        if self.sleep_level not in (0, 1, 2):
             raise PlanError(
                 f"sleep level is {self.sleep_level}",
-                "use 1 (weights wait in host memory) or 2 (dropped; the publication brings them back)",
+                "use 0 (awake), 1 (weights wait in host memory) or 2 (dropped; the publication brings them back)",
             )
 
 
@@ -68,12 +68,13 @@ def hand_over(
     state = state_bytes_per_param * model.params / num_gpus if offloads_state else 0.0
     frozen = frozen_bytes_per_param * model.params / num_gpus if offloads_state else 0.0
     weights = rollout_weights_bytes_per_gpu if choice.sleep_level == 1 else 0.0
+    sleeps = float(choice.sleep_level > 0)
     moves = [
-        Move("engine sleeps", bytes=weights, seconds=assumptions.sleep_s + weights / engine_rate),
+        Move("engine sleeps", bytes=weights, seconds=sleeps * assumptions.sleep_s + weights / engine_rate),
         Move("training state to device", bytes=state, seconds=state / state_rate),
         Move("training state to host", bytes=state, seconds=state / state_rate),
         Move("frozen models to device", bytes=frozen, seconds=frozen / state_rate),
-        Move("engine wakes", bytes=weights, seconds=assumptions.wake_s + weights / engine_rate),
+        Move("engine wakes", bytes=weights, seconds=sleeps * assumptions.wake_s + weights / engine_rate),
         Move("caches, pools, processes", bytes=0.0, seconds=assumptions.base_s),
     ]
     if choice.rebuilds_engine:
