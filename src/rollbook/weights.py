@@ -73,6 +73,8 @@ class Bucket:
     """Publication that it belongs to, counted by the publisher: a version may be sent more than once."""
     replica_ids: tuple[int, ...] = ()
     """Replicas that it is sent to: those still in the publication; empty: all."""
+    ready: torch.cuda.Event | None = None
+    """The bytes are there once the device has come to this point; None: they are there."""
 
 
 Digests = Mapping[str, str]

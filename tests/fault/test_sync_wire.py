@@ -124,7 +124,7 @@ async def test_every_transport_ends_in_the_trainers_bits_full_and_delta(
             remote.source.tensors["model.norm.weight"][3] = float("nan")
 
 
-@pytest.mark.parametrize("transport", [shm, broadcast])
+@pytest.mark.parametrize("transport", [disk, broadcast])
 async def test_the_next_bucket_is_fetched_while_the_last_one_is_taken_in(
     transport: Callable[[FakeSource, Path], Awaitable[Pair]], remote: Remote, tmp_path: Path
 ) -> None:
@@ -381,7 +381,7 @@ async def test_a_slot_smaller_than_announced_is_refused(tmp_path: Path) -> None:
     sender, receiver = ShmSender(str(tmp_path)), ShmReceiver(str(tmp_path))
     data = sender.buffer(0, 100, torch.device("cpu"))
     bucket = Bucket(weight_version=1, bucket_idx=0, entries=(), data=data)
-    place = await sender.announce(bucket)
+    place = sender.announce(bucket)
     with pytest.raises(SyncError, match="announced with 101 bytes in a slot of 100"):
         receiver.take(bucket, {**place, "num_bytes": 101})
     assert receiver.take(bucket, place).data is not None

@@ -32,6 +32,7 @@ from rollbook.observe.values import Last, Peak, Ratio, Total, Value
 from rollbook.rollout.engine import Engine, GenerateRequest, Response
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.rollout.native.mismatch import ROUNDINGS, is_rounded
+from rollbook.sync.transport import QuickPort
 from rollbook.types import Failure, FailureKind, Group, Prompt, Trajectory
 from rollbook.weights import Bucket, CommitReport, LiveWeights, Manifest, WeightPort
 
@@ -204,7 +205,7 @@ def skipped_bucket(site: Site) -> None:
         return lost
 
     for port in site.controller.publisher.ports.values():
-        wrap(port, "receive", around)
+        _wrap_receive(port, around)
 
 
 def skipped_bucket_unproven(site: Site) -> None:
@@ -283,7 +284,7 @@ def blocked_publication(site: Site) -> None:
         return with_deadline
 
     for port in publisher.ports.values():
-        wrap(port, "receive", around)
+        _wrap_receive(port, around)
     wrap(publisher, "publish", around_publish)
 
 
@@ -301,7 +302,17 @@ def oom_in_sync(site: Site) -> None:
         return full
 
     for port in site.controller.publisher.ports.values():
-        wrap(port, "receive", around)
+        _wrap_receive(port, around)
+
+
+def _wrap_receive(
+    port: WeightPort,
+    around: Callable[[Callable[[Bucket], Awaitable[None]]], Callable[[Bucket], Awaitable[None]]],
+) -> None:
+    """Every bucket goes through `receive`, also where the port has a quicker way."""
+    wrap(port, "receive", around)
+    if isinstance(port, QuickPort):
+        port.begin = lambda bucket: None  # type: ignore[method-assign]
 
 
 def _keep_old(site: Site, port: WeightPort, *, share: float) -> None:

@@ -10,9 +10,8 @@ group is built anew (`BroadcastGroup.create`).
 
 from __future__ import annotations
 
-import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from typing import Literal, Protocol, cast
@@ -23,7 +22,7 @@ from torch._C._distributed_c10d import BroadcastOptions, FileStore, ProcessGroup
 
 from rollbook.errors import SyncError
 from rollbook.sync.bucket import MAX_SLOTS, SlotBuffers
-from rollbook.sync.transport import Once
+from rollbook.sync.transport import Once, settled, wait_until_packed
 from rollbook.sync.wire import Json, field
 from rollbook.weights import Bucket
 
@@ -44,6 +43,8 @@ class BroadcastGroup:
         self.group = cast(Collective, group)
         self.device = device
         self.rank = rank
+        self.has_met = False
+        """NCCL's ranks wait for each other in their first broadcast; later ones are queued without a wait."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -80,21 +81,41 @@ class BroadcastGroup:
     def broadcast(self, data: Tensor) -> float:
         """Take part in one broadcast of [bytes] uint8; returns its seconds."""
         began_at_s = time.perf_counter()
+        arrived = self.begin(data)
+        if arrived is not None:
+            arrived.synchronize()
+            self.has_met = True
+        return time.perf_counter() - began_at_s
+
+    def begin(self, data: Tensor, ready: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
+        """Take part in one broadcast. On a device it is only queued, on a stream of its own that neither waits for the
+        engine's or the trainer's kernels nor makes them wait.
+
+        Args:
+            ready: `data` is whole once the device has come to this point.
+        Returns:
+            What to wait for; None when it is over.
+        """
         options = BroadcastOptions()
         options.rootRank = TRAINER_RANK
-        if (
-            self._stream is not None
-        ):  # neither waits for the engine's or the trainer's kernels, nor makes them wait
-            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-                self.group.broadcast([data], options).wait()
-            self._stream.synchronize()
-        else:
+        if self._stream is None:
+            if ready is not None:
+                ready.synchronize()
             self.group.broadcast([data], options).wait()
-        return time.perf_counter() - began_at_s
+            return None
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            if ready is not None:
+                self._stream.wait_event(ready)
+            self.group.broadcast([data], options).wait()
+            queued: torch.cuda.Event = self._stream.record_event()
+            return queued
 
 
 class BroadcastSender:
-    """The trainer's half: one broadcast per bucket, on a thread of its own so that collectives keep their order."""
+    """The trainer's half: one broadcast per bucket. On a device they are queued in the order of the buckets; others run
+    on a thread of their own, so that collectives keep their order."""
+
+    is_quick = True
 
     def __init__(self, group: BroadcastGroup) -> None:
         self._group = group
@@ -110,26 +131,33 @@ class BroadcastSender:
         self._slot_of[data.data_ptr()] = slot_idx
         return data
 
-    async def announce(self, bucket: Bucket) -> Json:
+    def announce(self, bucket: Bucket) -> Json:
         assert bucket.data is not None
         if not self._meets_all(bucket):
+            wait_until_packed(bucket)
             return {"is_inline": True}
         return {"num_bytes": bucket.data.numel(), "slot_idx": self._slot_of[bucket.data.data_ptr()]}
 
     def payload(self, bucket: Bucket) -> Tensor | None:
         return None if self._meets_all(bucket) else bucket.data
 
-    async def transfer(self, bucket: Bucket) -> None:
+    def transfer(self, bucket: Bucket) -> Future[Json] | None:
         if not self._meets_all(bucket):
-            return
-        data = bucket.data
+            return None
+        data, group = bucket.data, self._group
         assert data is not None
 
-        async def broadcast() -> Json:
-            loop = asyncio.get_running_loop()
-            return {"seconds": await loop.run_in_executor(self._thread, self._group.broadcast, data)}
+        def begin() -> Future[Json]:
+            if group.has_met:
+                group.begin(data, bucket.ready)  # the replicas' answers tell when it is over
+                return settled({})
+            return self._thread.submit(meet)
 
-        await self._once.run(bucket, broadcast)
+        def meet() -> Json:
+            wait_until_packed(bucket)
+            return {"seconds": group.broadcast(data)}
+
+        return self._once.run(bucket, begin)
 
     def missed(self, bucket: Bucket) -> None:
         """Its ranks may be one collective apart from now on."""
@@ -148,6 +176,10 @@ class BroadcastSender:
 class BroadcastReceiver:
     """The engine's half. `max_bucket_bytes` bounds what a message can make it allocate; its `ReplicaServer` has to
     accept as many bytes in a message (`max_payload_bytes`)."""
+
+    @property
+    def is_quick(self) -> bool:
+        return self._group.has_met
 
     def __init__(self, group: BroadcastGroup, *, max_bucket_bytes: int) -> None:
         self._group = group
@@ -170,8 +202,10 @@ class BroadcastReceiver:
                 "use the same sync.bucket_bytes on both sides",
             )
         data = self._buffers(slot_idx, num_bytes, self._group.device)
-        self._group.broadcast(data)
-        return replace(bucket, data=data)
+        if not self._group.has_met:
+            self._group.broadcast(data)
+            return replace(bucket, data=data)
+        return replace(bucket, data=data, ready=self._group.begin(data))
 
     def close(self) -> None:
         return None

@@ -5,8 +5,8 @@
 
 A tensor goes whole into one bucket; one that is larger than a bucket is cut into parts that fill buckets of
 their own. The digest of every tensor is started on the exported tensor itself, not on the packed copy: a
-mistake in the packing is a mismatch, not a consistent lie. On a device a bucket may travel as soon as its copies are
-done; its digests are computed while it travels, and read once, after the last bucket.
+mistake in the packing is a mismatch, not a consistent lie. On a device a bucket is announced as soon as its copies are
+queued; its digests are computed while it travels, and read once, after the last bucket.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _SmallCopies:
 
 @dataclass(slots=True)
 class Packer:
-    """One pass over the export; `buckets()` yields each bucket when it is whole and safe to read."""
+    """One pass over the export; `buckets()` yields each bucket when its copies are queued (`Bucket.ready`)."""
 
     specs: dict[str, TensorSpec]
     stream: Iterator[tuple[str, Tensor]]
@@ -185,19 +185,18 @@ class Packer:
             held_bytes += num_bytes
         yield self._shared(bucket_idx, held)
 
-    def _finish(self) -> None:
-        """The bucket's reader is on another stream, or in another process: wait for the copies, and leave the digests
-        to be computed while the bucket travels."""
+    def _finish(self) -> torch.cuda.Event | None:
+        """The bucket's copies are queued: whoever reads it waits for this event. Its digests are computed while it
+        travels."""
         assert self.ledger is not None
         copied = None
         if self.device is not None and self.device.type == "cuda":
             copied = torch.cuda.current_stream(self.device).record_event()
         self.ledger.flush()
-        if copied is not None:
-            copied.synchronize()
+        return copied
 
     def _shared(self, bucket_idx: int, tensors: dict[str, Tensor]) -> Bucket:
-        self._finish()
+        copied = self._finish()
         entries = tuple(
             BucketEntry(name=name, offset_bytes=0, num_bytes=self.specs[name].num_bytes) for name in tensors
         )
@@ -207,6 +206,7 @@ class Packer:
             entries=entries,
             data=None,
             shared=tensors,
+            ready=copied,
         )
 
     def _data_buckets(self, buffers: Buffers) -> Iterator[Bucket]:
@@ -281,11 +281,12 @@ class Packer:
         return placed, target
 
     def _filled(self, bucket_idx: int, entries: list[BucketEntry], buffer: Tensor, used: int) -> Bucket:
-        self._finish()
+        copied = self._finish()
         self.sent_bytes += used
         return Bucket(
             weight_version=self.weight_version,
             bucket_idx=bucket_idx,
             entries=tuple(entries),
             data=buffer[: min(used, buffer.numel())],
+            ready=copied,
         )

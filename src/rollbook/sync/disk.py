@@ -9,13 +9,13 @@ version is proven is said over the connection, not by the files; the folders of 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import mmap
 import os
 import re
 import shutil
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rollbook.errors import SyncError
 from rollbook.sync.bucket import SlotBuffers
-from rollbook.sync.transport import Once
+from rollbook.sync.transport import Once, settled, wait_until_packed
 from rollbook.sync.wire import MAX_HEADER_BYTES, Json, field
 from rollbook.weights import Bucket, BucketEntry, TensorSpec
 
@@ -35,6 +35,8 @@ FILE_NAME = re.compile(r"v[0-9]+/bucket_[0-9]+\.safetensors")
 
 class DiskSender:
     """The trainer's half. `specs` gives whole tensors their shape and dtype in the file."""
+
+    is_quick = False
 
     def __init__(self, folder: str, specs: Iterable[TensorSpec], *, keep: int = 2) -> None:
         self._folder = Path(folder)
@@ -46,11 +48,12 @@ class DiskSender:
     def buffer(self, slot_idx: int, num_bytes: int, device: torch.device) -> Tensor:
         return self._buffers(slot_idx, num_bytes, torch.device("cpu"))
 
-    async def announce(self, bucket: Bucket) -> Json:
-        async def write() -> Json:
-            return {"file": await asyncio.to_thread(self._write, bucket)}
+    def announce(self, bucket: Bucket) -> Json:
+        def write() -> Future[Json]:
+            return settled({"file": self._write(bucket)})
 
-        return await self._once.run(bucket, write)
+        wait_until_packed(bucket)
+        return self._once.run(bucket, write).result()
 
     def _write(self, bucket: Bucket) -> str:
         assert bucket.data is not None
@@ -79,7 +82,7 @@ class DiskSender:
     def payload(self, bucket: Bucket) -> Tensor | None:
         return None
 
-    async def transfer(self, bucket: Bucket) -> None:
+    def transfer(self, bucket: Bucket) -> Future[Json] | None:
         return None
 
     def missed(self, bucket: Bucket) -> None:
@@ -91,6 +94,8 @@ class DiskSender:
 
 class DiskReceiver:
     """The engine's half: reads the file a message names, below its own folder."""
+
+    is_quick = False
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)

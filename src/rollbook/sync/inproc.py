@@ -13,15 +13,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar
 
+import torch
+
 from rollbook.errors import RunError, SyncError
 from rollbook.sync.transaction import ReplicaTransaction, Staging, State
+from rollbook.sync.transport import Arrival
 from rollbook.weights import Bucket, CommitReport, Digests, LiveWeights, Manifest
 
 Result = TypeVar("Result")
 
+COPIED_POLL_S = 2e-5
+"""How often a publisher looks whether a copy within its own process is done."""
 LABEL_POLL_S = 1.0
 """How often the engine's thread, held for the new version label, looks whether the event loop still lives."""
 
@@ -52,6 +58,32 @@ class SwapEngine(Protocol):
     async def weight_version(self) -> int: ...
 
 
+class Copied:
+    """The arrival of a bucket whose copies are queued on a device."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    def result(self, timeout: float | None = None) -> None:
+        """
+        Raises:
+            TimeoutError: the device has not come to it after `timeout` seconds.
+        """
+        if self._event is None:
+            return
+        if timeout is None:
+            self._event.synchronize()
+            return
+        ends_at_s = time.monotonic() + timeout
+        while not self._event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > ends_at_s:
+                raise TimeoutError
+            time.sleep(COPIED_POLL_S)
+
+    def cancel(self) -> None:
+        return None
+
+
 class InprocPort:
     """A `WeightPort` for an engine of this process. Tensors by reference (`Bucket.shared`) are not copied where the
     trainer's tensor and the engine's are the same memory; digests and transaction stay the same."""
@@ -65,6 +97,8 @@ class InprocPort:
         self._holds_pause = False
         self._beside_engine: asyncio.Future[Any] | None = None
         self._in_order = asyncio.Lock()
+        self._at_work = threading.Lock()
+        """Held by whoever takes a bucket in beside the engine, or drops the publication."""
         self._blocking: asyncio.Future[None] | None = None
 
     async def weight_version(self) -> int:
@@ -99,14 +133,23 @@ class InprocPort:
 
     async def receive(self, bucket: Bucket) -> None:
         transaction = self._opened()
-        touches_live = self.staging == "direct" or any(entry.encoding != "dense" for entry in bucket.entries)
         async with self._in_order:  # the next bucket may be on its way already
-            if touches_live:
+            if self._touches_live(bucket):
                 await self.engine.run_between_steps(lambda: transaction.receive(bucket))
                 return
             copied = await self._beside(lambda: transaction.begin_receive(bucket))
         if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
             await asyncio.to_thread(copied.synchronize)
+
+    def begin(self, bucket: Bucket) -> Arrival | None:
+        """`receive` from a thread, where it touches no live weights: none of the thread's work is handed to another."""
+        if self._touches_live(bucket):
+            return None
+        with self._at_work:
+            return Copied(self._opened().begin_receive(bucket))
+
+    def _touches_live(self, bucket: Bucket) -> bool:
+        return self.staging == "direct" or any(entry.encoding != "dense" for entry in bucket.entries)
 
     async def prove(self, digests: Digests) -> None:
         transaction = self._opened()
@@ -154,11 +197,15 @@ class InprocPort:
             return
         if self._beside_engine is not None:  # a call that was cancelled still runs on its thread
             await asyncio.wait([self._beside_engine])
-        await self.engine.run_between_steps(transaction.abort)
+        await self.engine.run_between_steps(lambda: self._drop(transaction))
         if transaction.state is State.BROKEN:
             self._blocking = asyncio.ensure_future(self._block())
             await asyncio.shield(self._blocking)
         await self._end_pause()
+
+    def _drop(self, transaction: ReplicaTransaction) -> None:
+        with self._at_work:
+            transaction.abort()
 
     async def _beside(self, work: Callable[[], Result]) -> Result:
         """Run on a worker thread, while the engine goes on; a cancelled caller does not end the work."""

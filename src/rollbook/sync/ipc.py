@@ -8,6 +8,7 @@ NVLink or PCIe. Needs plain allocations: PyTorch's expandable segments cannot be
 from __future__ import annotations
 
 import base64
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +16,15 @@ import torch
 from torch import Tensor
 
 from rollbook.errors import SyncError
-from rollbook.sync.transport import announced
+from rollbook.sync.transport import announced, wait_until_packed
 from rollbook.sync.wire import Json, field
 from rollbook.weights import Bucket
 
 
 class IpcSender:
     """The trainer's half. `device` holds the slots; None takes the device of the exported tensors."""
+
+    is_quick = True
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
@@ -40,8 +43,9 @@ class IpcSender:
             held = self._slots[slot_idx] = (slot, _handle_of(slot, slot_idx))
         return held[0][:num_bytes]
 
-    async def announce(self, bucket: Bucket) -> Json:
+    def announce(self, bucket: Bucket) -> Json:
         assert bucket.data is not None
+        wait_until_packed(bucket)
         address = bucket.data.untyped_storage().data_ptr()
         for slot, handle in self._slots.values():
             if slot.untyped_storage().data_ptr() == address:
@@ -53,7 +57,7 @@ class IpcSender:
     def payload(self, bucket: Bucket) -> Tensor | None:
         return None
 
-    async def transfer(self, bucket: Bucket) -> None:
+    def transfer(self, bucket: Bucket) -> Future[Json] | None:
         return None
 
     def missed(self, bucket: Bucket) -> None:
@@ -70,6 +74,8 @@ class IpcReceiver:
         device_of: the trainer's device index -> this process's index of the same GPU; needed only where
             CUDA_VISIBLE_DEVICES differs between the two processes.
     """
+
+    is_quick = True
 
     def __init__(self, device_of: dict[int, int] | None = None) -> None:
         self._device_of = device_of or {}

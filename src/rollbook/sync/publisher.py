@@ -14,6 +14,8 @@ the version it held. The version of this object advances when at least one repli
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ from rollbook.sync.bucket import Buffers, PackedViews, Packer
 from rollbook.sync.delta import AcknowledgedWeights
 from rollbook.sync.digest import fold
 from rollbook.sync.handshake import Handshake
+from rollbook.sync.transport import Arrival, QuickPort
 from rollbook.weights import Bucket, CommitReport, Digests, Manifest, WeightPort, WeightSource
 
 Result = TypeVar("Result")
@@ -153,6 +156,33 @@ class _Publication:
     marks_s: dict[str, float] = field(default_factory=dict)
     export_s: float = 0.0
     num_buckets: int = 0
+    packing_ends_at_s: float = math.inf
+    """Monotonic clock: when the bucket that is being packed is late."""
+    under_way: set[_Sent] = field(default_factory=set)
+    is_over: bool = False
+    """Nothing more of it is to be sent."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sent:
+    """One bucket on its way to one replica."""
+
+    port: WeightPort
+    arrival: Arrival | None
+    failed: Exception | None
+    """Why it was not even sent."""
+    ends_at_s: float
+
+    def wait(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+        assert self.arrival is not None
+        left_s = None if self.ends_at_s == math.inf else max(self.ends_at_s - time.monotonic(), 0.0)
+        self.arrival.result(left_s)
+
+    def cancel(self) -> None:
+        if self.arrival is not None:
+            self.arrival.cancel()
 
 
 class Publisher:
@@ -347,34 +377,105 @@ class Publisher:
         await self._each(publication, "open", open_one, self.config.open_deadline_s)
 
     async def _stream(self, publication: _Publication, packer: Packer) -> None:
-        """Keep all slots busy: with two, bucket i+2 is packed as soon as bucket i has arrived, while i+1 travels."""
-        buckets: Iterator[Bucket | None] = iter(packer.buckets())
-        travelling: deque[asyncio.Task[None]] = deque()
+        """The export thread packs buckets and sends them on their way; this watches that it goes on."""
+        loop = asyncio.get_running_loop()
+        streaming = loop.run_in_executor(self._export, self._send_all, publication, packer, loop)
         try:
-            while True:
-                label = f"bucket {publication.num_buckets}"
-                bucket = await self._in_export_thread(publication, label, lambda: next(buckets, None))
+            while not streaming.done():
+                wait_s = publication.packing_ends_at_s - time.monotonic()
+                if wait_s < 0:
+                    raise self._hangs(publication, f"bucket {publication.num_buckets}")
+                await asyncio.wait({streaming}, timeout=min(wait_s, self.config.export_deadline_s))
+            try:
+                streaming.result()
+            except (RunError, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                raise self._export_failed(publication, f"bucket {publication.num_buckets}", error) from error
+        finally:
+            publication.is_over = True
+            for sent in list(publication.under_way):
+                sent.cancel()
+            if publication.packing_ends_at_s == math.inf:  # it waits for nothing any more
+                await asyncio.wait({streaming}, timeout=self.config.abort_deadline_s)
+            if streaming.done() and not streaming.cancelled():
+                streaming.exception()
+
+    def _send_all(self, publication: _Publication, packer: Packer, loop: asyncio.AbstractEventLoop) -> None:
+        """On the export thread. With two slots, bucket i+2 is packed as soon as bucket i has arrived, while i+1
+        travels."""
+        buckets: Iterator[Bucket | None] = iter(packer.buckets())
+        travelling: deque[list[_Sent]] = deque()
+        try:
+            while not publication.is_over:
+                began_at_s = time.perf_counter()
+                publication.packing_ends_at_s = time.monotonic() + self.config.export_deadline_s
+                bucket = next(buckets, None)
+                publication.packing_ends_at_s = math.inf
+                publication.export_s += time.perf_counter() - began_at_s
                 if bucket is None:
                     break
                 publication.num_buckets += 1
-                travelling.append(asyncio.create_task(self._deliver(publication, bucket)))
+                travelling.append(self._send(publication, bucket, loop))
                 if len(travelling) == self.config.max_buckets:
-                    await travelling.popleft()
-            while travelling:
-                await travelling.popleft()
+                    self._arrive(publication, travelling.popleft(), loop)
+            while travelling and not publication.is_over:
+                self._arrive(publication, travelling.popleft(), loop)
         except SyncError:
-            await self._in_export_thread(publication, "the rest of the export", lambda: _drain(packer.stream))
+            if not publication.is_over:
+                publication.packing_ends_at_s = time.monotonic() + self.config.export_deadline_s
+                _drain(packer.stream)
             raise
         finally:
-            for task in travelling:
-                task.cancel()
-            await asyncio.gather(*travelling, return_exceptions=True)
+            for sent in itertools.chain.from_iterable(travelling):
+                sent.cancel()
 
-    async def _deliver(self, publication: _Publication, bucket: Bucket) -> None:
-        sent = replace(bucket, attempt=publication.attempt, replica_ids=tuple(publication.ports))
-        await self._each(
-            publication, "receive", lambda port: port.receive(sent), self.config.receive_deadline_s
-        )
+    def _send(
+        self, publication: _Publication, bucket: Bucket, loop: asyncio.AbstractEventLoop
+    ) -> list[_Sent]:
+        """The bucket on its way to every replica that is still in the publication."""
+        ports = list(publication.ports.values())
+        bucket = replace(bucket, attempt=publication.attempt, replica_ids=tuple(publication.ports))
+        sent = []
+        for port in ports:
+            arrival: Arrival | None = None
+            failed: Exception | None = None
+            try:
+                arrival = port.begin(bucket) if isinstance(port, QuickPort) else None
+            except Exception as error:
+                failed = error
+            deadline_s = self.config.receive_deadline_s
+            if arrival is None and failed is None:
+                receiving = self._within(
+                    "receive", port.replica_id, port.receive(bucket), deadline_s, publication
+                )
+                arrival = asyncio.run_coroutine_threadsafe(receiving, loop)
+                deadline_s = math.inf  # its own
+            sent.append(_Sent(port, arrival, failed, time.monotonic() + deadline_s))
+        publication.under_way.update(sent)
+        return sent
+
+    def _arrive(
+        self, publication: _Publication, bucket: Sequence[_Sent], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Wait until a bucket has arrived; replicas that it does not reach leave the publication."""
+        outcomes: list[BaseException | None] = []
+        for sent in bucket:
+            try:
+                sent.wait()
+                outcomes.append(None)
+            except TimeoutError:
+                sent.cancel()
+                deadline_s = self.config.receive_deadline_s
+                outcomes.append(self._late(publication, "receive", sent.port.replica_id, deadline_s))
+            except BaseException as error:
+                outcomes.append(error)
+        publication.under_way.difference_update(bucket)
+        if publication.is_over or not any(outcomes):
+            return
+        ports = [sent.port for sent in bucket]
+        settling = self._settled(publication, "receive", ports, outcomes)
+        asyncio.run_coroutine_threadsafe(settling, loop).result()
 
     def _check_digests(self, version: int, digests: Digests, *, moved: bool, must_equal: bool) -> None:
         is_same = self._digests is not None and dict(digests) == dict(self._digests)
@@ -413,7 +514,17 @@ class Publisher:
 
         turns = [[port] for port in ports] if one_by_one else [ports]
         outcomes = [outcome for turn in turns for outcome in await over(turn)]
-        results = {}
+        return await self._settled(publication, phase, ports, outcomes)
+
+    async def _settled(
+        self,
+        publication: _Publication,
+        phase: str,
+        ports: Sequence[WeightPort],
+        outcomes: Sequence[Result | BaseException],
+    ) -> dict[int, Result]:
+        """Replicas that failed a phase leave the publication; the answers of the others."""
+        results: dict[int, Result] = {}
         for port, outcome in zip(ports, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 publication.failed.setdefault(port.replica_id, outcome)
@@ -460,12 +571,17 @@ class Publisher:
             async with asyncio.timeout(deadline_s):
                 return await call
         except TimeoutError:
-            subject = f" of version {publication.version}" if publication is not None else ""
-            raise DeadlineError(
-                f"replica {replica_id} did not answer to {phase}{subject} within {deadline_s:g} s "
-                f"({self.handshakes[replica_id].waits_for()})",
-                f"look at replica {replica_id}: a long step, a dead process, or raise sync.{phase}_deadline_s",
-            ) from None
+            raise self._late(publication, phase, replica_id, deadline_s) from None
+
+    def _late(
+        self, publication: _Publication | None, phase: str, replica_id: int, deadline_s: float
+    ) -> DeadlineError:
+        subject = f" of version {publication.version}" if publication is not None else ""
+        return DeadlineError(
+            f"replica {replica_id} did not answer to {phase}{subject} within {deadline_s:g} s "
+            f"({self.handshakes[replica_id].waits_for()})",
+            f"look at replica {replica_id}: a long step, a dead process, or raise sync.{phase}_deadline_s",
+        )
 
     async def _abort(self, ports: Sequence[WeightPort]) -> None:
         """Ask replicas to drop the publication; one that does not answer is quarantined already, or is now."""
@@ -496,21 +612,27 @@ class Publisher:
             async with asyncio.timeout(self.config.export_deadline_s):
                 return await asyncio.get_running_loop().run_in_executor(self._export, work)
         except TimeoutError:
-            raise DeadlineError(
-                f"the trainer did not export {what} of version {publication.version} within "
-                f"{self.config.export_deadline_s:g} s",
-                "a rank hangs in the gather, or sync.export_deadline_s is too short for this model",
-            ) from None
+            raise self._hangs(publication, what) from None
         except (RunError, asyncio.CancelledError):
             raise
         except Exception as error:
-            raise SyncError(
-                f"the trainer's export of version {publication.version} failed at {what}: "
-                f"{type(error).__name__}: {error}",
-                "the replicas keep their version; mend the trainer and publish again",
-            ) from error
+            raise self._export_failed(publication, what, error) from error
         finally:
             publication.export_s += time.perf_counter() - began_at_s
+
+    def _hangs(self, publication: _Publication, what: str) -> DeadlineError:
+        return DeadlineError(
+            f"the trainer did not export {what} of version {publication.version} within "
+            f"{self.config.export_deadline_s:g} s",
+            "a rank hangs in the gather, or sync.export_deadline_s is too short for this model",
+        )
+
+    def _export_failed(self, publication: _Publication, what: str, error: Exception) -> SyncError:
+        return SyncError(
+            f"the trainer's export of version {publication.version} failed at {what}: "
+            f"{type(error).__name__}: {error}",
+            "the replicas keep their version; mend the trainer and publish again",
+        )
 
     def _report(
         self,

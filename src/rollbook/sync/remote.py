@@ -1,25 +1,37 @@
 """A replica in another process: `RemotePort` on the trainer's side, `ReplicaServer` beside the engine.
 
-The server carries a `WeightPort` of its own process (`InprocPort`). It carries out one request at a time, except that
-buckets follow each other without a pause: the next one is fetched while the last one is taken in. Answers go back in
-the order of the requests. When a connection ends with a publication open, the server aborts it: a trainer that dies
-leaves the replica serving the version it held. When a call of the port is cancelled or fails, its connection is
-dropped, because the answer that may still come belongs to nobody; the next call connects anew.
+    trainer's process                               engine's process
+    export thread ── RemotePort.begin ─ bucket ───► reader thread ── take, begin ──► the device's copies
+    answer thread ◄───────────────────── answer ─── answer thread ◄─ copied
+
+A publication's control goes through the event loops of both sides; its buckets do not. A bucket costs each side one
+message, read by a thread that does nothing else, because over a link that carries 256 MiB in less than a millisecond
+changes of thread are what takes the time. A connection has one thread that reads its requests and carries them out in
+their order, and one that answers in the same order: while one bucket is taken in, the next one may be fetched.
+
+The server carries a `WeightPort` of its own process (`InprocPort`). When a connection ends with a publication open, the
+server aborts it: a trainer that dies leaves the replica serving the version it held. When a call of the port is
+cancelled or its connection fails, the connection is dropped, because the answer that may still come belongs to nobody;
+the next call connects anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
+import socket
+import struct
+import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, TypeVar
 
 import torch
 
 from rollbook.errors import DeadlineError, EngineError, RunError, SyncError
-from rollbook.sync.transport import Receiver, Sender
+from rollbook.sync.transport import Arrival, QuickPort, Receiver, Sender
 from rollbook.sync.wire import (
     Channel,
     Frame,
@@ -37,10 +49,17 @@ from rollbook.sync.wire import (
 )
 from rollbook.weights import Bucket, CommitReport, Digests, Manifest, WeightPort
 
+Result = TypeVar("Result")
+
 PROTOCOL = 1
-STREAM_BYTES = 1 << 20
 MAX_IN_FLIGHT = 8
 """Requests of one connection that may wait for their answers; a publisher has a few buckets on their way."""
+CONNECT_S = 30.0
+"""Longest wait for a connection and its greeting."""
+SEND_S = 120.0
+"""Longest wait for the other side to make room for a part of a message."""
+CLOSE_S = 5.0
+"""How long a server that is closed waits for what its connections are at."""
 ERRORS: dict[str, type[RunError]] = {
     kind.__name__: kind for kind in (SyncError, DeadlineError, EngineError, RunError)
 }
@@ -50,7 +69,7 @@ class ReplicaServer:
     """Listens for one trainer's publications and hands them to the engine's port.
 
     Args:
-        port: the replica in this process.
+        port: the replica in this process; its coroutines run on the event loop that calls `start`.
         receiver: the engine's half of the transport.
         token: secret that a connection must present; needed unless `host` is loopback.
         max_payload_bytes: largest payload accepted in a message (the inline transport needs `bucket_bytes`).
@@ -63,11 +82,14 @@ class ReplicaServer:
         self.receiver = receiver
         self._token = token
         self._max_payload_bytes = max_payload_bytes
-        self._server: asyncio.Server | None = None
-        self._lock = asyncio.Lock()
-        self._receiving: set[asyncio.Future[None]] = set()
-        self._fetching = ThreadPoolExecutor(1, thread_name_prefix="fetch")
-        self._connections: set[asyncio.Task[None]] = set()
+        self._listener: socket.socket | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._in_turn = threading.Lock()
+        """Held while a request is carried out, whatever connection it came by."""
+        self._receiving: list[Future[None]] = []
+        """Buckets that the port takes in on its event loop."""
+        self._threads: set[threading.Thread] = set()
+        self._channels: set[Channel] = set()
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listen; returns the port number.
@@ -76,52 +98,70 @@ class ReplicaServer:
             ConfigError: an address other hosts can reach, and no token.
         """
         require_token(host, self._token)
-        self._server = await asyncio.start_server(self._connected, host, port, limit=STREAM_BYTES)
-        return int(self._server.sockets[0].getsockname()[1])
+        self._loop = asyncio.get_running_loop()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family)
+        self._run(self._accept, self._listener)
+        return int(self._listener.getsockname()[1])
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for task in list(self._connections):
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-        self._fetching.shutdown(wait=False)
+        if self._listener is not None:
+            with contextlib.suppress(OSError):  # wakes whoever accepts
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        for channel in list(self._channels):
+            channel.close()
+        for thread in list(self._threads):
+            await asyncio.to_thread(thread.join, CLOSE_S)
         self.receiver.close()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        channel = Channel(reader, writer, max_payload_bytes=self._max_payload_bytes)
-        opened = [False]
-        serving: deque[asyncio.Task[None]] = deque()
-        try:
-            await self._greet(channel)
-            while True:
-                frame = await channel.receive()
-                before = serving[-1] if serving else None
-                serving.append(asyncio.create_task(self._serve(frame, channel, opened, before)))
-                while serving and (len(serving) > MAX_IN_FLIGHT or serving[0].done()):
-                    await serving.popleft()
-        except (EOFError, OSError):
-            pass  # the trainer is gone
-        except asyncio.CancelledError:  # this server is being closed
-            for request in serving:
-                request.cancel()
-        except SyncError as error:
-            await _ended(serving)
-            with contextlib.suppress(OSError):
-                await channel.send(_error(error))
-        finally:
-            await _ended(serving)
-            if opened[0]:
-                async with self._exclusive():
-                    await asyncio.shield(self.port.abort())
-            await channel.close()
-            self._connections.discard(task)
+    def _run(self, work: Callable[..., None], *args: Any) -> threading.Thread:
+        """On a thread that does not keep the process alive."""
 
-    async def _greet(self, channel: Channel) -> None:
-        header = (await channel.receive()).header
+        def run() -> None:
+            try:
+                work(*args)
+            finally:
+                self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name="replica-server", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        return thread
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the listener was closed
+            while True:
+                connection, _ = listener.accept()
+                self._run(self._serve, Channel(connection, max_payload_bytes=self._max_payload_bytes))
+
+    def _serve(self, channel: Channel) -> None:
+        """One connection, from its greeting to its end."""
+        self._channels.add(channel)
+        answers: queue.Queue[Arrival | Json | None] = queue.Queue(MAX_IN_FLIGHT)
+        is_open = [False]
+        answering = self._run(self._answer, channel, answers)
+        try:
+            answers.put(self._greeted(channel.receive()))
+            while True:
+                answers.put(self._carried_out(channel.receive(), is_open, answers))
+        except (EOFError, OSError):
+            pass  # the trainer is gone, or this server is being closed
+        except SyncError as error:
+            answers.put(_error(error))
+        finally:
+            answers.put(None)
+            answering.join()
+            with self._in_turn:
+                self._wait_for_buckets()
+                if is_open[0]:
+                    with contextlib.suppress(RunError):  # an engine that is dead serves nothing either
+                        self._on_loop(self.port.abort())
+            channel.close()
+            self._channels.discard(channel)
+
+    def _greeted(self, frame: Frame) -> Json:
+        header = frame.header
         if self._token and not tokens_match(self._token, header.get("token")):
             raise SyncError(
                 "a connection did not present the token", "use the same sync.token_file on both sides"
@@ -131,74 +171,74 @@ class ReplicaServer:
                 f"the trainer speaks protocol {header['protocol']}, this engine {PROTOCOL}",
                 "install the same release on both sides",
             )
-        await channel.send({"replica_id": self.port.replica_id})
+        return {"replica_id": self.port.replica_id}
 
-    async def _serve(
-        self, frame: Frame, channel: Channel, opened: list[bool], before: asyncio.Task[None] | None
-    ) -> None:
-        """Carry out one request, and answer it after the one `before` it was answered."""
-        try:
-            if frame.header.get("do") == "receive":
-                answer = await self._receive(frame)
-            else:
-                async with self._exclusive():
-                    answer = await self._do(frame, opened)
-        except RunError as error:
-            answer = _error(error)
-        except (
-            Exception
-        ) as error:  # an engine's own failure: told to the trainer, kept from ending the server
-            answer = _error(SyncError(f"{type(error).__name__}: {error}", "look at the replica's own log"))
-        if before is not None:
-            await asyncio.wait([before])
-        await channel.send(answer)
+    def _answer(self, channel: Channel, answers: queue.Queue[Arrival | Json | None]) -> None:
+        """Answers go back in the order of the requests, each when it is there."""
+        while (answer := answers.get()) is not None:
+            if not isinstance(answer, dict):
+                answer = _outcome(lambda arrival=answer: arrival.result())  # type: ignore[misc]
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                channel.send(answer)
 
-    async def _receive(self, frame: Frame) -> Json:
-        """While one bucket is taken in, the next one may be fetched already, in the order of the requests."""
-        async with self._lock:
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._receiving.add(done)
-        try:
-            bucket = bucket_from_json(frame.header, frame.payload)
-            place = field(frame.header, "place", dict)
-            fetching = asyncio.get_running_loop().run_in_executor(
-                self._fetching, self.receiver.take, bucket, place
-            )
-            await self.port.receive(await fetching)
-        finally:
-            self._receiving.discard(done)
-            done.set_result(None)
-        return {}
+    def _carried_out(
+        self, frame: Frame, is_open: list[bool], answers: queue.Queue[Arrival | Json | None]
+    ) -> Arrival | Json:
+        """The answer, or what to wait for before the answer is that the bucket was taken."""
+        held: list[Arrival] = []
 
-    @contextlib.asynccontextmanager
-    async def _exclusive(self) -> AsyncIterator[None]:
-        """Every request but `receive` has the replica for itself."""
-        async with self._lock:
-            if self._receiving:
-                await asyncio.wait(self._receiving)
-            yield
+        def receive() -> None:
+            if (arrival := self._receive(frame)) is not None:
+                held.append(arrival)
 
-    async def _do(self, frame: Frame, opened: list[bool]) -> Json:
-        header = frame.header
+        def do() -> Json:
+            self._wait_for_buckets()
+            return self._do(frame.header, is_open)
+
+        with self._in_turn:
+            answer = _outcome(receive if frame.header.get("do") == "receive" else do)
+        return held[0] if held else answer
+
+    def _receive(self, frame: Frame) -> Arrival | None:
+        bucket = bucket_from_json(frame.header, frame.payload)
+        bucket = self.receiver.take(bucket, field(frame.header, "place", dict))
+        if self.receiver.is_quick and isinstance(self.port, QuickPort):
+            self._wait_for_buckets()  # of this publication, that had to go the other way
+            if (arrival := self.port.begin(bucket)) is not None:
+                return arrival
+        receiving = asyncio.run_coroutine_threadsafe(self.port.receive(bucket), self._loop)
+        self._receiving = [each for each in self._receiving if not each.done()] + [receiving]
+        return receiving
+
+    def _wait_for_buckets(self) -> None:
+        for receiving in self._receiving:
+            with contextlib.suppress(Exception):  # its own answer tells
+                receiving.result()
+        self._receiving = []
+
+    def _do(self, header: Json, is_open: list[bool]) -> Json:
         action = field(header, "do", str)
         if action == "version":
-            return {"weight_version": await self.port.weight_version()}
+            return {"weight_version": self._on_loop(self.port.weight_version())}
         if action == "open":
-            await self.port.open(manifest_from_json(header))
-            opened[0] = True
+            self._on_loop(self.port.open(manifest_from_json(header)))
+            is_open[0] = True
             return {}
         if action == "prove":
-            await self.port.prove(text_map(header, "digests"))
+            self._on_loop(self.port.prove(text_map(header, "digests")))
             return {}
         if action == "commit":
-            report = await self.port.commit()
-            opened[0] = False
+            report = self._on_loop(self.port.commit())
+            is_open[0] = False
             return report_to_json(report)
         if action == "abort":
-            await self.port.abort()
-            opened[0] = False
+            self._on_loop(self.port.abort())
+            is_open[0] = False
             return {}
         raise SyncError(f"a message asks for {action!r}", "trainer and engine run different releases")
+
+    def _on_loop(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 class RemotePort:
@@ -211,9 +251,9 @@ class RemotePort:
         self.sender = sender
         self._address = (host, port)
         self._token = token
-        self._channel: Channel | None = None
-        self._announcing, self._sending = asyncio.Lock(), asyncio.Lock()
-        self._last_answer: asyncio.Event | None = None
+        self._connection: _Connection | None = None
+        self._connecting = threading.Lock()
+        self._announcing = asyncio.Lock()
 
     async def weight_version(self) -> int:
         return int(field(await self._ask({"do": "version"}), "weight_version", int))
@@ -221,23 +261,19 @@ class RemotePort:
     async def open(self, manifest: Manifest) -> None:
         await self._ask({"do": "open", **manifest_to_json(manifest)})
 
+    def begin(self, bucket: Bucket) -> Arrival | None:
+        """Announce the bucket and begin its transfer, from a thread; None where that takes a while."""
+        return self._begin(bucket) if self.sender.is_quick else None
+
     async def receive(self, bucket: Bucket) -> None:
         """Announce the bucket and take part in its transfer; returns when the replica has it. The next bucket may be
         sent before; they are announced in the order of the calls."""
         try:
             async with self._announcing:
-                place = await self.sender.announce(bucket)
-                message = {"do": "receive", "place": place, **bucket_to_json(bucket)}
-                asking = await self._send(message, self.sender.payload(bucket))
-            transferring = asyncio.ensure_future(self.sender.transfer(bucket))
-            try:
-                await asyncio.gather(asking, transferring)
-            finally:
-                asking.cancel()
-                transferring.cancel()
-                await asyncio.gather(asking, transferring, return_exceptions=True)
-        except BaseException:
-            self.sender.missed(bucket)
+                arriving = await asyncio.to_thread(self._begin, bucket)
+            await asyncio.wrap_future(arriving)
+        except asyncio.CancelledError:
+            self._missed(bucket)
             raise
 
     async def prove(self, digests: Digests) -> None:
@@ -250,58 +286,64 @@ class RemotePort:
         await self._ask({"do": "abort"})
 
     async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close()
-            self._channel = None
+        self._drop()
 
-    async def _ask(self, header: Json) -> Json:
-        return await (await self._send(header))
-
-    async def _send(self, header: Json, payload: torch.Tensor | None = None) -> asyncio.Task[Json]:
-        """Send a request; the task reads its answer, after the answers to earlier requests."""
-        async with self._sending:
-            async with self._failing_as_one():
-                channel = await self._connected()
-                await channel.send(header, payload)
-            before, self._last_answer = self._last_answer, asyncio.Event()
-            return asyncio.create_task(self._answer(channel, before, self._last_answer))
-
-    async def _answer(self, channel: Channel, before: asyncio.Event | None, done: asyncio.Event) -> Json:
+    def _begin(self, bucket: Bucket) -> Future[None]:
         try:
-            async with self._failing_as_one():
-                if before is not None:
-                    await before.wait()
-                answer = (await channel.receive()).header
-        finally:
-            done.set()
-        if "error" in answer:
-            error_fields = field(answer, "error", dict)
-            kind = ERRORS.get(field(error_fields, "kind", str), SyncError)
-            raise kind(field(error_fields, "what", str), field(error_fields, "remedy", str))
-        return answer
-
-    @contextlib.asynccontextmanager
-    async def _failing_as_one(self) -> AsyncIterator[None]:
-        """A connection with a lost request or answer is good for nothing more."""
-        try:
-            yield
-        except BaseException as error:
-            await asyncio.shield(self.close())
-            if isinstance(error, (EOFError, OSError)):
-                raise SyncError(
-                    f"the connection to replica {self.replica_id} at {self._address[0]}:{self._address[1]} ended: "
-                    f"{type(error).__name__}",
-                    "look at the replica's process; it is re-synced in full when it is back",
-                ) from error
+            place = self.sender.announce(bucket)
+            message = {"do": "receive", "place": place, **bucket_to_json(bucket)}
+            answered = self._connected().ask(message, self.sender.payload(bucket))
+            arriving = _both(answered, self.sender.transfer(bucket))
+        except BaseException:
+            self.sender.missed(bucket)
             raise
 
-    async def _connected(self) -> Channel:
-        if self._channel is None:
-            reader, writer = await asyncio.open_connection(*self._address, limit=STREAM_BYTES)
-            channel = Channel(reader, writer, max_payload_bytes=0)
+        def told(outcome: Future[None]) -> None:
+            if outcome.cancelled():
+                self._missed(bucket)
+            elif outcome.exception() is not None:
+                self.sender.missed(bucket)
+
+        arriving.add_done_callback(told)
+        return arriving
+
+    def _missed(self, bucket: Bucket) -> None:
+        """Nobody waits for the answer any more."""
+        self.sender.missed(bucket)
+        self._drop()
+
+    async def _ask(self, header: Json) -> Json:
+        try:
+            asking = await asyncio.to_thread(lambda: self._connected().ask(header))
+            return await asyncio.wrap_future(asking)
+        except asyncio.CancelledError:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        """A connection with a lost request or answer is good for nothing more."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.end(EOFError("it was given up"))
+
+    def _connected(self) -> _Connection:
+        """
+        Raises:
+            SyncError: nobody listens there, or not this replica.
+        """
+        with self._connecting:
+            held = self._connection
+            if held is not None and not held.has_ended:
+                return held
+            where = f"replica {self.replica_id} at {self._address[0]}:{self._address[1]}"
             try:
-                await channel.send({"protocol": PROTOCOL, "token": self._token})
-                answer: dict[str, Any] = (await channel.receive()).header
+                plain = socket.create_connection(self._address, timeout=CONNECT_S)
+            except OSError as error:
+                raise _ended(where, error) from error
+            channel = Channel(plain, max_payload_bytes=0)
+            try:
+                channel.send({"protocol": PROTOCOL, "token": self._token})
+                answer: dict[str, Any] = channel.receive().header
                 if answer.get("replica_id") != self.replica_id:
                     told = answer.get("error", {})
                     what = told.get("what") if isinstance(told, dict) else None
@@ -310,16 +352,103 @@ class RemotePort:
                         f"{what or answer.get('replica_id')}",
                         "look at the replica's address and token",
                     )
+            except (EOFError, OSError) as error:
+                channel.close()
+                raise _ended(where, error) from error
             except BaseException:
-                await asyncio.shield(channel.close())
+                channel.close()
                 raise
-            self._channel = channel
-        return self._channel
+            plain.settimeout(None)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
+            self._connection = _Connection(channel, where)
+            return self._connection
 
 
-async def _ended(requests: Iterable[asyncio.Task[None]]) -> None:
-    """Wait for requests whose answers may have nobody to read them."""
-    await asyncio.gather(*requests, return_exceptions=True)
+class _Connection:
+    """A channel, and the requests on it that have no answer yet."""
+
+    def __init__(self, channel: Channel, where: str) -> None:
+        self.has_ended = False
+        self._channel = channel
+        self._where = where
+        self._waiting: deque[Future[Json]] = deque()
+        self._asking = threading.Lock()
+        threading.Thread(target=self._read, name="replica-answers", daemon=True).start()
+
+    def ask(self, header: Json, payload: torch.Tensor | None = None) -> Future[Json]:
+        """Send a request; its answer comes after the answers to earlier ones."""
+        answered: Future[Json] = Future()
+        with self._asking:  # sent in the order in which they wait
+            self._waiting.append(answered)
+            try:
+                self._channel.send(header, payload)
+            except OSError as error:
+                self.end(error)
+        if self.has_ended:  # perhaps after its reader looked for the last time
+            self.end(EOFError("it ended"))
+        return answered
+
+    def end(self, error: BaseException) -> None:
+        self.has_ended = True
+        self._channel.close()
+        while self._waiting:
+            with contextlib.suppress(IndexError, InvalidStateError):  # two threads may end it
+                self._waiting.popleft().set_exception(_ended(self._where, error))
+
+    def _read(self) -> None:
+        try:
+            while True:
+                answer = self._channel.receive().header
+                answered = self._waiting.popleft()
+                with contextlib.suppress(InvalidStateError):  # it was cancelled
+                    if "error" in answer:
+                        answered.set_exception(_error_of(answer))
+                    else:
+                        answered.set_result(answer)
+        except (EOFError, OSError, SyncError, IndexError, ValueError) as error:
+            self.end(error)
+
+
+def _both(answered: Future[Json], transferred: Future[Json] | None) -> Future[None]:
+    """There when both are; the first error ends it. Cancelling it cancels neither."""
+    arriving: Future[None] = Future()
+    left = [answered] if transferred is None else [answered, transferred]
+
+    def told(outcome: Future[Json]) -> None:
+        error = EOFError("it was given up") if outcome.cancelled() else outcome.exception()
+        with contextlib.suppress(InvalidStateError):  # the other one failed before, or nobody waits any more
+            if error is not None:
+                arriving.set_exception(error)
+            elif all(each.done() for each in left):
+                arriving.set_result(None)
+
+    for each in left:
+        each.add_done_callback(told)
+    return arriving
+
+
+def _ended(where: str, error: BaseException) -> SyncError:
+    return SyncError(
+        f"the connection to {where} ended: {type(error).__name__}",
+        "look at the replica's process; it is re-synced in full when it is back",
+    )
+
+
+def _error_of(answer: Json) -> RunError:
+    error_fields = field(answer, "error", dict)
+    kind = ERRORS.get(field(error_fields, "kind", str), SyncError)
+    return kind(field(error_fields, "what", str), field(error_fields, "remedy", str))
+
+
+def _outcome(work: Callable[[], object]) -> Json:
+    """What to answer: what the work returns if that is an answer, an empty one, or its error."""
+    try:
+        answer = work()
+    except RunError as error:
+        return _error(error)
+    except Exception as error:  # an engine's own failure: told to the trainer, kept from ending the server
+        return _error(SyncError(f"{type(error).__name__}: {error}", "look at the replica's own log"))
+    return answer if isinstance(answer, dict) else {}
 
 
 def _error(error: RunError) -> Json:

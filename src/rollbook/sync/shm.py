@@ -12,6 +12,7 @@ import mmap
 import os
 import re
 import secrets
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rollbook.errors import SyncError
-from rollbook.sync.transport import announced
+from rollbook.sync.transport import announced, wait_until_packed
 from rollbook.sync.wire import Json, field
 from rollbook.weights import Bucket
 
@@ -65,6 +66,8 @@ def _remove_orphans(folder: Path) -> None:
 class ShmSender:
     """The trainer's half: one file for each slot, removed when it closes."""
 
+    is_quick = True
+
     def __init__(self, folder: str = "/dev/shm") -> None:
         self._folder = Path(folder)
         self._slots: dict[int, tuple[Path, _Mapping]] = {}
@@ -87,8 +90,9 @@ class ShmSender:
             held = self._slots[slot_idx] = (path, mapping)
         return held[1].data[:num_bytes]
 
-    async def announce(self, bucket: Bucket) -> Json:
+    def announce(self, bucket: Bucket) -> Json:
         assert bucket.data is not None
+        wait_until_packed(bucket)
         address = bucket.data.untyped_storage().data_ptr()
         for path, mapping in self._slots.values():
             if mapping.data.untyped_storage().data_ptr() == address:
@@ -100,7 +104,7 @@ class ShmSender:
     def payload(self, bucket: Bucket) -> Tensor | None:
         return None
 
-    async def transfer(self, bucket: Bucket) -> None:
+    def transfer(self, bucket: Bucket) -> Future[Json] | None:
         return None
 
     def missed(self, bucket: Bucket) -> None:
@@ -118,6 +122,8 @@ class ShmSender:
 
 class ShmReceiver:
     """The engine's half: maps a slot's file when it first hears of it."""
+
+    is_quick = True
 
     def __init__(self, folder: str = "/dev/shm") -> None:
         self._folder = Path(folder)

@@ -220,17 +220,21 @@ class ReplicaTransaction:
         try:
             self._check_order(bucket, manifest)
             if self._copying is None or self._reading is None:
+                if bucket.ready is not None:
+                    bucket.ready.synchronize()
                 self._take_in(bucket, manifest)
                 self._start_digests()
                 copied = None
             elif self.staging == "direct":  # the digests read the sender's buffer
                 with self._on(self._copying, after_current=True):
+                    self._after(bucket, self._copying)
                     self._take_in(bucket, manifest)
                     self._start_digests()
                 self._copying.synchronize()
                 copied = None
             else:
                 with self._on(self._copying):
+                    self._after(bucket, self._copying)
                     self._take_in(bucket, manifest)
                     copied = self._copying.record_event()
                 with self._on(self._reading):
@@ -242,6 +246,11 @@ class ReplicaTransaction:
             raise
         self._next_bucket_idx += 1
         return copied
+
+    @staticmethod
+    def _after(bucket: Bucket, stream: torch.cuda.Stream) -> None:
+        if bucket.ready is not None:
+            stream.wait_event(bucket.ready)
 
     def _take_in(self, bucket: Bucket, manifest: Manifest) -> None:
         if bucket.shared is not None:

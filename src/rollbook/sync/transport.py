@@ -8,10 +8,11 @@ in the message itself.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,20 +23,47 @@ from rollbook.sync.wire import Json, field
 from rollbook.weights import Bucket
 
 
+class Arrival(Protocol):
+    """A bucket on its way to one replica; a `concurrent.futures.Future` is one."""
+
+    def result(self, timeout: float | None = None) -> object:
+        """Wait until the replica has it.
+
+        Raises:
+            TimeoutError: it has not after `timeout` seconds.
+            RunError: it was not taken.
+        """
+
+    def cancel(self) -> object:
+        """Nobody waits for it any more."""
+
+
+@runtime_checkable
+class QuickPort(Protocol):
+    """A port that can begin to take a bucket in without its event loop."""
+
+    def begin(self, bucket: Bucket) -> Arrival | None:
+        """`receive`, up to where there is something to wait for. None: this bucket has to go through `receive`."""
+
+
 class Sender(Protocol):
-    """The trainer's half, shared by the ports of all replicas."""
+    """The trainer's half, shared by the ports of all replicas. Its methods are called from one thread at a time."""
+
+    @property
+    def is_quick(self) -> bool:
+        """`announce` and `transfer` take no time worth another thread."""
 
     def buffer(self, slot_idx: int, num_bytes: int, device: torch.device) -> Tensor:
         """[num_bytes] uint8 to pack into; pass it to the `Publisher` as `buffers`."""
 
-    async def announce(self, bucket: Bucket) -> Json:
+    def announce(self, bucket: Bucket) -> Json:
         """Where the bytes are. Called once per replica; costly work is done once per bucket."""
 
     def payload(self, bucket: Bucket) -> Tensor | None:
         """Bytes to send in the message itself, on the host."""
 
-    async def transfer(self, bucket: Bucket) -> None:
-        """What has to run while the replicas read the message (a collective); once per bucket."""
+    def transfer(self, bucket: Bucket) -> Future[Json] | None:
+        """Begin what has to run while the replicas read the message (a collective); once per bucket."""
 
     def missed(self, bucket: Bucket) -> None:
         """A replica did not take the bucket: it failed, or its deadline passed."""
@@ -44,7 +72,11 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """The engine's half. `take` may block: it runs on a worker thread."""
+    """The engine's half. `take` may block: it runs on a thread of the connection."""
+
+    @property
+    def is_quick(self) -> bool:
+        """`take` only looks something up: another thread would cost more than it."""
 
     def take(self, bucket: Bucket, place: Json) -> Bucket:
         """The bucket with its data; `bucket.data` holds the message's payload.
@@ -63,20 +95,35 @@ class Once:
     """
 
     def __init__(self) -> None:
-        self._tasks: dict[tuple[int, int], asyncio.Future[Json]] = {}
+        self._outcomes: dict[tuple[int, int], Future[Json]] = {}
+        self._lock = threading.Lock()
 
-    async def run(self, bucket: Bucket, work: Callable[[], Awaitable[Json]]) -> Json:
+    def run(self, bucket: Bucket, begin: Callable[[], Future[Json]]) -> Future[Json]:
         key = (bucket.attempt, bucket.bucket_idx)
-        task = self._tasks.get(key)
-        if task is None or _has_failed(task):
-            task = self._tasks[key] = asyncio.ensure_future(work())
-            for old in list(self._tasks)[: -2 * MAX_SLOTS]:
-                del self._tasks[old]
-        return await asyncio.shield(task)  # one replica's deadline does not end it for the others
+        with self._lock:
+            outcome = self._outcomes.get(key)
+            if outcome is None or _has_failed(outcome):
+                outcome = self._outcomes[key] = begin()
+                for old in list(self._outcomes)[: -2 * MAX_SLOTS]:
+                    del self._outcomes[old]
+        return outcome
 
 
-def _has_failed(task: asyncio.Future[Json]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
+def _has_failed(outcome: Future[Json]) -> bool:
+    return outcome.done() and (outcome.cancelled() or outcome.exception() is not None)
+
+
+def settled(answer: Json) -> Future[Json]:
+    """An outcome that is there already."""
+    outcome: Future[Json] = Future()
+    outcome.set_result(answer)
+    return outcome
+
+
+def wait_until_packed(bucket: Bucket) -> None:
+    """For whoever reads the bytes from the host, or tells another process of them."""
+    if bucket.ready is not None:
+        bucket.ready.synchronize()
 
 
 def announced(slot: Tensor, bucket: Bucket, place: Json) -> Tensor:
@@ -97,19 +144,22 @@ def announced(slot: Tensor, bucket: Bucket, place: Json) -> Tensor:
 class InlineSender:
     """Bytes in the message: needs nothing but the connection, and pays for copies through the socket."""
 
+    is_quick = False
+
     def __init__(self) -> None:
         self._buffers = SlotBuffers()
 
     def buffer(self, slot_idx: int, num_bytes: int, device: torch.device) -> Tensor:
         return self._buffers(slot_idx, num_bytes, torch.device("cpu"))
 
-    async def announce(self, bucket: Bucket) -> Json:
+    def announce(self, bucket: Bucket) -> Json:
+        wait_until_packed(bucket)
         return {}
 
     def payload(self, bucket: Bucket) -> Tensor | None:
         return bucket.data
 
-    async def transfer(self, bucket: Bucket) -> None:
+    def transfer(self, bucket: Bucket) -> Future[Json] | None:
         return None
 
     def missed(self, bucket: Bucket) -> None:
@@ -120,6 +170,8 @@ class InlineSender:
 
 
 class InlineReceiver:
+    is_quick = True
+
     def take(self, bucket: Bucket, place: Json) -> Bucket:
         return replace(bucket)
 

@@ -9,14 +9,16 @@ token; with a token, a connection must present it in its first frame.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hmac
 import ipaddress
 import json
+import socket
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from typing import Any, cast
 
 import torch
@@ -31,6 +33,7 @@ MAX_HEADER_BYTES = 64 << 20
 """A manifest of 100,000 tensors takes about 15 MB."""
 
 Json = dict[str, Any]
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +46,35 @@ class Frame:
 
 
 class Channel:
-    """Frames over one connection. Either side may use it for requests and answers, one at a time."""
+    """Frames over one connected socket: one thread reads, any may write."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, max_payload_bytes: int
-    ) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, connection: socket.socket, *, max_payload_bytes: int) -> None:
+        self._connection = connection
+        self._incoming = cast(BufferedReader, connection.makefile("rb", buffering=1 << 16))
         self._max_payload_bytes = max_payload_bytes
+        self._writing = threading.Lock()
+        with contextlib.suppress(OSError):  # not TCP
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    async def send(self, header: Json, payload: Tensor | None = None) -> None:
+    def send(self, header: Json, payload: Tensor | None = None) -> None:
+        """
+        Raises:
+            OSError: the other side is gone.
+        """
         text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
         num_bytes = 0 if payload is None else payload.numel()
-        self._writer.write(PREFIX.pack(MAGIC, len(text), num_bytes) + text)
-        if payload is not None and num_bytes:
-            self._writer.write(payload.cpu().numpy().data)
-        await self._writer.drain()
+        with self._writing:
+            self._connection.sendall(PREFIX.pack(MAGIC, len(text), num_bytes) + text)
+            if payload is not None and num_bytes:
+                self._connection.sendall(payload.cpu().numpy().data)
 
-    async def receive(self) -> Frame:
+    def receive(self) -> Frame:
         """
         Raises:
             SyncError: not a frame, a length above its limit, or a header that is not a JSON object.
             EOFError: the other side is gone.
         """
-        magic, header_bytes, payload_bytes = PREFIX.unpack(await self._reader.readexactly(PREFIX.size))
+        magic, header_bytes, payload_bytes = PREFIX.unpack(self._exactly(PREFIX.size))
         if magic != MAGIC:
             raise SyncError(
                 f"a message begins with {magic!r}, not {MAGIC!r}",
@@ -77,15 +86,12 @@ class Channel:
                 f"{MAX_HEADER_BYTES} and {self._max_payload_bytes}",
                 "use the same sync.bucket_bytes on both sides",
             )
-        text = await self._reader.readexactly(header_bytes)
-        payload = torch.empty(payload_bytes, dtype=torch.uint8)
-        view, at = payload.numpy().data, 0
-        while at < payload_bytes:
-            piece = await self._reader.read(min(1 << 20, payload_bytes - at))
-            if not piece:
-                raise asyncio.IncompleteReadError(b"", payload_bytes - at)
-            view[at : at + len(piece)] = piece
-            at += len(piece)
+        text = self._exactly(header_bytes)
+        payload = _NOTHING
+        if payload_bytes:
+            payload = torch.empty(payload_bytes, dtype=torch.uint8)
+            if self._incoming.readinto(payload.numpy().data) != payload_bytes:
+                raise EOFError(f"the connection ended within {payload_bytes} bytes")
         try:
             header = json.loads(text)
         except (UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -96,10 +102,17 @@ class Channel:
             raise SyncError("a message's header is not a JSON object", "look at who talks to this port")
         return Frame(header, payload)
 
-    async def close(self) -> None:
-        self._writer.close()
+    def _exactly(self, num_bytes: int) -> bytes:
+        data = self._incoming.read(num_bytes)
+        if len(data) < num_bytes:
+            raise EOFError(f"the connection ended after {len(data)} of {num_bytes} bytes")
+        return data
+
+    def close(self) -> None:
+        """Whoever reads or writes in another thread is told."""
         with contextlib.suppress(OSError):  # the other side went first
-            await self._writer.wait_closed()
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
 
 
 def require_token(host: str, token: str) -> None:

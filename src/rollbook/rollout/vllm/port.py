@@ -87,14 +87,10 @@ class VllmPort:
             await self.engine.pause("keep")
 
     async def receive(self, bucket: Bucket) -> None:
-        place = await self.sender.announce(bucket)
+        place = await asyncio.to_thread(self.sender.announce, bucket)
         payload = self.sender.payload(bucket)
         raw = b"" if payload is None else payload.cpu().numpy().tobytes()
-        transferring = asyncio.ensure_future(self.sender.transfer(bucket))
-        try:
-            await self._ask("rollbook_receive", {"place": place, **bucket_to_json(bucket)}, raw)
-        finally:
-            await transferring
+        await self._ask("rollbook_receive", {"place": place, **bucket_to_json(bucket)}, raw)
 
     async def prove(self, digests: Digests) -> None:
         await self._ask("rollbook_prove", {"digests": dict(digests)})
