@@ -67,13 +67,14 @@ class DigestLedger:
     def __init__(self, hold_bytes: int = HOLD_BYTES) -> None:
         self._hold_bytes = hold_bytes
         self._held: list[tuple[str, Tensor]] = []
-        self._held_bytes = 0
+        self.held_bytes = 0
+        """Of tensors whose digests are not started."""
         self._pending: list[tuple[list[str], PendingDigests]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
         self._held.append((name, tensor))
-        self._held_bytes += tensor.numel() * tensor.element_size()
-        if self._held_bytes > self._hold_bytes:
+        self.held_bytes += tensor.numel() * tensor.element_size()
+        if self.held_bytes > self._hold_bytes:
             self.flush()
 
     def flush(self) -> None:
@@ -85,7 +86,7 @@ class DigestLedger:
             pending = launch([tensor for _, tensor in held])
             self._pending.append(([name for name, _ in held], pending))
         self._held.clear()
-        self._held_bytes = 0
+        self.held_bytes = 0
 
     def results(self) -> dict[str, str]:
         """Name -> digest of everything added; one copy from each device."""

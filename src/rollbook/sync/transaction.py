@@ -39,6 +39,9 @@ Staging = Literal["staged", "direct"]
 
 HOLD_BYTES = 1 << 62
 """Everything in a bucket shares one launch: the replica keeps the tensors anyway."""
+DIGEST_BYTES = 1 << 30
+"""On a device, digests are started when so much has arrived: a launch takes the host a good part of the
+time that a fast link takes for a bucket."""
 ALIGN_BYTES = 16
 """Where a tensor may begin in an allocation that it shares: every dtype, and the widest loads of the digest."""
 SHOWN_NAMES = 8
@@ -239,8 +242,8 @@ class ReplicaTransaction:
                     copied = self._copying.record_event()
                 with self._on(self._reading):
                     self._reading.wait_event(copied)
-                    if bucket.shared is None:  # tensors by reference wait for `prove`, and share one launch
-                        self._start_digests()
+                    if bucket.shared is None and self._arrivals.held_bytes >= DIGEST_BYTES:
+                        self._start_digests()  # tensors by reference wait for `prove`, and share one launch
         except Exception as error:
             self._fault = str(error)
             raise
