@@ -15,7 +15,10 @@ from rollbook.diagnose.tree import AREAS, RULES
 ADDITION = str(Path(__file__).parents[2] / "examples" / "addition.toml")
 
 
-def manual(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+def manual(capsys: pytest.CaptureFixture[str], *args: str, is_named: bool = True) -> str:
+    """The manual as printed; for a named device, so that nothing is measured."""
+    if is_named and "--gpu" not in args:
+        args = (*args, "--gpu", "H100")
     with pytest.raises(SystemExit) as ended:
         main(["runbook", *args])
     captured = capsys.readouterr()
@@ -88,3 +91,27 @@ def test_a_config_that_cannot_run_is_refused_with_its_remedy(capsys: pytest.Capt
     captured = capsys.readouterr()
     assert ended.value.code == 2
     assert "a synchronous run is on-policy" in captured.err
+
+
+def test_before_the_run_the_record_is_derived_from_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+    """Six steps, the stages of the job's own schedule on the named devices, and what was assumed."""
+    where = ["--gpu", "H100", "--num-gpus", "8"]
+    text = manual(capsys, ADDITION, "--set", "plan.response_tokens=4", *where)
+    assert "Derived from the config for 8 x H100" in text
+    assert [f"### Step {n}." in text for n in range(1, 8)] == [True] * 6 + [False]
+    assert "samples 1,024 responses (4,096 tokens)" in text
+    record = text.split("## Derivation record")[1].split("## The four signals")[0]
+    for stage in ("rollout", "train", "sync", "the step, sync"):
+        assert re.search(rf"^\| {stage} \| [\d.e-]+ \|", record, re.MULTILINE), stage
+
+
+def test_a_job_whose_device_is_not_here_has_a_manual_that_says_how_to_derive_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    on_gpu = ["--set", "model.device=cuda", "--set", "rollout.device=cuda"]
+    text = manual(capsys, ADDITION, *on_gpu, is_named=False)
+    record = text.split("## Derivation record")[1].split("## The four signals")[0]
+    assert "name it with --gpu" in record
+    assert "Derived from the config for 1 x H100" in manual(capsys, ADDITION, *on_gpu, "--gpu", "H100")

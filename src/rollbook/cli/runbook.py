@@ -22,6 +22,16 @@ def command(
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write here instead of printing.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write it as a page.")] = None,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            "--gpu",
+            help="Before the run: its accelerator, or a hardware.toml; empty: plan.hardware, else this machine.",
+        ),
+    ] = "",
+    num_gpus: Annotated[
+        int, typer.Option("--num-gpus", min=0, help="Devices of the whole job; 0: as the config says.")
+    ] = 0,
 ) -> None:
     """Print the duty manual of a job: the four signals, their thresholds, the decision tree, the actions.
 
@@ -30,6 +40,7 @@ def command(
     from rollbook.config.loading import load_config
     from rollbook.config.run_config import RunConfig
     from rollbook.diagnose.runbook import to_html, to_markdown
+    from rollbook.errors import RunError
     from rollbook.observe.run_dir import storage_error
 
     path = config / "config.toml" if config.is_dir() else config
@@ -37,7 +48,17 @@ def command(
     loaded.check()
     job = _job(loaded, path)
     plan = _plan(config if config.is_dir() else Path(job.run_dir))
-    text = to_markdown(job, _thresholds(loaded), plan=plan)
+    derivation, why_not = None, ""
+    if plan is None:
+        from rollbook.controller.foresight import derive
+
+        try:
+            derivation = derive(loaded, gpu=gpu, num_gpus=num_gpus)
+        except RunError as error:
+            if gpu or num_gpus:
+                raise
+            why_not = f"{error.what}: {error.remedy}"
+    text = to_markdown(job, _thresholds(loaded), plan=plan, derivation=derivation, why_not=why_not)
     for target, content in ((out, text), (html, to_html(text) if html is not None else "")):
         if target is None:
             continue

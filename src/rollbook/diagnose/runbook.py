@@ -51,11 +51,34 @@ class Job:
     """(what, bytes and how they follow), where the model's shape is known."""
 
 
-def to_markdown(job: Job, thresholds: Thresholds, *, plan: Mapping[str, Any] | None = None) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derivation:
+    """What the planner derives before a run has begun."""
+
+    machine: str
+    notes: tuple[str, ...]
+    """What was assumed, and what does not fit."""
+    steps: tuple[tuple[str, str], ...]
+    """(title, reasoning) of the six steps."""
+    stages: Mapping[str, tuple[float, float, float]]
+    """Stage of the job's own schedule -> (seconds, low, high)."""
+    step_s: float
+
+
+def to_markdown(
+    job: Job,
+    thresholds: Thresholds,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    derivation: Derivation | None = None,
+    why_not: str = "",
+) -> str:
     """The manual.
 
     Args:
         plan: the run directory's `plan.json`, when the run has begun.
+        derivation: the planner's, until then.
+        why_not: why there is neither, and what helps.
     """
     filled = _filled(job, thresholds)
     parts = [
@@ -64,7 +87,7 @@ def to_markdown(job: Job, thresholds: Thresholds, *, plan: Mapping[str, Any] | N
         f"Made from `{job.config}`. Ten minutes, in this order; every number below is this job's.",
         "",
         *_job(job),
-        *_record(job, plan),
+        *_record(job, plan, derivation, why_not),
         *_signals(job, thresholds),
         *_tree(filled),
         *_states(),
@@ -122,17 +145,15 @@ def _job(job: Job) -> list[str]:
     return ["## The job", "", *_table(("what", "value"), [*rows, *job.memory]), ""]
 
 
-def _record(job: Job, plan: Mapping[str, Any] | None) -> list[str]:
+def _record(
+    job: Job, plan: Mapping[str, Any] | None, derivation: Derivation | None, why_not: str
+) -> list[str]:
     lines = ["## Derivation record", ""]
     stages = plan.get("stages") if plan else None
+    if (not isinstance(stages, Mapping) or not stages) and derivation is not None:
+        return [*lines, *_derived(job, derivation)]
     if not isinstance(stages, Mapping) or not stages:
-        return [
-            *lines,
-            f"`{job.run_dir}/plan.json` is written when the run begins; make this manual again then, and "
-            "every stage stands "
-            "here with its seconds and its formula. Until then: `rollbook plan`.",
-            "",
-        ]
+        return [*lines, f"Nothing could be derived from the config alone. {why_not}", ""]
     rows = []
     total = 0.0
     for name, entry in stages.items():
@@ -142,6 +163,24 @@ def _record(job: Job, plan: Mapping[str, Any] | None) -> list[str]:
         rows.append((name, num(seconds), reach, str(entry.get("formula", "")), str(entry.get("source", ""))))
     rows.append(("together", num(total), "", "", ""))
     return [*lines, *_table(("stage", "seconds", "range", "formula", "source"), rows), ""]
+
+
+def _derived(job: Job, derivation: Derivation) -> list[str]:
+    lines = [
+        f"Derived from the config for {derivation.machine}, before the run has begun. When it begins, "
+        f"`{job.run_dir}/plan.json` takes this one's place: the same stages, by coefficients of its own model.",
+        "",
+    ]
+    for note in derivation.notes:
+        lines += [f"Note: {note}.", ""]
+    for number, (title, because) in enumerate(derivation.steps, start=1):
+        lines += [f"### Step {number}. {title}", "", " ".join(because.split()), ""]
+    rows = [
+        (name, num(seconds), f"{num(low)} to {num(high)}")
+        for name, (seconds, low, high) in derivation.stages.items()
+    ]
+    rows.append((f"the step, {job.schedule}", num(derivation.step_s), ""))
+    return [*lines, *_table(("stage", "seconds", "range"), rows), ""]
 
 
 def _signals(job: Job, thresholds: Thresholds) -> list[str]:
