@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import described_runs
+import other_formats
 import synthetic_runs
 import unseen_runs
 from rollbook.diagnose.readers.table import load
@@ -120,6 +121,17 @@ def run_suite(writer: Writer, names: list[str], seeds: range) -> Tally:
     return tally
 
 
+def run_other_format(format: str, names: list[str], seeds: range) -> Tally:
+    tally = Tally()
+    for name in names:
+        for seed in seeds:
+            with tempfile.TemporaryDirectory() as folder:
+                verdict = other_formats.verdict(format, name, seed, Path(folder))
+            if verdict is not None:
+                tally.add(name, verdict)
+    return tally
+
+
 def own_runs(folder: Path) -> Tally:
     """Run directories and logs named by what was put in: `missed_weight_sync-seed3/`, `healthy-seed1.log`."""
     tally = Tally()
@@ -184,6 +196,9 @@ def main() -> int:
         name: run_suite(writer, [n for n in NAMES if n in known and (not args.only or n in args.only)], seeds)
         for name, (writer, known) in SUITES.items()
     }
+    wanted = [n for n in NAMES if not args.only or n in args.only]
+    for format in other_formats.TELLS:
+        tallies[f"unseen, {format}"] = run_other_format(format, wanted, seeds)
     if args.runs is not None:
         tallies["own runs"] = own_runs(args.runs)
     machine = platform.processor() or platform.machine()

@@ -262,7 +262,7 @@ def base(seed: int) -> Run:
     m["rollout_corr/rollout_is_mean"] = rng.normal(1, 0.002, n)
     m["rollout_corr/rollout_is_eff_sample_size"] = np.clip(1 - 2.5 * m["rollout_corr/kl"], 0, 1)
     m["training/epoch"] = np.floor(t / (n * r.uni(0.4, 3)))
-    m["training/global_step"] = t + r.first_step
+    m["training/global_step"] = t * r.every + r.first_step
     m["perf/total_num_tokens"] = 512 * (m["response_length/mean"] + m["prompt_length/mean"])
     for source, tilt in (("openai/gsm8k", 1.2), ("code", 0.8), ("search", 0.6)):
         value = np.clip(score * tilt + rng.normal(0, 0.02, n), 0.02, 1)
@@ -754,8 +754,9 @@ def make(name: str, seed: int) -> Run:
     return r
 
 
-def rows(r: Run) -> list[tuple[int, dict[str, float]]]:
-    """(step, data) as they are logged; metrics that this run's owner does not log are left out."""
+def rows(r: Run, *, has_gap: bool = False) -> list[tuple[int, dict[str, float]]]:
+    """(step, data) as they are logged; metrics that this run's owner does not log are left out, half of those of the
+    gap only without `has_gap`."""
     table = {k: v for k, v in r.table.items() if not k.startswith("_")}
     stages = (
         "gen",
@@ -777,9 +778,9 @@ def rows(r: Run) -> list[tuple[int, dict[str, float]]]:
     table["timing_per_token_ms/update_actor"] = (
         1000 * table["timing_s/update_actor"] / table["perf/total_num_tokens"]
     )
-    if r.coin(0.2):
+    if r.coin(0.2) and not has_gap:
         table = {k: v for k, v in table.items() if not k.startswith("rollout_corr/")}
-    elif r.coin(0.2):
+    elif r.coin(0.2) and not has_gap:
         table = {k: v for k, v in table.items() if not k.startswith("training/rollout_")}
     if r.coin(0.3):
         table = {

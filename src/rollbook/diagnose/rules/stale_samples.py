@@ -40,7 +40,9 @@ def judge(view: View) -> Finding | NotJudged | None:
     if not harm:  # a slow rise is seen late: look from further back
         back = min(30, rise.idx // 3)
         harm = _harm(view, rise.idx - back, back + min(rise.rise_steps, 40))
-    is_large = rise.late >= rise.before + 2.0 and rise.peak_ratio >= 2.5 and rise.score >= 8
+    # A slow rise is seen half-way up: what it was at first counts.
+    at_first = min(rise.before, view.level(versions.mean, view.n // 50, max(rise.idx // 2, 5)))
+    is_large = rise.late >= max(at_first + 2.0, 2.5 * at_first) and rise.score >= 8
     if not harm and not is_large:
         return None
     together = spearman(view.values[versions.mean], view.values[signs.GAP]) if signs.gap(view) else 0.0
