@@ -17,8 +17,9 @@ from rollbook.config.run_config import RunConfig
 from rollbook.controller import startable
 from rollbook.errors import ConfigError
 from rollbook.ledger.hardware import MachineSpec
+from rollbook.planner.execution import Execution, execution
 from rollbook.planner.options import PlanOptions
-from rollbook.planner.plan import make_plan
+from rollbook.planner.plan import Plan, make_plan
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64,
@@ -91,11 +92,23 @@ def test_a_plan_for_gpus_is_a_config_that_train_can_start(
 ) -> None:
     config, text = written(tmp_path, "--model", model, "--num-gpus", str(num_gpus), *extra)
     config.check(startable.unstartable(config))
-    assert config.rollout.engine == "vllm" and "pip install 'rollbook[vllm]'" in text
     assert f"# - {num_gpus} x H100 SXM with CUDA" in text
-    assert config.memory.moves_anything == (config.run.schedule in ("sync", "colocate_async"))
-    if num_gpus > 8:
-        assert f"{num_gpus // 8} hosts by the plan" in text.replace("\n# ", " ")
+    flat = text.replace("\n# ", " ")
+    is_ray = config.cluster.kind == "ray"
+    package = "ray" if is_ray else "vllm"
+    assert (config.rollout.engine, config.rollout.engine == "vllm") == (
+        "native" if is_ray else "vllm", not is_ray
+    )  # fmt: skip
+    assert f"pip install 'rollbook[{package}]'" in text
+    assert config.memory.moves_anything == (not is_ray and config.run.schedule in ("sync", "colocate_async"))
+    # Whatever a plan has of more than one GPU and `train` does otherwise is told by its key.
+    told = flat.partition("Not carried out as planned")[2].partition("#  1. What one step")[0]
+    if is_ray:
+        assert config.cluster.num_trainer_ranks > 1
+        assert "rollout.engine: planned with vLLM's seconds" in told and "sync.transport: planned" in told
+        assert config.sync.transport == ("disk" if num_gpus > 8 else "shm")
+    elif num_gpus > 2:
+        assert "cluster.num_trainer_ranks: planned" in told
 
 
 @pytest.mark.parametrize(
@@ -175,7 +188,7 @@ def test_adapters_and_checkpoints_of_the_plan_are_written(tmp_path: Path) -> Non
     assert (config.model.lora.rank, config.model.lora.publish) == (16, "merged")
     assert config.checkpoint.every_steps == 7
     flat = text.replace("\n# ", " ")
-    assert "vLLM's processes take them merged" in flat and "stands still until they are written" in flat
+    assert "vLLM's processes take them merged" in flat and "stands still until it is written" in flat
 
 
 def test_native_engines_of_a_cpu_take_adapters_alone(tmp_path: Path) -> None:
@@ -190,23 +203,55 @@ def test_native_engines_of_a_cpu_take_adapters_alone(tmp_path: Path) -> None:
     config.check(startable.unstartable(config))
 
 
+def made(*, num_gpus: str, model: str = "qwen3-8b", **options: Any) -> tuple[Plan, Execution]:
+    plan = make_plan(PlanOptions(model=model, num_gpus=num_gpus, **options).request(), is_brief=True)
+    return plan, execution(plan.request, plan.require_chosen())
+
+
+def test_separated_one_gpu_replicas_run_on_ray_as_planned_but_for_the_engine() -> None:
+    """5 engines beside 3 trainers of 0.6B: as many ranks and replicas as the plan has GPUs."""
+    plan, done = made(
+        model="qwen3-0.6b", num_gpus="8", prompts="32", max_response_tokens="32k", max_staleness=4
+    )
+    rollout, train = plan.require_chosen().split
+    assert plan.require_chosen().mode == "separate_async"
+    assert (done.kind, done.num_trainer_ranks, done.num_replicas) == ("ray", train, rollout)
+    assert [text.partition(":")[0] for text in done.differences] == ["rollout.engine", "sync.transport"]
+
+
+def test_colocated_gpus_on_ray_keep_what_the_trainer_leaves() -> None:
+    """16 B x 8.2e9 over 8 GPUs and an eighth of the reference stay beside the engine's 16.4 GB."""
+    plan, done = made(num_gpus="8", max_staleness=0)
+    chosen = plan.require_chosen()
+    assert chosen.mode == "sync" and done.kind == "ray"
+    weights = 2 * plan.request.model.computed_params
+    trainer = chosen.account.train.train_state_bytes_per_gpu + chosen.account.train.reference_bytes_per_gpu
+    assert done.kv_pool_bytes < 72e9 - weights - trainer
+    assert done.num_slots < chosen.account.rollout.slots_per_replica
+    keys = [text.partition(":")[0] for text in done.differences]
+    assert keys == ["rollout.engine", "rollout.num_replicas", "memory", "sync.transport"]
+
+
+def test_what_no_way_can_run_is_said_with_its_bytes() -> None:
+    """671B: no GPU holds an engine of its own, and one process no trainer."""
+    _, done = made(model="deepseek-v3", num_gpus="512")
+    assert done.kind == "inproc"
+    first = done.differences[0]
+    assert first.startswith("cluster.num_trainer_ranks: planned") and "run out of memory" in first
+    assert any(text.startswith("rollout.num_replicas: planned on 64 hosts") for text in done.differences)
+
+
+def test_one_training_gpu_is_carried_out_as_planned() -> None:
+    _, done = made(model="qwen3-0.6b", num_gpus="1")
+    assert (done.kind, done.differences) == ("inproc", ())
+
+
 @pytest.mark.usefixtures("everything_installed")
-def test_what_ray_is_told_to_need_is_a_config_that_train_can_start(tmp_path: Path) -> None:
-    """The head of a plan for several hosts names the keys of the way over hosts: they are taken, and its others not."""
-    _, text = written(tmp_path, "--model", "qwen3-8b", "--num-gpus", "16")
-    flat = text.replace("\n# ", " ")
-    assert "2 hosts by the plan, and this file runs on one" in flat and 'cluster.kind = "ray"' in flat
-    assert "the plan divides the trainer over" in flat and "one process on one GPU" in flat
-    on_ray = load_config(
-        tmp_path / "run.toml",
-        [
-            'cluster.kind="ray"', "cluster.num_trainer_ranks=8", "rollout.num_replicas=8", 'rollout.engine="native"',
-            'sync.transport="disk"', 'sync.disk_dir="/tmp/weights"', "memory.sleep_level=0", "memory.offload=false",
-        ],
-        RunConfig,
-    )  # fmt: skip
-    assert not on_ray.memory.moves_anything
-    on_ray.check([])
+def test_a_plan_of_several_hosts_is_refused_only_what_ray_refuses(tmp_path: Path) -> None:
+    config, text = written(tmp_path, "--model", "qwen3-8b", "--num-gpus", "16")
+    assert (config.cluster.kind, config.cluster.address) == ("ray", "auto")
+    assert (config.sync.transport, str(config.sync.disk_dir)) == ("disk", "weights")
+    assert "a Ray cluster of the 2 hosts" in text.replace("\n# ", " ")
     for refused in ('rollout.engine="vllm"', 'sync.transport="ipc"'):
         with pytest.raises(ConfigError, match="ray"):
-            load_config(tmp_path / "run.toml", ['cluster.kind="ray"', refused], RunConfig).check([])
+            load_config(tmp_path / "run.toml", [refused], RunConfig).check([])

@@ -1,7 +1,7 @@
 """The plan as a `run.toml` that `rollbook train` runs: every value with the reason that put it there.
 
-On GPUs the engines are vLLM's own processes, on a CPU the native engine in the trainer's. What `train` needs to be
-installed, and what of the plan it cannot carry out, stands at the head of the file.
+On a CPU the native engine works in the trainer's process, on GPUs as `execution.py` says. What `train` needs to be
+installed, and what of the plan it cannot carry out, by key, stands at the head of the file.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from rollbook.ledger.hardware import MachineSpec
 from rollbook.ledger.step import is_colocated
 from rollbook.ledger.sync import BUCKET_BYTES
+from rollbook.planner.execution import Execution, execution
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.publication import MAX_BUCKETS, Publication
 from rollbook.planner.search import Candidate
@@ -60,21 +61,23 @@ def run_toml(plan: Plan) -> str:
     chosen = plan.require_chosen()
     publication = plan.publication
     assert publication is not None
+    done = execution(plan.request, chosen)
     tables = [
         _run(plan, chosen),
+        *_cluster(plan, chosen, done),
         _model(plan),
         *_lora(plan),
         *_data(),
-        *_rollout(plan, chosen),
+        *_rollout(plan, chosen, done),
         *_algorithm(plan, chosen),
         _trainer(plan, chosen),
         _buffer(plan, chosen),
-        _sync(plan, chosen, publication),
-        *_memory(plan, chosen),
+        _sync(plan, chosen, publication, done),
+        *_memory(plan, chosen, done),
         _checkpoint(plan),
         _plan(plan),
     ]
-    text = "\n\n".join([_header(plan, chosen), *(table.text() for table in tables)]) + "\n"
+    text = "\n\n".join([_header(plan, chosen, done), *(table.text() for table in tables)]) + "\n"
     return device_words(text, is_cpu=_is_cpu(plan))
 
 
@@ -82,7 +85,7 @@ def _comment(text: str) -> list[str]:
     return [f"# {line}" for line in textwrap.wrap(text, _WIDTH)]
 
 
-def _header(plan: Plan, chosen: Candidate) -> str:
+def _header(plan: Plan, chosen: Candidate, done: Execution) -> str:
     r = plan.request
     low, high = chosen.account.step_s.low, chosen.account.step_s.high
     lines = [
@@ -93,7 +96,10 @@ def _header(plan: Plan, chosen: Candidate) -> str:
             f"{percent(chosen.account.mfu_frac)}, under the assumptions `{r.assumptions.name}`."
         ),
     ]
-    lines += ["#", "# Needs:", *(line for need in _needs(plan, chosen) for line in _comment(f"- {need}"))]
+    lines += ["#", "# Needs:", *(line for need in _needs(plan, done) for line in _comment(f"- {need}"))]
+    if done.differences:
+        lines += ["#", "# Not carried out as planned, by the key of this file:"]
+        lines += [line for text in done.differences for line in _comment(f"- {text}.")]
     for reasoned in plan.derivation:
         lines += ["#", f"# {reasoned.step}. {reasoned.title}", *_comment(reasoned.because)]
     return "\n".join(lines)
@@ -103,67 +109,28 @@ def _is_cpu(plan: Plan) -> bool:
     return plan.request.cluster.accelerator.is_cpu
 
 
-def _needs(plan: Plan, chosen: Candidate) -> list[str]:
-    """Packages and hardware that the file asks for, and what of the plan `rollbook train` does not do."""
-    r, layout = plan.request, chosen.rollout_layout
-    cluster, num_train_gpus = r.cluster, chosen.split[1]
-    patience = []
-    if plan.beside.checkpoint.is_async:
-        patience.append(
-            "patience at checkpoints: the plan writes them beside training, and `train` stands still until they are "
-            "written"
-        )
+def _needs(plan: Plan, done: Execution) -> list[str]:
+    """Packages and hardware that the file asks for."""
+    cluster = plan.request.cluster
     if _is_cpu(plan):
-        return ["this machine's processor: the native engine needs no extra package", *patience]
-    needs = [
-        f"{cluster.num_gpus} x {cluster.accelerator.name} with CUDA",
-        "the engine's package: pip install 'rollbook[vllm]'",
-    ]
+        return ["this machine's processor: the native engine needs no extra package"]
+    needs = [f"{cluster.num_gpus} x {cluster.accelerator.name} with CUDA"]
+    if done.kind == "inproc":
+        return [*needs, "the engine's package: pip install 'rollbook[vllm]'"]
+    needs.append("processes on all GPUs: pip install 'rollbook[ray]'")
     if cluster.num_nodes > 1:
         needs.append(
-            f"{cluster.num_nodes} hosts by the plan, and this file runs on one: vLLM's processes take weights by "
-            f"{_transport(plan, chosen)}, within a host. {_on_ray(plan)} For vLLM on one host plan with --num-gpus "
-            f"{cluster.gpus_per_node}; for all of it print the plan for a cluster with --emit"
+            f"a Ray cluster of the {cluster.num_nodes} hosts, started before (`ray start`), and sync.disk_dir on a "
+            "disk that all of them see"
         )
-    if num_train_gpus > 1:
-        more = "" if cluster.num_nodes > 1 else f" {_on_ray(plan)}"
-        patience.insert(
-            0,
-            f"patience in training: the plan divides the trainer over {num_train_gpus} GPUs, and in this file it is "
-            f"one process on one GPU.{more}",
-        )
-    if r.workload.publishes_adapters:
-        patience.append(
-            "patience at publications: the plan's are of adapters alone, and vLLM's processes take them merged into "
-            "whole weights"
-        )
-    if layout.weight_dtype not in ("bfloat16", "float16"):
-        patience.append(
-            f"patience: the plan's seconds are for engines with {layout.weight_dtype} weights, and rollout.dtype "
-            "holds bfloat16 at least"
-        )
-    return needs + patience
+    return needs
 
 
-def _on_ray(plan: Plan) -> str:
-    """What `train` spreads over GPUs and hosts: ranks and replicas of one GPU each, on Ray."""
-    if plan.request.workload.lora_rank:
-        ranks, divided = "one trainer rank (adapters are not divided)", ""
-    else:
-        ranks, divided = "cluster.num_trainer_ranks", "; FSDP2 divides the trainer, without TP, PP or CP"
-    # Weights pass between processes of one host in shared memory, between hosts through a shared folder.
-    is_wide = plan.request.cluster.num_nodes > 1
-    transport = '"disk" with a shared sync.disk_dir' if is_wide else '"shm"'
-    return (
-        f'With cluster.kind = "ray" it is {ranks} and rollout.num_replicas of one GPU each{divided}: set '
-        f'rollout.engine = "native", sync.transport = {transport}, and no [memory] table, because vLLM, ipc and '
-        "hand-overs are refused there."
-    )
-
-
-def _transport(plan: Plan, chosen: Candidate) -> str:
+def _transport(plan: Plan, chosen: Candidate, done: Execution) -> str:
     if _is_cpu(plan):
         return "inproc"
+    if done.kind == "ray":
+        return "disk" if plan.request.cluster.num_nodes > 1 else "shm"
     return "ipc" if is_colocated(chosen.mode) else "shm"
 
 
@@ -191,6 +158,18 @@ def _gpus(number: int) -> str:
 def _run_name(plan: Plan) -> str:
     size = "cpu" if _is_cpu(plan) else f"{plan.request.cluster.num_gpus}gpu"
     return f"{plan.request.model.name.lower()}-{size}"
+
+
+def _cluster(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
+    if done.kind == "inproc":
+        return []
+    table = _Table("cluster")
+    table.put("kind", "ray", "Trainer ranks and replicas are processes of one GPU each.")
+    table.put("num_trainer_ranks", done.num_trainer_ranks, f"FSDP2 over {_gpus(done.num_trainer_ranks)}.")
+    if plan.request.cluster.num_nodes > 1:
+        table.put("address", "auto", "The Ray cluster that this host belongs to.")
+    table.put("step_deadline_s", _deadline(chosen.account.train.total_s), "Four times the plan's training.")
+    return [table]
 
 
 def _model(plan: Plan) -> _Table:
@@ -226,37 +205,44 @@ def _data() -> list[_Table]:
     return [source, term]
 
 
-def _rollout(plan: Plan, chosen: Candidate) -> list[_Table]:
+def _rollout(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
     r, rollout, layout = plan.request, chosen.account.rollout, chosen.rollout_layout
     table = _Table("rollout")
     if _is_cpu(plan):
         table.put("engine", "native", "Our own engine: in the trainer's process, and fast on a CPU.")
+    elif done.kind == "ray":
+        table.put("engine", "native", "Our own engine, one process of one GPU for each replica.")
     else:
         table.put("engine", "vllm", "The production engine, from the extra `vllm`.")
     gpus = f"TP {layout.tp_size}" + (f", EP {layout.ep_size}" if layout.ep_size > 1 else "")
     table.put(
         "num_replicas",
-        rollout.num_replicas,
-        f"{_gpus(rollout.num_gpus)} in replicas of {layout.num_gpus} ({gpus}).",
+        done.num_replicas,
+        f"{_gpus(rollout.num_gpus)} in replicas of "
+        + (f"{layout.num_gpus} ({gpus})." if done.kind == "inproc" else "one."),
     )
     table.put("group_size", r.workload.group_size)
     table.put("max_response_tokens", r.workload.max_response_tokens)
     table.put(
         "num_slots",
-        rollout.slots_per_replica,
-        f"A decode step of {seconds(rollout.decode_step_s)} with all slots full; more would not fit in the KV pool, "
-        "or no more sequences come.",
+        done.num_slots,
+        (
+            f"A decode step of {seconds(rollout.decode_step_s)} with all slots full; more"
+            if done.kind == "inproc"
+            else "More"
+        )
+        + " would not fit in the KV pool, or no more sequences come.",
     )
     per_token = r.model.kv_bytes_per_token(r.assumptions.kv_bytes_per_number)
     longest = r.workload.prompt_tokens + r.workload.max_response_tokens + r.workload.observation_tokens
-    in_use = rollout.slots_per_replica * math.ceil(longest)
-    pool_tokens = max(int(rollout.kv_pool_bytes // per_token), _LEAST_POOL_TOKENS)
+    in_use = done.num_slots * math.ceil(longest)
+    pool_tokens = max(int(done.kv_pool_bytes // per_token), _LEAST_POOL_TOKENS)
     if _is_cpu(plan):  # a pool is memory that is taken at once: no more than all slots can fill
         pool_tokens = min(pool_tokens, in_use)
     table.put(
         "kv_pool_tokens",
         pool_tokens,
-        f"{format_bytes(rollout.kv_pool_bytes)} beside the weights, {format_bytes(per_token)} a token.",
+        f"{format_bytes(done.kv_pool_bytes)} beside the weights, {format_bytes(per_token)} a token.",
     )
     table.put("dtype", "auto")
     table.put("device", "cpu" if _is_cpu(plan) else "cuda")
@@ -270,7 +256,7 @@ def _rollout(plan: Plan, chosen: Candidate) -> list[_Table]:
         _deadline(latency_s),
         f"A step's responses take about {seconds(latency_s)}; four times that is a fault.",
     )
-    if _is_cpu(plan):
+    if _is_cpu(plan) or done.kind == "ray":
         return [table]
     vllm = _Table("rollout.vllm")
     vllm.put("in_process", False, "Each replica in processes of its own, beside the trainer's.")
@@ -342,16 +328,19 @@ def _buffer(plan: Plan, chosen: Candidate) -> _Table:
     return table
 
 
-def _sync(plan: Plan, chosen: Candidate, publication: Publication) -> _Table:
+def _sync(plan: Plan, chosen: Candidate, publication: Publication, done: Execution) -> _Table:
     table = _Table("sync")
     table.put("every_steps", 1)
+    transport = _transport(plan, chosen, done)
     table.put(
         "transport",
-        _transport(plan, chosen),
-        f"{capitalized(publication.because)}. {_WHY_TRANSPORT[_transport(plan, chosen)]}",
+        transport,
+        f"{capitalized(publication.because)}. {_WHY_TRANSPORT[transport]}",
     )
+    if transport == "disk":
+        table.put("disk_dir", "weights", "A folder that all hosts see.")
     # A delta is of whole tensors: an engine that holds slices of them takes full publications.
-    if publication.method == "delta" and not _is_cpu(plan) and chosen.rollout_layout.num_gpus == 1:
+    if publication.method == "delta" and not _is_cpu(plan) and done.replica_gpus == 1:
         table.put("delta", True)
     table.put("bucket_bytes", BUCKET_BYTES)
     table.put("max_buckets", MAX_BUCKETS)
@@ -361,13 +350,14 @@ def _sync(plan: Plan, chosen: Candidate, publication: Publication) -> _Table:
 _WHY_TRANSPORT = {
     "inproc": "Engine and trainer share this process: tensors go by reference.",
     "ipc": "Engine and trainer share their GPUs: buckets are opened where they lie.",
-    "shm": "vLLM's own processes read the buckets from shared memory of the host.",
+    "shm": "The engines' own processes read the buckets from shared memory of the host.",
+    "disk": "Ranks and replicas live on several hosts: buckets go through files that all of them see.",
 }
 
 
-def _memory(plan: Plan, chosen: Candidate) -> list[_Table]:
+def _memory(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
     """The hand-over of colocated GPUs; on a CPU nothing has to make room."""
-    if _is_cpu(plan) or not is_colocated(chosen.mode):
+    if _is_cpu(plan) or done.kind == "ray" or not is_colocated(chosen.mode):
         return []
     table = _Table("memory")
     level = plan.request.sleep.sleep_level

@@ -8,8 +8,8 @@ from rollbook.ledger.quantity import format_bytes
 def seconds(value: float) -> str:
     """Three digits, in the unit a person would use.
 
-    >>> seconds(0.0215), seconds(46.63), seconds(810.1), seconds(7421.0)
-    ('21.5 ms', '46.6 s', '810 s', '2 h 04 min')
+    >>> seconds(0.0215), seconds(46.63), seconds(810.1), seconds(7421.0), seconds(7199.0)
+    ('21.5 ms', '46.6 s', '810 s', '2 h 04 min', '2 h 00 min')
     """
     if value < 1e-3:
         return f"{value * 1e6:.0f} µs"
@@ -19,7 +19,8 @@ def seconds(value: float) -> str:
         return f"{value:.1f} s"
     if value < 3600:
         return f"{value:,.0f} s"
-    return f"{int(value // 3600)} h {round(value % 3600 / 60):02d} min"
+    hours, minutes = divmod(round(value / 60), 60)
+    return f"{hours} h {minutes:02d} min"
 
 
 def percent(frac: float) -> str:

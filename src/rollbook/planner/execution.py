@@ -1,0 +1,180 @@
+"""What `rollbook train` makes of a plan for GPUs: in one process with vLLM, or over Ray with engines of its own.
+
+    one training GPU, or adapters   in one process; each vLLM replica in processes of its own
+    more                            on Ray: FSDP2 divides the trainer over as many ranks as the plan has GPUs, and each
+                                    replica is a native engine on one GPU; engine and trainer that share a GPU share
+                                    its memory too, because nothing is handed over
+
+Where a rank or a replica of that kind does not fit its GPU, one process is all that is left. Every difference to the
+plan is listed with the key of the config that carries it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rollbook.ledger.decode import replica_weight_bytes
+from rollbook.ledger.layout import ReplicaLayout, TrainLayout
+from rollbook.ledger.memory import train_memory
+from rollbook.ledger.step import is_colocated
+from rollbook.planner.request import PlanRequest
+from rollbook.planner.search import Candidate
+from rollbook.planner.words import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How `train` runs a plan."""
+
+    kind: Literal["inproc", "ray"]
+    num_trainer_ranks: int
+    num_replicas: int
+    replica_gpus: int
+    num_slots: int
+    kv_pool_bytes: float
+    """Of one replica."""
+    differences: tuple[str, ...] = ()
+    """To the plan, each beginning with the key that carries it; empty: it is carried out as planned."""
+
+
+def execution(request: PlanRequest, chosen: Candidate) -> Execution:
+    """The way `train` can carry out `chosen`, and what of it it cannot."""
+    rollout = chosen.account.rollout
+    plain = Execution(
+        kind="inproc",
+        num_trainer_ranks=1,
+        num_replicas=rollout.num_replicas,
+        replica_gpus=chosen.rollout_layout.num_gpus,
+        num_slots=rollout.slots_per_replica,
+        kv_pool_bytes=rollout.kv_pool_bytes,
+    )
+    if request.cluster.accelerator.is_cpu:
+        return plain
+    on_ray = None
+    if chosen.split[1] > 1 and not request.workload.lora_rank:
+        on_ray = _on_ray(request, chosen)
+    if on_ray is None:
+        return _with(plain, _always(request, chosen) + _in_one_process(request, chosen))
+    return _with(on_ray, _always(request, chosen) + _over_ray(request, chosen, on_ray))
+
+
+def _with(execution: Execution, differences: list[str]) -> Execution:
+    return replace(execution, differences=tuple(differences))
+
+
+def _on_ray(request: PlanRequest, chosen: Candidate) -> Execution | None:
+    """Ranks and replicas of one GPU each; None where one of them does not fit."""
+    num_rollout, num_train = chosen.split
+    usable = request.cluster.accelerator.hbm_bytes * (1 - request.assumptions.memory_overhead_frac)
+    trainer = train_memory(
+        request.model,
+        request.workload,
+        request.assumptions,
+        num_gpus=num_train,
+        layout=TrainLayout(recompute=chosen.train.layout.recompute),
+    ).total
+    weights = replica_weight_bytes(request.model, ReplicaLayout())
+    beside = trainer if is_colocated(chosen.mode) else 0.0
+    pool = usable - weights - beside
+    work = request.workload
+    longest = work.prompt_tokens + work.max_response_tokens + work.observation_tokens
+    number = request.assumptions.kv_bytes_per_number
+    if trainer > usable or pool < request.model.kv_bytes(longest, number):
+        return None
+    held = work.prompt_tokens + (work.response_tokens + work.observation_tokens) / 2
+    slots = math.floor(pool / request.model.kv_bytes(held, number))
+    share = math.ceil(work.num_sequences / num_rollout)
+    return Execution(
+        kind="ray",
+        num_trainer_ranks=num_train,
+        num_replicas=num_rollout,
+        replica_gpus=1,
+        num_slots=max(min(slots, share, request.assumptions.max_slots), 1),
+        kv_pool_bytes=pool,
+    )
+
+
+def _always(request: PlanRequest, chosen: Candidate) -> list[str]:
+    found = []
+    if request.checkpoint_is_async:
+        found.append(
+            "checkpoint: planned to be written beside training; training stands still until it is written"
+        )
+    if chosen.train.is_offloaded:
+        found.append(
+            "trainer: planned with master weights and moments in host memory; they stay on the device, or go there "
+            "and back with [memory] where the schedule hands the device over"
+        )
+    if chosen.rollout_layout.weight_dtype not in ("bfloat16", "float16"):
+        found.append(
+            f"rollout.dtype: planned as {chosen.rollout_layout.weight_dtype} weights; engines hold bfloat16 at least"
+        )
+    return found
+
+
+def _degrees(chosen: Candidate) -> str:
+    layout = chosen.train.layout
+    degrees = {"TP": layout.tp_size, "PP": layout.pp_size, "CP": layout.cp_size, "EP": layout.ep_size}
+    return ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
+
+
+def _in_one_process(request: PlanRequest, chosen: Candidate) -> list[str]:
+    found = []
+    num_train = chosen.split[1]
+    if num_train > 1:
+        alone = train_memory(
+            request.model,
+            request.workload,
+            request.assumptions,
+            num_gpus=1,
+            layout=TrainLayout(recompute=chosen.train.layout.recompute, lora=request.workload.lora_rank > 0),
+        ).total
+        usable = request.cluster.accelerator.hbm_bytes * (1 - request.assumptions.memory_overhead_frac)
+        ends = (
+            f"; its {format_bytes(alone)} do not fit into {format_bytes(usable)}, so `train` will run out of memory: "
+            "print the plan for another trainer with --emit"
+            if alone > usable
+            else f"; its {format_bytes(alone)} fit, and training takes {num_train} times as long"
+        )
+        found.append(
+            f"cluster.num_trainer_ranks: planned {num_train} training GPUs; it is one process on one GPU{ends}"
+        )
+    if request.cluster.num_nodes > 1:
+        found.append(
+            f"rollout.num_replicas: planned on {request.cluster.num_nodes} hosts; this file runs on one, because "
+            f"vLLM's processes take weights within a host. For one host plan with --num-gpus "
+            f"{request.cluster.gpus_per_node}"
+        )
+    if request.workload.publishes_adapters:
+        found.append(
+            "model.lora.publish: planned adapters alone; vLLM's processes take them merged into whole weights"
+        )
+    return found
+
+
+def _over_ray(request: PlanRequest, chosen: Candidate, on_ray: Execution) -> list[str]:
+    rollout, layout = chosen.account.rollout, chosen.rollout_layout
+    found = [
+        "rollout.engine: planned with vLLM's seconds; replicas on Ray are native engines, whose seconds this plan does "
+        "not know"
+    ]
+    if layout.num_gpus > 1:
+        found.append(
+            f"rollout.num_replicas: planned {rollout.num_replicas} of {layout.num_gpus} GPUs; it is "
+            f"{on_ray.num_replicas} of one GPU each"
+        )
+    if degrees := _degrees(chosen):
+        found.append(f"trainer: planned with {degrees}; FSDP2 alone divides it over the same GPUs")
+    if is_colocated(chosen.mode):
+        found.append(
+            f"memory: planned hand-overs of every GPU; on Ray engine and trainer stay on it together, which leaves "
+            f"{format_bytes(on_ray.kv_pool_bytes)} of KV a GPU where the plan has "
+            f"{format_bytes(rollout.kv_pool_bytes / layout.num_gpus)}"
+        )
+    found.append(
+        f"sync.transport: planned {chosen.sync_method}; between Ray's processes it is "
+        f"{'files on a shared disk' if request.cluster.num_nodes > 1 else 'shared memory of the host'}"
+    )
+    return found
