@@ -297,6 +297,15 @@ def test_options_of_a_lending_that_is_off_are_refused(tiny_run: TinyRun) -> None
         tiny_run(**{"lending.margin": 2.0})
 
 
+@pytest.mark.parametrize("kv_pool_tokens", [3, 24])
+def test_a_pool_that_cannot_hold_the_longest_request_is_refused(
+    tiny_run: TinyRun, kv_pool_tokens: int
+) -> None:
+    """Prompts of up to 6 tokens, responses of 20."""
+    with pytest.raises(ConfigError, match=f"lending.kv_pool_tokens is {kv_pool_tokens}, .* takes 2[0-9]"):
+        tiny_run(**LENT, **{"lending.kv_pool_tokens": kv_pool_tokens})
+
+
 def test_a_run_that_was_taken_up_again_lends_as_before(tiny_run: TinyRun) -> None:
     exact = {**LENT, "rollout.batch_invariant": True, "trainer.lr": 1e-7, "checkpoint.every_steps": 1}
     whole = tiny_run(name="whole", num_steps=4, faults=[HoldsUntilLent()], **exact)

@@ -611,6 +611,8 @@ def test_br061_engine_trainer_and_reference_divide_by_the_same_temperature(
             "algorithm.kl.placement": "loss",
             "algorithm.kl.coef": 0.1,
             "algorithm.correction.level": "token",  # so that the proximal pass is made
+            "run.schedule": "separate_async",
+            "buffer.max_staleness_steps": 1,  # the first step is on policy all the same
             "trainer.lr": 1e-7,
         },
     )

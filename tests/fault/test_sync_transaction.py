@@ -54,7 +54,7 @@ def test_any_chunking_and_order_ends_in_the_trainers_weights(staging: Staging, b
 
 
 def test_coverage_adds_up_to_both_sides() -> None:
-    """17 tensors of the trainer: 1 kept its name, 3 were renamed, 3 + 9 share parameters, 1 is tied."""
+    """BR-015. 17 tensors of the trainer: 1 kept its name, 3 were renamed, 3 + 9 share parameters, 1 is tied."""
     source = FakeSource(tiny_tensors())
     transaction = ReplicaTransaction(fused_engine(), replica_id=0, weight_version=0)
     coverage = transaction.open(manifest_of(source, 1))
@@ -79,6 +79,7 @@ def test_a_table_of_places_must_cover_the_engine() -> None:
 
 
 def test_extra_missing_and_misshapen_names_are_refused_before_any_write() -> None:
+    """BR-015: what no rule of the engine's names takes is an error, never left out."""
     transaction, source = replica()
     before = live_digests(engine_of(transaction))
     manifest = manifest_of(source, 2)

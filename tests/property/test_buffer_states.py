@@ -38,14 +38,14 @@ class BufferMachine(RuleBasedStateMachine):
 
     @initialize(
         staleness=st.integers(0, 3),
-        order=st.sampled_from(["admission", "arrival"]),
-        when_stale=st.sampled_from(["drop", "wait"]),
+        taking=st.sampled_from([("admission", "wait"), ("arrival", "wait"), ("arrival", "drop")]),
         groups_per_step=st.integers(1, 3),
         refill_failed=st.booleans(),
     )
     def start(
-        self, staleness: int, order: str, when_stale: str, groups_per_step: int, refill_failed: bool
+        self, staleness: int, taking: tuple[str, str], groups_per_step: int, refill_failed: bool
     ) -> None:
+        order, when_stale = taking
         config = BufferConfig(
             max_staleness_steps=staleness,
             order=order,  # type: ignore[arg-type]

@@ -97,8 +97,8 @@ def reachable() -> dict[tuple[object, ...], tuple[World, list[tuple[str, tuple[o
 
 
 def test_no_state_in_which_both_sides_wait() -> None:
-    """In every reachable state without new publications and deaths, taking, hearing and restarting lead to rest:
-    nothing offered, the consumer at the newest version, every version acknowledged or superseded."""
+    """BR-021. In every reachable state without new publications and deaths, taking, hearing and restarting lead to
+    rest: nothing offered, the consumer at the newest version, every version acknowledged or superseded."""
     states = reachable()
     assert len(states) > 500
     can_rest = {

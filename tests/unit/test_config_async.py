@@ -35,6 +35,22 @@ TEACHER = {"new": {"hidden_size": 32, "num_heads": 2, "alphabet": "0123456789+="
             "max_running_groups is 3, fewer than run.groups_per_step 4",
         ),
         ({"buffer.step_deadline_s": 5.0}, "group_deadline_s is 600, longer than buffer.step_deadline_s 5"),
+        (
+            {
+                "run.schedule": "separate_async",
+                "buffer.max_staleness_steps": 1,
+                "rollout.pause_mode": "abort",
+            },
+            "pause_mode is 'abort' and run.schedule 'separate_async', which pauses no generation",
+        ),
+        ({"algorithm.correction.level": "token"}, "every weight would be 1"),
+        (
+            {
+                "run.schedule": "separate_async",
+                "algorithm.correction.reject": {"statistic": "token", "upper_nats": 1.0},
+            },
+            "every weight would be 1",
+        ),
         ({"rollout.mismatch": "int8", "rollout.engine": "vllm"}, "mismatch is 'int8' and rollout.engine"),
         ({"algorithm.name": "distill"}, "distill.placement is 'advantage' and there is no teacher"),
         ({"teacher": TEACHER}, "there is a \\[teacher\\] table"),
@@ -44,6 +60,35 @@ def test_bounds_that_contradict_are_refused_with_their_values(overrides: dict[st
     with pytest.raises(ConfigError, match=words) as caught:
         tiny_config(**overrides).check()
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"run.schedule": "separate_async", "buffer.max_staleness_steps": 1},
+        {"rollout.mismatch": "int8"},
+        {"sync.quantize": "int8"},
+        {"rollout.dtype": "bfloat16"},
+        {"model.dtype": "bfloat16"},
+        {"algorithm.proximal": "behavior", "algorithm.loss": "reinforce"},
+    ],
+    ids=str,
+)
+def test_a_correction_is_taken_where_behavior_and_proximal_policy_differ(more: dict[str, Any]) -> None:
+    tiny_config(**{"algorithm.correction.level": "token", **more}).check()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"buffer.when_stale": "drop"}, "in which nothing goes stale"),
+        ({"algorithm.filter.metric": "reward"}, "nothing is compared"),
+        ({"algorithm.filter.refill": True}, "no filter drops a group"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(overrides: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tiny_config(**overrides)
 
 
 @pytest.mark.parametrize(

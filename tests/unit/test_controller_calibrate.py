@@ -150,7 +150,7 @@ TEACHER = {
             id="teacher",
         ),
         pytest.param({"algorithm.proximal": "behavior"}, id="no forward"),
-        pytest.param({"algorithm.correction.level": "token"}, id="corrected"),
+        pytest.param({"algorithm.correction.level": "token", "rollout.mismatch": "int8"}, id="corrected"),
     ],
 )
 def test_whatever_an_algorithm_reads_is_there_when_its_host_work_is_measured(

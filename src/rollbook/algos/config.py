@@ -109,6 +109,20 @@ class FilterConfig(Section):
     mask_truncated: bool = False
     """Take no loss on responses that hit the token limit; they still count in the group's baseline."""
 
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        if not self.drop_flat and self.metric != "score":
+            raise ValueError(
+                f"filter.metric is {self.metric!r} and filter.drop_flat is false: nothing is compared; set drop_flat "
+                "= true, or leave metric out"
+            )
+        if self.refill and not self.drop_flat and self.min_scored == 1:
+            raise ValueError(
+                "filter.refill is true and no filter drops a group (drop_flat is false, min_scored 1); set drop_flat "
+                "= true, or leave refill out (failed groups have buffer.refill_failed)"
+            )
+        return self
+
 
 RejectStatistic = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 

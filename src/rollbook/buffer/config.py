@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollbook.section import Section
 
@@ -33,3 +33,12 @@ class BufferConfig(Section):
     """Seconds from admission after which a group's unfinished trajectories are failed as timeouts."""
     step_deadline_s: float = Field(default=3600.0, gt=0)
     """Seconds a step may wait for its groups; then the run stops and names the trajectories it waited for."""
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        if self.when_stale == "drop" and self.order == "admission":
+            raise ValueError(
+                "buffer.when_stale is 'drop' and buffer.order 'admission', in which nothing goes stale: use order = "
+                "'arrival', or leave when_stale out"
+            )
+        return self

@@ -81,6 +81,7 @@ class RunConfig(Section):
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         yield from self._schedule_problems()
+        yield from self._correction_problems()
         yield from self._group_problems()
         yield from self._sampling_problems()
         yield from self._device_problems()
@@ -117,11 +118,36 @@ class RunConfig(Section):
                 f"buffer.step_deadline_s {self.buffer.step_deadline_s:g}",
                 "a late group must be failed before its step is given up: lower the group's deadline",
             )
+        if not schedule.pauses_for_training and self.rollout.pause_mode != "keep":
+            yield (
+                f"rollout.pause_mode is '{self.rollout.pause_mode}' and run.schedule '{self.run.schedule}', which "
+                "pauses no generation",
+                "use colocate_async, or leave pause_mode out",
+            )
         running = self.buffer.max_running_groups
         if running and running < self.run.groups_per_step and not schedule.is_on_policy:
             yield (
                 f"buffer.max_running_groups is {running}, fewer than run.groups_per_step {self.run.groups_per_step}",
                 "a step could never be generated at once: raise it, or leave it at 0",
+            )
+
+    def _correction_problems(self) -> Iterator[tuple[str, str]]:
+        """Where behavior and proximal policy are the same numbers, their ratio is 1."""
+        rollout, algorithm = self.rollout, self.algorithm
+        is_same = (
+            rollout.engine == "native"
+            and self.model.dtype == "float32"
+            and rollout.dtype in ("auto", "float32")
+            and rollout.mismatch == "none"
+            and self.sync.quantize == "none"
+            and rollout.device == self.model.device
+        )
+        on_policy = self.buffer.max_staleness_steps == 0 and algorithm.proximal == "recompute"
+        if algorithm.correction.is_on and is_same and on_policy:
+            yield (
+                "algorithm.correction is on, buffer.max_staleness_steps is 0, and engine and trainer compute alike, in "
+                "float32 on one kind of device: every weight would be 1",
+                "leave the correction out, or raise the staleness bound",
             )
 
     def _group_problems(self) -> Iterator[tuple[str, str]]:

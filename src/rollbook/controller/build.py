@@ -129,6 +129,7 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
             train_prompts=[prompt for source in prompts.train for prompt in source],
         )
         if lent is not None:
+            _require_room(config, prompts)
             controller.lending = Lending(
                 config.lending,
                 lent,
@@ -234,6 +235,20 @@ def _load_prompts(config: RunConfig, model: LoadedModel, tokenizer: Tokenizer) -
             "raise data.held_out_frac, add data.held_out sources, or evaluate on fewer",
         )
     return prompts
+
+
+def _require_room(config: RunConfig, prompts: Prompts) -> None:
+    """A request that the lent engine could never hold would be a failed trajectory."""
+    longest = max(len(prompt.prompt_ids) for source in prompts.train for prompt in source)
+    wanted = longest + config.rollout.max_response_tokens
+    pool = config.lending.kv_pool_tokens or config.rollout.kv_pool_tokens
+    held = pool // config.rollout.page_tokens * config.rollout.page_tokens
+    if held < wanted:
+        raise ConfigError(
+            f"lending.kv_pool_tokens is {pool}, {held} of them in whole pages of {config.rollout.page_tokens}, and the "
+            f"longest prompt with its response takes {wanted}",
+            f"raise it to {wanted + config.rollout.page_tokens} at least, or leave it at 0 for rollout.kv_pool_tokens",
+        )
 
 
 def _rollout(
