@@ -5,7 +5,8 @@
                                                (used again for the next one)
 
 The whole model never exists: beside the bucket and this rank's rows of it there is only what the reader still holds of
-the tensors joined from it. Every rank takes part and sees the same stream; rank 0 publishes it.
+the tensors joined from it. A tensor larger than a bucket is gathered into its own memory, where its rows divide evenly.
+Every rank takes part and sees the same stream; rank 0 publishes it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def gathered(
 
     Args:
         tensors: by name; those that are divided among the ranks, and others.
-        bucket_bytes: of the buffers of one gather; a larger tensor has one of its own.
+        bucket_bytes: of the buffers of one gather. A larger tensor has one of its own if its rows do not divide
+            evenly, else none.
     """
     own_share = bucket_bytes * ranks.size // (ranks.size + 1)  # this rank's rows need a buffer too
     groups: list[list[tuple[str, Tensor]]] = [[]]
@@ -40,12 +42,38 @@ def gathered(
             group_bytes = 0
         groups[-1].append((name, tensor))
         group_bytes += num_bytes
-    widest = max(sum(_widths(group, ranks)) for group in groups)
+    is_whole = [_is_gathered_in_place(group, ranks, dtype, own_share) for group in groups]
+    widest = max(
+        (sum(_widths(group, ranks)) for group, alone in zip(groups, is_whole) if not alone), default=0
+    )
     rows = allocate((widest,), dtype, ranks.device)
     bucket = allocate((ranks.size * widest,), dtype, ranks.device)
-    for group in groups:
+    for group, alone in zip(groups, is_whole):
+        if alone:
+            [(name, tensor)] = group
+            yield name, _gather_in_place(tensor, ranks, dtype)
+            continue
         width = sum(_widths(group, ranks))
         yield from _gather(group, ranks, rows[:width], bucket[: ranks.size * width].view(ranks.size, width))
+
+
+def _is_gathered_in_place(
+    group: list[tuple[str, Tensor]], ranks: Ranks, dtype: torch.dtype, own_share: int
+) -> bool:
+    """One tensor that is larger than a bucket, with as many rows on every rank: the ranks' rows one after the other
+    are the tensor."""
+    (_, first), *others = group
+    is_large = ranks.is_sharded(first) and first.numel() * dtype.itemsize > own_share
+    return is_large and not others and first.shape[0] % ranks.size == 0
+
+
+def _gather_in_place(tensor: Tensor, ranks: Ranks, dtype: torch.dtype) -> Tensor:
+    mine = _own_rows(tensor, ranks)
+    if mine.dtype != dtype:
+        mine = allocate((mine.numel(),), dtype, ranks.device).copy_(mine)
+    whole = allocate((tensor.numel(),), dtype, ranks.device)
+    ranks.gather_into(whole, mine)
+    return whole.view(tensor.shape)
 
 
 def _gather(
@@ -55,7 +83,7 @@ def _gather(
     start = 0
     for (_, tensor), width in zip(group, widths):
         if width:
-            local = ranks.local(tensor.detach()).reshape(-1)
+            local = _own_rows(tensor, ranks)
             rows[start : start + local.numel()].copy_(local)
             start += width
     if start:
@@ -73,6 +101,12 @@ def _gather(
         start += width
         yield name, whole.view(tensor.shape)
         del whole
+
+
+@torch.no_grad()
+def _own_rows(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's, flat. Without gradients no new tensor is made around them: one costs as much as a launch."""
+    return ranks.local(tensor).reshape(-1)
 
 
 def _widths(group: list[tuple[str, Tensor]], ranks: Ranks) -> list[int]:
