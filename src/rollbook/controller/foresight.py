@@ -44,9 +44,12 @@ def derive(config: RunConfig, *, gpu: str = "", num_gpus: int = 0) -> Derivation
     prompt_tokens = _prompt_tokens(config, notes)
     trainer, engines, is_shared = _pools(config)
     devices = num_gpus or (trainer if is_shared else trainer + engines)
+    is_beside = config.run.schedule == "separate_async"
     split = None
-    if not is_shared and devices > 1:
+    if is_beside and devices > 1:
         split = (devices - trainer, trainer) if devices > trainer else (devices // 2, devices - devices // 2)
+    elif is_beside:
+        notes.append("generation and training share the one device: planned as if they took turns")
     request = PlanRequest(
         model=model,
         workload=Workload(
@@ -66,7 +69,7 @@ def derive(config: RunConfig, *, gpu: str = "", num_gpus: int = 0) -> Derivation
         max_staleness_steps=max(config.buffer.max_staleness_steps, 1),
         checkpoint_every_steps=config.checkpoint.every_steps,
     )
-    mode = config.run.schedule if is_shared or split else "colocate_async"
+    mode = "colocate_async" if is_beside and split is None else config.run.schedule
     plan = make_plan(request, is_brief=True)
     expected, _ = expectation_of_request(request, mode=mode)
 
