@@ -88,7 +88,7 @@ def test_chunks_cost_less_than_whole_prompts_because_weights_are_read_anyway() -
 def test_a_budget_that_running_sequences_use_up_does_not_fit() -> None:
     account = step_account(LLAMA, replace(WORK, prefill_chunk_tokens=64), CLUSTER, DEFAULT, rollout_tp=1)
     assert account.why_not == (
-        "64 running sequences leave nothing of a step's 64 tokens for prompts: raise prefill_chunk_tokens above 64",
+        "64 running sequences leave nothing of a step's 64 tokens for prompts: more than 64 would",
     )
 
 

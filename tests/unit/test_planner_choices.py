@@ -112,6 +112,19 @@ def test_growing_responses_are_followed_over_training() -> None:
     assert plan(is_brief=False).growth == ()
 
 
+def test_growth_beyond_every_limit_ends_at_the_limit() -> None:
+    grown = plan(is_brief=False, length_growth=0.3, horizon=100_000).growth
+    assert grown[-1].response_tokens == pytest.approx(0.95 * 16_384)
+    shrunk = plan(is_brief=False, length_growth=-0.5, horizon=100_000).growth
+    assert shrunk[-1].response_tokens == 1.0
+
+
+def test_a_budget_too_small_for_chunks_names_the_way_out() -> None:
+    made = plan(prefill_chunk="10")
+    assert made.chosen is None
+    assert any("--prefill-chunk 0" in change for change in made.smallest_changes)
+
+
 def test_growing_responses_stop_at_the_limit_in_the_simulator_too() -> None:
     request = PlanOptions(**BASE, prompts="16").request()
     scenario = scenario_of(request, Search(request).candidate("sync", 32, 32))
@@ -170,6 +183,7 @@ def test_a_plan_of_a_processor_names_no_gpu(tmp_path: Path) -> None:
         ),
         ({"length_growth": 2.0}, "--length-growth is 2", "such as 0.01"),
         ({"horizon": 0}, "--horizon is 0", "at least 1"),
+        ({"horizon": 50}, "responses do not grow", "--length-growth"),
         ({"lend": -1.0}, "--lend is -1", "0 to lend nothing"),
         ({"prefill_chunk": "many"}, "--prefill-chunk", "such as"),
         ({"epochs": 0}, "--epochs is 0", "at least 1"),

@@ -143,7 +143,7 @@ def default_rollout_side(
     if 0 < workload.prefill_chunk_tokens <= room.slots:
         why_not.append(
             f"{room.slots} running sequences leave nothing of a step's {workload.prefill_chunk_tokens} tokens for "
-            f"prompts: raise prefill_chunk_tokens above {room.slots}"
+            f"prompts: more than {room.slots} would"
         )
     notes, error_frac = _reliability(model, cluster, assumptions)
     idle_gpus = num_gpus - num_replicas * layout.num_gpus

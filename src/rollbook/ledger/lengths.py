@@ -177,3 +177,16 @@ def normal_quantile(frac: Curve | float) -> Curve:
     t = np.sqrt(-2.0 * np.log(tail))
     z = t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)))
     return np.asarray(np.where(frac < 0.5, -z, z), np.float64)
+
+
+_MOST_GROWTH = math.log(1e12)
+
+
+def grown_by(frac_per_step: float, num_steps: int) -> float:
+    """Factor after so many steps, within 1e-12 and 1e12: a limit cuts what grows, whatever the factor.
+
+    >>> round(grown_by(0.01, 100), 3), grown_by(0.5, 100_000) > 9e11
+    (2.705, True)
+    """
+    growth = num_steps * math.log1p(frac_per_step)
+    return math.exp(min(max(growth, -_MOST_GROWTH), _MOST_GROWTH))

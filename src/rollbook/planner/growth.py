@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rollbook.ledger.layout import ReplicaLayout
+from rollbook.ledger.lengths import grown_by
 from rollbook.ledger.workload import Mode, Workload
 from rollbook.planner.choice import choose
 from rollbook.planner.request import PlanRequest
@@ -74,7 +75,7 @@ def growth(request: PlanRequest, chosen: Candidate, layouts: list[ReplicaLayout]
     moments = []
     for share in _SHARES:
         step = round(share * request.horizon_steps)
-        work = _grown(request.workload, (1 + request.length_growth_frac) ** step)
+        work = _grown(request.workload, grown_by(request.length_growth_frac, step))
         changed = replace(request, workload=work)
         search = Search(changed, layouts=layouts, is_brief=True)
         candidates = search.run()
@@ -97,6 +98,7 @@ def growth(request: PlanRequest, chosen: Candidate, layouts: list[ReplicaLayout]
 
 def _grown(work: Workload, factor: float) -> Workload:
     limit = work.max_response_tokens
-    mean = max(min(work.response_tokens * factor, _MOST_OF_LIMIT * limit), min(work.response_tokens, 1.0))
+    most = max(_MOST_OF_LIMIT * limit, min(work.response_tokens, limit))
+    mean = max(min(work.response_tokens * factor, most), 1.0)
     samples = tuple(min(max(x * factor, 1.0), limit) for x in work.length_samples)
     return replace(work, response_tokens=mean, length_samples=samples)

@@ -197,6 +197,9 @@ def smallest_changes(request: PlanRequest) -> list[str]:
     changes = []
     if request.rollout_tp and _fits(replace(request, rollout_tp=0)):
         changes.append("leave --rollout-tp to the planner")
+    chunk = request.workload.prefill_chunk_tokens
+    if chunk and _fits(replace(request, workload=replace(request.workload, prefill_chunk_tokens=0))):
+        changes.append("give a step a larger budget of tokens, or prefill prompts whole (--prefill-chunk 0)")
     if request.assumptions.method != "paper":
         if request.offload == "none" and _fits(replace(request, offload="auto")):
             changes.append("keep the optimizer state in host memory (--offload auto)")

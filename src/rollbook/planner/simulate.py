@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.errors import PlanError, nearest_name
-from rollbook.ledger.lengths import LengthDistribution
+from rollbook.ledger.lengths import LengthDistribution, grown_by
 from rollbook.ledger.quantity import require_number
 from rollbook.ledger.workload import MODES, Mode
 
@@ -635,7 +635,7 @@ class Simulation:
         if budget <= 0:
             return
         count = budget * s.group_size
-        growth = (1.0 + s.length_growth_frac) ** self._version
+        growth = grown_by(s.length_growth_frac, self._version)
         drawn = s.response_tokens(self._rng, count) * growth
         lengths = np.clip(drawn, 1.0, s.max_response_tokens).tolist()
         turns = [1] * count
