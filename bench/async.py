@@ -19,8 +19,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,13 @@ from rollbook.checkpoint.checkpoint import list_checkpoints, load_checkpoint
 from rollbook.config.loading import load_config, to_toml
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.build import build
-from rollbook.controller.entry import calibrate, start_run
-from rollbook.controller.loop import Controller
-from rollbook.controller.objective import PolicyObjective
-from rollbook.ledger.hardware import MachineSpec
+from rollbook.controller.entry import start_run
+from rollbook.controller.expectation import Plan, make_plan
+from rollbook.ledger.hardware import Contention
+from rollbook.ledger.lengths import LengthDistribution
+from rollbook.ledger.predict import stages_after_rollout
 from rollbook.observe.opening import open_recorder
 from rollbook.planner.simulate import DecodeTable, Scenario, empirical, simulate
-from rollbook.rollout.engine import GenerateRequest
-from rollbook.types import SamplingParams, TrainSequence
 from svg_plot import Line, line_chart
 
 ROOT = Path(__file__).parents[1]
@@ -290,144 +288,56 @@ def draw_staleness(found: Json) -> str:
 # ---- 3. wall clock on long-tailed lengths
 
 
-async def contention(config: RunConfig, folder: Path) -> tuple[float, float]:
-    """How much longer a decode step and a training pass take while the other side works: (engine, trainer)."""
+async def plan_of(config: RunConfig, folder: Path) -> Plan:
+    """What the run itself would plan before its first step: calibrated as it would be, side by side where it is so."""
     recorder = open_recorder(folder, config.observe, resolved={})
     try:
         async with build(config, recorder) as controller:
             await controller.publish(0)
-            await decode_step_s(controller)
-            await controller.compute(lambda: train_pass_s(controller))  # warm-up of both
-            decode_alone_s = await decode_step_s(controller)
-            train_alone_s = await controller.compute(lambda: train_pass_s(controller))
-            training = asyncio.create_task(keep_training(controller))
-            decode_beside_s = await decode_step_s(controller)
-            training.cancel()
-            with suppress(asyncio.CancelledError):
-                await training
-            decoding = asyncio.create_task(keep_decoding(controller))
-            await asyncio.sleep(0)
-            train_beside_s = await controller.compute(lambda: train_pass_s(controller))
-            decoding.cancel()
-            with suppress(asyncio.CancelledError):
-                await decoding
-            await controller.rollout.stop()
-            controller._thread.shutdown(wait=True)
+            return await make_plan(controller)
     finally:
         recorder.close()
-    return max(decode_beside_s / decode_alone_s, 1.0), max(train_beside_s / train_alone_s, 1.0)
 
 
-async def decode_step_s(controller: Controller, num_tokens: int = 48) -> float:
-    """Seconds of a decode step with every slot in use."""
-    engine = controller.router.engines[0]
-    before = await engine.stats()
-    sampling = SamplingParams(max_response_tokens=num_tokens, ignore_eos=True)
-    prompt = np.arange(1, 9, dtype=np.int32)
-    requests = [
-        GenerateRequest(
-            request_id=f"bench/{i}",
-            prompt_ids=prompt,
-            sampling=sampling,
-            seed=i,
-            group_id=-9 - i,
-            member_idx=0,
-        )
-        for i in range(controller.config.rollout.num_slots)
-    ]
-    await asyncio.gather(*(engine.generate(request) for request in requests))
-    after = await engine.stats()
-    return (after.decode_s - before.decode_s) / (after.decode_steps - before.decode_steps)
-
-
-async def keep_decoding(controller: Controller) -> None:
-    while True:
-        await decode_step_s(controller)
-
-
-async def keep_training(controller: Controller) -> None:
-    while True:
-        await controller.compute(lambda: train_pass_s(controller, num_passes=1))
-
-
-def train_pass_s(controller: Controller, *, num_passes: int = 2) -> float:
-    """Seconds of logprobs and one update on 16 sequences of random tokens."""
-    draw = np.random.default_rng(0)
-    sequences = []
-    for group_id in range(16):
-        ids = draw.integers(0, controller.trainer.model.facts.vocab_size, 100).astype(np.int32)
-        is_action = np.arange(100) >= 8
-        sequences.append(
-            TrainSequence(
-                group_id=group_id,
-                member_idx=0,
-                source="bench",
-                token_ids=ids,
-                action_mask=is_action,
-                loss_mask=is_action.copy(),
-                behavior_logprobs=np.zeros(100, np.float32),
-                reward=0.0,
-                oldest_version=0,
-                advantages=np.ones(100, np.float32),
-            )
-        )
-    batch = controller.trainer.make_batch(sequences, step=0, weight_version=0)
-    objective = PolicyObjective(controller.config.algorithm, proximal_is_current=True)
-    began_s = time.perf_counter()
-    for _ in range(num_passes):
-        controller.trainer.fill_proximal(batch)
-        controller.trainer.update(batch, objective, lr=0.0)
-    return (time.perf_counter() - began_s) / num_passes
-
-
-def predict(
-    machine: MachineSpec, config: RunConfig, lengths: Sequence[int], slowdown: tuple[float, float]
-) -> float:
-    """Seconds of a step by the planner's discrete-event simulation, from the machine's coefficients."""
-    assert machine.decode is not None and machine.train is not None
-    decode, train = machine.decode, machine.train
-    is_apart = config.run.schedule == "separate_async"
-    engine, trainer = slowdown if is_apart else (1.0, 1.0)
-    prompt = 6.0  # five characters and ">"
-    group_size, groups = config.rollout.group_size, config.run.groups_per_step
-    tokens = groups * (prompt + group_size * (float(np.mean(lengths)) - 1))
-    num_micro = max(tokens / config.trainer.micro_batch_tokens, 1)
-    num_params = config_params(config)
-    update_s = tokens / train.tokens_per_s + num_micro * train.per_micro_batch_s
-    update_s += num_params * train.optimizer_s_per_param
-    forward_s = tokens / train.forward_tokens_per_s + num_micro * train.forward_per_micro_batch_s
-    sync_s = 4.0 * num_params / machine.digest_bytes_per_s
+def predict(plan: Plan, config: RunConfig, lengths: Sequence[int]) -> float:
+    """Seconds of a step by the planner's discrete-event simulation, from the run's own coefficients."""
+    machine, schedule = plan.machine, config.run.schedule
+    assert machine.decode is not None
+    contention = machine.contention or Contention()
+    distribution = LengthDistribution.from_samples(lengths, max_tokens=config.rollout.max_response_tokens)
+    work = replace(plan.work, lengths=distribution)
+    # With the trainer alone first: the simulation lets the sides wait for each other by itself.
+    seconds = {
+        name: contention.trainer * entry.seconds
+        for name, entry in stages_after_rollout(plan.model, machine, work).items()
+    }
+    slots = config.rollout.num_slots
+    # What the host does for a trajectory takes the interpreter from the engine: spread over its tokens.
+    host_s = machine.reward_s / float(np.mean(lengths))
+    decode = machine.decode.scaled(contention.engine)
     scenario = Scenario(
-        mode=config.run.schedule,
+        mode=schedule,
         num_replicas=1,
-        slots_per_replica=config.rollout.num_slots,
+        slots_per_replica=slots,
         decode=DecodeTable.of(
-            lambda rows, context: engine * decode.step_s(rows, rows * context),
-            num_slots=config.rollout.num_slots,
+            lambda rows, context: decode.step_s(rows, rows * context) + contention.engine * host_s * rows,
+            num_slots=slots,
             context_tokens=float(config.rollout.max_response_tokens),
         ),
-        groups_per_step=groups,
-        group_size=group_size,
+        groups_per_step=config.run.groups_per_step,
+        group_size=config.rollout.group_size,
         response_tokens=empirical(np.asarray(lengths, np.float64)),
-        prompt_tokens=prompt / group_size,  # the members share one prefill
-        prefill_token_s=engine / decode.prefill_tokens_per_s,
-        forward_s=trainer * forward_s if is_apart else 0.0,  # on policy the proximal pass is left out
-        train_s=trainer * update_s,
-        gather_s=trainer * sync_s if is_apart else 0.0,
-        sync_pause_s=0.0 if is_apart else sync_s,
+        prompt_tokens=work.prompt_tokens / config.rollout.group_size,  # the members share one prefill
+        prefill_token_s=1 / decode.prefill_tokens_per_s,
+        forward_s=sum(seconds.get(name, 0.0) for name in ("pack", "proximal", "adv")),
+        train_s=seconds["train"] + seconds.get("other", 0.0),
+        gather_s=seconds["sync"] if schedule == "separate_async" else 0.0,
+        sync_pause_s=0.0 if schedule == "separate_async" else seconds["sync"],
         max_staleness_steps=config.buffer.max_staleness_steps,
         num_steps=80,
         num_warmup_steps=10,
     )
     return simulate(scenario).step_s
-
-
-def config_params(config: RunConfig) -> int:
-    """Parameters of the `[model.new]` of this bench."""
-    new = config.model.new
-    assert new is not None and new.vocab_size is not None
-    layer = 4 * new.hidden_size**2 + 3 * new.hidden_size * new.intermediate_size + 2 * new.hidden_size
-    return new.num_layers * layer + new.vocab_size * new.hidden_size + new.hidden_size
 
 
 def wallclock(bench: Bench) -> Json:
@@ -453,20 +363,17 @@ def wallclock(bench: Bench) -> Json:
         },
         "modes": {},
     }
-    machines: dict[int, MachineSpec] = {}
-    slowdown = (1.0, 1.0)
     for name, overrides in modes.items():
         path = bench.path(f"wallclock-{name.replace(', ', '-').replace(' ', '-')}", base, steps)
         config = load_config(path, as_set(overrides), RunConfig)
-        threads = config.rollout.num_threads
-        torch.set_num_threads(threads)
-        if threads not in machines:
-            more = {**overrides, "plan.is_on": True, "run.schedule": "sync", "buffer.max_staleness_steps": 0}
-            machines[threads] = calibrate(path, as_set(more), device="cpu")
-        if config.run.schedule == "separate_async":
-            slowdown = asyncio.run(contention(config, bench.folder / "contention"))
-            found["contention"] = {"engine": slowdown[0], "trainer": slowdown[1]}
-        found["modes"][name] = {"predicted_step_s": predict(machines[threads], config, lengths, slowdown)}
+        torch.set_num_threads(config.rollout.num_threads)
+        plan = asyncio.run(plan_of(config, bench.folder / f"plan-{path.stem}"))
+        found["modes"][name] = {
+            "predicted_step_s": predict(plan, config, lengths),
+            "planned_step_s": sum(entry.seconds for entry in plan.stages.values()),
+        }
+        if plan.machine.contention is not None:
+            found["contention"] = asdict(plan.machine.contention)
     print("predicted: " + json.dumps(found["modes"]), flush=True)
     for name, overrides in modes.items():
         torch.set_num_threads(overrides.get("trainer.num_threads", 1))

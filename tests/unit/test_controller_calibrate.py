@@ -12,12 +12,18 @@ import numpy as np
 import pytest
 
 from rollbook.controller import calibrate
-from rollbook.controller.calibrate import TypicalWork
-from rollbook.ledger.fit import fit_decode, fit_train
+from rollbook.controller.calibrate import Rehearsal, TypicalWork
+from rollbook.ledger.fit import fit_decode, fit_pass, fit_train
+from rollbook.ledger.hardware import MachineSpec
 from rollbook.rollout.engine import EngineStats
 from tiny_run import TinyRun
 
 WORK = TypicalWork(prompt_tokens=8, response_tokens=8, group_size=2, num_sequences=32, micro_batch_tokens=240)
+
+
+MACHINE = MachineSpec(
+    name="a", device="cpu", gemm_flops_per_s={"float32": 1e11}, copy_bytes_per_s=1e10, memory_bytes=1 << 34
+)
 
 
 class LoadedEngine:
@@ -107,9 +113,9 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoadedTrainer]:
 
 
 def test_bursts_do_not_reach_the_training_fit(trainer: LoadedTrainer) -> None:
-    train, forward, optimizer_s = calibrate._train_points(trainer, WORK)  # type: ignore[arg-type]
-    fit = fit_train(train, forward, optimizer_s=optimizer_s, num_params=1000)
-    assert optimizer_s == pytest.approx(2e-3)
+    points = calibrate._train_points(trainer, WORK, {})  # type: ignore[arg-type]
+    fit = fit_train(points.train, points.forward, optimizer_s=points.optimizer_s, num_params=1000)
+    assert points.optimizer_s == pytest.approx(2e-3)
     assert fit.forward_tokens_per_s == pytest.approx(1e5, rel=1e-3)
     assert fit.tokens_per_s == pytest.approx(1e5 / 3, rel=1e-3)
     assert fit.per_micro_batch_s == pytest.approx(3e-3, rel=1e-3)
@@ -120,10 +126,53 @@ def test_an_update_is_never_taken_for_less_than_two_forwards(
 ) -> None:
     """An optimizer measured in a slow moment would leave nothing, or less, for forward and backward."""
     monkeypatch.setattr(trainer, "optimizer", SimpleNamespace(step=lambda lr: trainer.work(1.0)))
-    train, forward, _ = calibrate._train_points(trainer, WORK)  # type: ignore[arg-type]
-    for update, alone in zip(train, forward, strict=True):
-        assert update.seconds >= 2 * alone.seconds > 0
-    assert np.isfinite([p.seconds for p in train]).all()
+    points = calibrate._train_points(trainer, WORK, {})  # type: ignore[arg-type]
+    alone = {p.num_tokens: p.seconds for p in points.forward}
+    for update in points.train:
+        assert update.seconds >= 2 * alone[update.num_tokens] > 0
+    assert np.isfinite([p.seconds for p in points.train]).all()
+
+
+def test_passes_are_measured_at_the_sizes_of_the_run() -> None:
+    """240 tokens hold ten groups of 8 + 2 x 8; a step of 16 groups in two mini batches has eight of them in an update,
+    but up to ten in a forward, which goes over the whole step."""
+    update = replace(WORK, num_mini_batches=2)
+    assert calibrate._group_counts(update) == [1, 2, 8]
+    assert calibrate._group_counts(WORK) == [1, 3, 10, 20]
+
+
+def test_another_network_is_measured_by_its_own_passes(trainer: LoadedTrainer) -> None:
+    """A teacher ten times as slow as the policy's forward."""
+
+    def teach(batch: Any) -> None:
+        trainer.work(1e-2 + 1e-4 * trainer._tokens(batch))
+
+    points = calibrate._train_points(trainer, WORK, {"teacher": teach})  # type: ignore[arg-type]
+    fit = fit_pass(points.others["teacher"])
+    assert fit.tokens_per_s == pytest.approx(1e4, rel=1e-2)
+    assert fit.per_micro_batch_s == pytest.approx(1e-2, rel=0.1)
+    assert set(points.others) == {"teacher"}
+
+
+def test_a_line_through_all_and_one_splits_the_host_into_base_and_share() -> None:
+    """Packing: 1 ms + 10 us a sequence; reporting: 40 us of each of 64 trajectories + 100 us of a trained one."""
+    one = Rehearsal(
+        num_scored=64,
+        num_sequences=(64, 4),
+        pack_s=(1e-3 + 64e-5, 1e-3 + 4e-5),
+        advantage_s=(64e-5, 4e-5),
+        report_s=(64 * 40e-6 + 64 * 100e-6, 64 * 40e-6 + 4 * 100e-6),
+        sync_s=0.02,
+        probe_s=0.03,
+        published_bytes=10_000_000,
+    )
+    slow = replace(one, pack_s=(1.0, 1.0), sync_s=5.0)
+    made = calibrate.with_rehearsals(MACHINE, [one, slow, one], reports_every=1)
+    assert made.host is not None
+    assert (made.host.pack_base_s, made.host.pack_s) == pytest.approx((1e-3, 1e-5))
+    assert (made.host.advantage_base_s, made.host.advantage_s) == pytest.approx((0.0, 1e-5), abs=1e-9)
+    assert (made.host.report_s, made.host.report_trained_s) == pytest.approx((40e-6, 100e-6))
+    assert (made.digest_bytes_per_s, made.sync_base_s) == pytest.approx((5e8, 0.03))
 
 
 TEACHER = {

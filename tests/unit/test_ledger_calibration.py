@@ -18,10 +18,18 @@ from rollbook.ledger.fit import (
     fit_nonnegative,
     fit_train,
 )
-from rollbook.ledger.hardware import DecodeFit, HostFit, MachineSpec, TrainFit, load_accelerator
+from rollbook.ledger.hardware import (
+    Contention,
+    DecodeFit,
+    HostFit,
+    MachineSpec,
+    PassFit,
+    TrainFit,
+    load_accelerator,
+)
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec
-from rollbook.ledger.predict import StepWork, predict_stages
+from rollbook.ledger.predict import StepWork, predict_stages, rollout_of, update_s
 
 TINY = ModelSpec(
     name="tiny", num_layers=2, hidden_size=128, vocab_size=32, num_heads=4, intermediate_size=512
@@ -67,6 +75,10 @@ def test_hardware_toml_reads_back_equal(tmp_path: Path) -> None:
     with_host = replace(MACHINE, host=HostFit(pack_s=1e-5, advantage_s=2e-5, report_s=3e-5))
     with_host.write(path)
     assert MachineSpec.read(path) == with_host
+    teacher = PassFit(per_micro_batch_s=0.02, tokens_per_s=1e4)
+    more = replace(MACHINE, passes={"teacher": teacher}, contention=Contention(engine=1.25, trainer=1.5))
+    more.write(path)
+    assert MachineSpec.read(path) == more
     bare = replace(MACHINE, decode=None, train=None)
     bare.write(path)
     assert MachineSpec.read(path) == bare
@@ -178,13 +190,19 @@ def test_sync_is_bytes_over_the_digest_rate() -> None:
 
 
 def test_the_host_is_paid_per_trajectory() -> None:
-    """8 x 4 trajectories, half of them kept: 32 x 10 us packing, 16 x 20 us advantages, 32 x 30 us reporting."""
-    machine = replace(MACHINE, host=HostFit(pack_s=1e-5, advantage_s=2e-5, report_s=3e-5))
-    stages = predict_stages(TINY, machine, replace(WORK, trained_frac=0.5))
-    seconds = {name: stages[name].seconds for name in ("pack", "adv", "other")}
-    assert seconds == {name: pytest.approx(32e-5) for name in ("pack", "adv")} | {
-        "other": pytest.approx(96e-5)
-    }
+    """8 x 4 trajectories, half of them kept: 1 ms + 16 x 10 us packing, 2 ms + 16 x 20 us advantages, 32 x 30 us +
+    16 x 5 us reporting."""
+    host = HostFit(
+        pack_s=1e-5,
+        pack_base_s=1e-3,
+        advantage_s=2e-5,
+        advantage_base_s=2e-3,
+        report_s=3e-5,
+        report_trained_s=5e-6,
+    )
+    stages = predict_stages(TINY, replace(MACHINE, host=host), replace(WORK, trained_frac=0.5))
+    seconds = [stages[name].seconds for name in ("pack", "adv", "other")]
+    assert seconds == pytest.approx([1.16e-3, 2.32e-3, 1.04e-3])
 
 
 def test_no_stage_is_expected_to_take_less_than_its_launches() -> None:
@@ -240,6 +258,63 @@ def test_draws_repeat_for_a_seed_and_stay_within_the_limit() -> None:
     first, again = draw_lengths(lengths, 200, seed=3), draw_lengths(lengths, 200, seed=3)
     assert (first == again).all()
     assert first.min() >= 1 and first.max() <= 64
+
+
+def test_the_teacher_and_the_critic_are_priced_by_their_own_passes() -> None:
+    """144 computed tokens: a teacher at 10 ms + 144 / 1,000; a critic's two updates at 20 ms + 144 / 2,000."""
+    teacher = PassFit(per_micro_batch_s=0.01, tokens_per_s=1e3)
+    critic = PassFit(per_micro_batch_s=0.02, tokens_per_s=2e3)
+    machine = replace(MACHINE, passes={"teacher": teacher, "critic": critic, "values": teacher})
+    stages = predict_stages(TINY, machine, replace(WORK, uses_teacher=True, uses_critic=True))
+    assert stages["teacher"].seconds == pytest.approx(2 * 0.01 + 144 / 1e3)
+    assert stages["values"].seconds == pytest.approx(stages["teacher"].seconds)
+    assert stages["critic"].seconds == pytest.approx(2 * 0.02 + 144 / 2e3 + 2 * 2e-8 * TINY.computed_params)
+    remote = predict_stages(TINY, MACHINE, replace(WORK, uses_teacher=True))
+    assert "teacher" not in remote  # nobody measured it
+
+
+def test_a_step_is_priced_by_what_it_really_had_to_do() -> None:
+    """32 sequences of 4 tokens are the plan's own; one of 100 tokens among them adds 96 steps of a single row."""
+    planned = predict_stages(TINY, MACHINE, WORK)["rollout"].seconds
+    engine_s, host_s = rollout_of(TINY, MACHINE, WORK, [4] * 32)
+    assert engine_s == pytest.approx(planned) and host_s == pytest.approx(32 * 1e-4)
+    longer_s, _ = rollout_of(TINY, MACHINE, WORK, [4] * 31 + [100])
+    context = sum(6 + token for token in range(4, 100))
+    assert longer_s - engine_s == pytest.approx(96 * (1e-3 + 2e-5) + context * 1e-8)
+    updates_s = update_s(TINY, MACHINE, WORK, num_micro_batches=5, num_tokens=1000, num_updates=2)
+    assert updates_s == pytest.approx(5 * 0.01 + 1000 / 2e4 + 2 * 2e-8 * TINY.computed_params)
+
+
+def test_engines_that_run_ahead_refill_their_slots_and_have_no_tail() -> None:
+    """Lengths of 4 or 40 in 32 slots: alone, a step ends with its longest; in a stream it costs its tokens' share."""
+    mixed = replace(
+        WORK, num_slots=32, lengths=LengthDistribution.from_samples([4.0] * 9 + [40.0], max_tokens=40)
+    )
+    alone = predict_stages(TINY, MACHINE, mixed)["rollout"].seconds
+    stream = predict_stages(TINY, MACHINE, replace(mixed, most_running=64))["rollout"].seconds
+    assert stream < 0.6 * alone
+    slow = replace(MACHINE, decode=replace(MACHINE.decode, base_s=1.0))  # type: ignore[type-var]
+    stream = predict_stages(TINY, slow, replace(mixed, most_running=64))["rollout"].seconds
+    assert stream == pytest.approx(7.6, rel=0.1)  # 32 x 7.6 tokens in 32 rows, a second a step
+
+
+def test_beside_the_trainer_the_rollout_is_a_wait_and_both_sides_take_longer() -> None:
+    """Contention of 2 and 1.5: what generating takes beyond the trainer's stages; nothing where it takes less."""
+    machine = replace(MACHINE, contention=Contention(engine=2.0, trainer=1.5))
+    ahead = replace(WORK, most_running=64)
+    turns = predict_stages(TINY, MACHINE, ahead)
+    beside = predict_stages(TINY, machine, replace(ahead, generates_beside=True))
+    others = [name for name in turns if name not in ("rollout", "reward")]
+    assert [beside[n].seconds for n in others] == pytest.approx([1.5 * turns[n].seconds for n in others])
+    trainer_s = sum(beside[name].seconds for name in others)
+    engine_s = 2.0 * (turns["rollout"].seconds + turns["reward"].seconds)
+    assert beside["rollout"].seconds == pytest.approx(max(engine_s - trainer_s, 0.0))
+    assert beside["rollout"].seconds_low == 0.0 and beside["reward"].seconds == 0.0
+    slow = replace(machine, decode=MACHINE.decode.scaled(100))  # type: ignore[union-attr]
+    waited = predict_stages(TINY, slow, replace(ahead, generates_beside=True))
+    assert sum(stage.seconds for stage in waited.values()) == pytest.approx(
+        2.0 * (100 * turns["rollout"].seconds + turns["reward"].seconds)
+    )
 
 
 def test_adapters_alone_are_what_the_optimizer_moves_and_a_publication_carries() -> None:

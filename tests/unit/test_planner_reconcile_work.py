@@ -22,10 +22,12 @@ def test_a_filter_that_leaves_half_the_batch_is_no_gain_in_speed() -> None:
     }
     result = reconcile(Expectation(source="plan.json", stages=stages, step_s=6.0), means, source="run")
     train = next(stage for stage in result.stages if stage.stage == "train")
-    assert train.planned is not None
-    assert (train.planned.seconds, train.planned.low, train.planned.high) == (1.0, 0.8, 1.2)
-    assert result.step.planned is not None
-    assert result.step.planned.seconds == 5.0
+    assert train.planned is not None and train.expected is not None
+    assert (train.expected.seconds, train.expected.low, train.expected.high) == (1.0, 0.8, 1.2)
+    assert train.planned.seconds == 2.0
+    assert (train.work_ratio, train.ratio) == (0.5, 1.0)  # other work; the machine as the ledger says
+    assert result.step.expected is not None and result.step.planned is not None
+    assert (result.step.expected.seconds, result.step.planned.seconds) == (5.0, 6.0)
     assert any("train 0.50 x" in note for note in result.notes)
 
 
@@ -40,3 +42,46 @@ def test_what_runs_between_the_spans_stands_against_its_own_plan() -> None:
     other = next(s for s in result.stages if s.stage == "other")
     assert other.ratio == pytest.approx(1.25) and other.verdict == "as planned"
     assert not result.notes
+
+
+def test_other_work_and_a_slower_machine_are_two_causes() -> None:
+    """Responses twice as long as planned (2 s of rollout for 1 s) on a machine that took 1.5 times what they need."""
+    stages = {"rollout": Expected(seconds=1.0, low=0.9, high=1.1)}
+    means = {"timing_s/step": 3.0, "timing_s/gen": 3.0, "expected_s/gen": 2.0}
+    rollout = reconcile(
+        Expectation(source="plan.json", stages=stages, step_s=1.0), means, source="run"
+    ).stages[0]
+    assert (rollout.work_ratio, rollout.ratio, rollout.verdict) == (2.0, 1.5, "slower")
+    assert rollout.beyond_s == pytest.approx(1.0)
+    assert rollout.as_json()["planned_s"] == 1.0 and rollout.as_json()["expected_s"] == 2.0
+
+
+def test_what_the_step_expects_beyond_its_stages_is_expected_of_the_time_between_them() -> None:
+    """Planned 0.8 s between the stages; of this step's work 10.2 s were expected, 9.8 s of them in its stages."""
+    stages = {
+        "train": Expected(seconds=9.0, low=8.0, high=10.0),
+        "other": Expected(seconds=0.8, low=0.5, high=1.2),
+    }
+    means = {
+        "timing_s/update_actor": 9.8,
+        "timing_s/step": 10.2,
+        "expected_s/update_actor": 9.8,
+        "expected_s/step": 10.2,
+    }
+    result = reconcile(Expectation(source="a plan", stages=stages, step_s=9.8), means, source="a log")
+    other = next(s for s in result.stages if s.stage == "other")
+    assert other.expected is not None and other.expected.seconds == pytest.approx(0.4)
+    assert other.ratio == pytest.approx(1.0)
+
+
+def test_a_thousandth_of_a_step_is_no_difference() -> None:
+    stages = {
+        "rollout": Expected(seconds=1.0, low=0.9, high=1.1),
+        "to_trainer": Expected(seconds=1e-4, low=7e-5, high=1.5e-4),
+    }
+    means = {"timing_s/step": 1.0, "timing_s/gen": 0.999, "timing_s/switch_to_trainer": 8e-4}
+    result = reconcile(Expectation(source="a plan", stages=stages, step_s=1.0), means, source="a log")
+    assert {s.stage: s.verdict for s in result.stages} == {
+        "rollout": "as planned",
+        "to_trainer": "as planned",
+    }

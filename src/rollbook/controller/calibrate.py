@@ -1,9 +1,10 @@
 """Measures what the ledger cannot know: this machine's ceilings, and this model's coefficients on it.
 
 Ceilings (`measure_machine`): GEMM rate by dtype, copy rate, the time of one small operation. Coefficients
-(`measure_model`): decode steps at several batch sizes and contexts, prefill, forward and backward at three sizes, one
-optimizer update, one publication with its probe. `measure_host`: what the interpreter does between them. The real
-engine and trainer do the work, on synthetic tokens; weights and optimizer state are put back bit for bit.
+(`measure_model`): decode steps at several batch sizes and contexts, prefill, passes of the trainer over micro batches
+from one group to the run's largest, one optimizer update; where engines go on while the trainer works, what that
+costs either. `rehearse`: a step without its updates, for the publication and for what the interpreter does in
+between. The real engine and trainer do the work; weights and optimizer state are put back bit for bit.
 
 Every size is measured several times, in turn with the others, and its median counts: a burst of other work on the
 machine then touches one measurement of each size instead of all of one.
@@ -12,16 +13,17 @@ machine then touches one measurement of each size instead of all of one.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,16 +31,13 @@ from numpy.typing import NDArray
 
 from rollbook.algos.config import AlgorithmConfig
 from rollbook.algos.filters import train_sequences
-from rollbook.algos.gap import logprob_gap
 from rollbook.buffer.buffer import Taken
-from rollbook.controller.objective import PolicyObjective
-from rollbook.controller.step_metrics import batch_values, staleness_values, trajectory_values
-from rollbook.ledger.fit import BatchPoint, DecodePoint, PrefillPoint, fit_decode, fit_train
-from rollbook.ledger.hardware import HostFit, MachineSpec
+from rollbook.controller.objective import PolicyObjective, ValueObjective
+from rollbook.ledger.fit import BatchPoint, DecodePoint, PrefillPoint, fit_decode, fit_pass, fit_train
+from rollbook.ledger.hardware import Contention, HostFit, MachineSpec
 from rollbook.modeling.load import ModelFacts
-from rollbook.observe.trajectories import write_trajectories
+from rollbook.observe.recorder import Recorder
 from rollbook.rollout.engine import Engine, EngineStats, GenerateRequest
-from rollbook.trainer.policy import trainable
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import Group, SamplingParams, TrainBatch, TrainSequence
 
@@ -49,7 +48,11 @@ GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
 REPEATS = 5
 FEW_REPEATS = 3
-"""Of what takes longer than an operation: decode steps, updates, publications."""
+MANY_REPEATS = 9
+"""Of what takes longer than an operation: decode steps, updates, publications. At least and at most, as many as fit
+into ROUNDS_S: a median over a longer time has seen more of what the machine does besides."""
+ROUNDS_S = 3.0
+Size = TypeVar("Size")
 
 
 PARTS = (
@@ -57,8 +60,8 @@ PARTS = (
     "rates of this machine",
     "decode steps and prefills",
     "forward, backward and optimizer",
-    "publications",
-    "host work of a trajectory",
+    "both sides at once",
+    "steps without updates",
     "hand-overs of the device",
 )
 """Of a calibration with a model, in their order."""
@@ -75,9 +78,28 @@ class TypicalWork:
 
     prompt_tokens: int
     response_tokens: int
+    """Mean."""
+    lengths: tuple[int, ...] = ()
+    """Of some responses: a few long ones cost more than as many tokens in equal ones. Empty: all of the mean."""
     group_size: int
     num_sequences: int
     micro_batch_tokens: int
+    num_mini_batches: int = 1
+    num_params: int = 1
+    """That the policy's optimizer moves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPoints:
+    """What the trainer's passes took."""
+
+    train: list[BatchPoint]
+    """Forward and backward of the policy."""
+    forward: list[BatchPoint]
+    others: dict[str, list[BatchPoint]]
+    """By stage: "teacher", "values", "critic"."""
+    optimizer_s: float
+    """One update."""
 
 
 def measure_machine(device: torch.device, *, dtypes: Sequence[str] = ("float32", "bfloat16")) -> MachineSpec:
@@ -120,20 +142,89 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
     )
     trainer = controller.trainer
     announce(controller, "forward, backward and optimizer")
-    points = await controller.compute(lambda: _train_points(trainer, work))
-    train, forward, optimizer_s = points
-    num_params = sum(parameter.numel() for parameter in trainable(trainer.model).values())
-    announce(controller, "publications")
-    sync_s, probe_s, num_bytes = await _publication_s(controller)
-    return replace(
+    others = _other_passes(controller)
+    points = await controller.compute(lambda: _train_points(trainer, work, others))
+    machine = replace(
         machine,
         model=trainer.model.source,
         dtype=str(trainer.model.dtype).removeprefix("torch."),
         decode=fit_decode(decode, prefill),
-        train=fit_train(train, forward, optimizer_s=optimizer_s, num_params=num_params),
-        digest_bytes_per_s=num_bytes / sync_s,
-        sync_base_s=probe_s,
+        train=fit_train(
+            points.train, points.forward, optimizer_s=points.optimizer_s, num_params=work.num_params
+        ),
+        passes={stage: fit_pass(measured) for stage, measured in points.others.items()},
     )
+    if controller.schedule.pauses_for_training:
+        return machine
+    announce(controller, "both sides at once")
+    return replace(machine, contention=await measure_contention(controller, work))
+
+
+def _other_passes(controller: Controller) -> dict[str, Callable[[TrainBatch], object]]:
+    """Passes over a batch of networks that are not as large as the policy, by stage."""
+    trainer = controller.trainer
+    passes: dict[str, Callable[[TrainBatch], object]] = {}
+    if trainer.teacher is not None:
+        passes["teacher"] = trainer.fill_teacher
+    if trainer.critic is not None:
+        objective = ValueObjective(controller.config.algorithm)
+        passes["values"] = trainer.fill_values
+        passes["critic"] = lambda batch: trainer.update_critic(batch, objective)
+    return passes
+
+
+async def measure_contention(controller: Controller, work: TypicalWork) -> Contention:
+    """How much longer a decode step with every slot in use, and a pass of the trainer, take while the other side works
+    than alone: measured in turn, the median of each."""
+    engine, trainer = controller.router.engines[0], controller.trainer
+    num_slots = min((await engine.stats()).num_slots, work.num_sequences)
+    prompts = np.ones((num_slots, work.prompt_tokens), np.int32)
+    new_tokens = max(min(work.response_tokens, 64), 3)
+    batch = trainer.make_batch(_sequences(trainer, work, _group_counts(work)[-1]), step=0, weight_version=0)
+    held = _copy(trainer.state_dict())
+    objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=True)
+
+    seeds = itertools.count(1_000_000)
+
+    async def decode_s() -> float:
+        delta = await _generate(engine, prompts, new_tokens, seed=next(seeds))
+        return delta.decode_s / max(delta.decode_steps, 1)
+
+    async def train_s() -> float:
+        began_s = time.perf_counter()
+        await controller.compute(lambda: trainer.fill_proximal(batch))
+        await controller.compute(lambda: trainer.update(batch, objective, lr=0.0))
+        return time.perf_counter() - began_s
+
+    seconds: dict[str, list[float]] = {"engine": [], "trainer": [], "engine beside": [], "trainer beside": []}
+    for round_idx, side in rounds(list(seconds), warm_up="engine"):
+        generating = training = None
+        if side == "trainer beside":
+            generating = asyncio.create_task(_forever(decode_s))
+        elif side == "engine beside":
+            training = asyncio.create_task(_forever(train_s))
+        other = generating or training
+        try:
+            await asyncio.sleep(0)
+            took_s = await (decode_s() if side.startswith("engine") else train_s())
+        finally:
+            if other is not None:
+                other.cancel()
+                await asyncio.gather(other, return_exceptions=True)
+                await controller.compute(lambda: None)  # what it had begun
+        if round_idx > 0:
+            seconds[side].append(took_s)
+    await controller.compute(lambda: trainer.load_state_dict(held))
+    alone, beside = (
+        [float(np.median(seconds[f"{side}{suffix}"])) for side in ("engine", "trainer")]
+        for suffix in ("", " beside")
+    )
+    return Contention(engine=max(beside[0] / alone[0], 1.0), trainer=max(beside[1] / alone[1], 1.0))
+
+
+async def _forever(work: Callable[[], Awaitable[object]]) -> None:
+    while True:
+        await work()
 
 
 async def forget_prefixes(controller: Controller) -> None:
@@ -142,87 +233,141 @@ async def forget_prefixes(controller: Controller) -> None:
         await engine.reset_prefix_cache()
 
 
-async def _publication_s(controller: Controller) -> tuple[float, float, int]:
-    """Medians: seconds of publishing to every replica, seconds of probing them all, and the bytes published."""
-    sync_s, probe_s, num_bytes = [], [], 0
-    device = controller.trainer.model.device
-    other = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    for _ in range(FEW_REPEATS):
-        other.add_(1)  # a step publishes after training: the caches hold other things
-        _wait(device)
-        began_s = time.perf_counter()
-        reports = [
-            await controller.publisher.resync(engine.replica_id) for engine in controller.router.engines
-        ]
-        sync_s.append(time.perf_counter() - began_s)
-        num_bytes = sum(report.num_bytes for report in reports)
-        await forget_prefixes(controller)  # as the new weights of a step would
-        began_s = time.perf_counter()
-        if controller.probes:
-            for engine in controller.router.engines:
-                await controller.prober.check(engine, controller.weight_version, controller.compute)
-        probe_s.append(time.perf_counter() - began_s)
-    return max(float(np.median(sync_s)), 1e-6), float(np.median(probe_s)), num_bytes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """Seconds of the stages of a step that the host pays, in the order of a step: after groups were generated, before
+    any weight moves."""
+
+    num_scored: int
+    num_sequences: tuple[int, int]
+    """That were trained: of all groups, and of one."""
+    pack_s: tuple[float, float]
+    """With all groups, and with one."""
+    advantage_s: tuple[float, float]
+    report_s: tuple[float, float]
+    """What lies between the stages and after them. All groups were generated in both."""
+    sync_s: float
+    probe_s: float
+    published_bytes: int
 
 
-async def measure_host(controller: Controller, groups: Sequence[Group]) -> HostFit | None:
-    """Seconds a trajectory of packing, advantages and reporting, on `groups` that the run's engine answered. None
-    where none of them can be trained."""
-    config, trainer = controller.config, controller.trainer
-    scored = [t for group in groups for t in group.scored]
-    unfiltered = config.algorithm.filter.model_copy(update={"drop_flat": False})
-    if not train_sequences(groups, unfiltered):
+async def rehearse(controller: Controller, groups: Sequence[Group]) -> Rehearsal | None:
+    """Everything of a step on `groups`, fresh from the run's engine, but generation and updates. What it reports goes
+    nowhere. None where no group can be trained."""
+    unfiltered = controller.config.algorithm.filter.model_copy(update={"drop_flat": False})
+    trainable = [group for group in groups if train_sequences([group], unfiltered)]
+    if not trainable:
         return None
-    taken = Taken(
-        groups=list(groups),
-        staleness_steps=[0] * len(groups),
-        evictions=[],
-        num_refills=0,
-        dropped=[],
-        prompts_done=[],
-    )
+    trainer, device = controller.trainer, controller.trainer.model.device
+    numbers: list[int] = []
     pack_s, advantage_s, report_s = [], [], []
-    filled: TrainBatch | None = None
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(FEW_REPEATS):
-            began_s = time.perf_counter()
-            sequences = train_sequences(groups, unfiltered)
-            batch = trainer.make_batch(sequences, step=0, weight_version=controller.weight_version)
-            packed_s = time.perf_counter()
-            if filled is None:
-                filled = batch
-                for _, fill in controller.forward_passes():
-                    await fill(filled)
-            batch = replace(filled, sequences=[copy(sequence) for sequence in filled.sequences])
-            filled_s = time.perf_counter()
-            controller.correct_and_estimate(batch)
-            estimated_s = time.perf_counter()
-            for sequence in batch.sequences:  # on the shortcut the update notes them, before the report
-                if sequence.proximal_logprobs is None:
-                    sequence.proximal_logprobs = sequence.behavior_logprobs
-            trajectory_values(taken, [])
-            staleness_values(taken)
-            batch_values(batch)
-            logprob_gap(
-                batch.sequences,
-                staleness=taken.staleness,
-                clip_eps_low=config.algorithm.clip_eps_low,
-                clip_eps_high=config.algorithm.clip_eps_high,
+    sync_s = probe_s = 0.0
+    num_bytes = 0
+    with tempfile.TemporaryDirectory() as folder, _scratch_recorder(controller, Path(folder)):
+        for step, trained in enumerate((trainable, trainable[:1])):
+            ids = {group.group_id for group in trained}
+            taken = Taken(
+                groups=trained,
+                staleness_steps=[0] * len(trained),
+                evictions=[],
+                num_refills=0,
+                dropped=[group for group in groups if group.group_id not in ids],
+                prompts_done=[],
             )
-            {int(i) for t in scored for i in t.token_ids()}  # the recorder looks for tokens it has not named
-            if config.observe.trajectories_every_steps:
-                masks = {f"{s.group_id}/{s.member_idx}": s.loss_mask for s in batch.sequences}
-                write_trajectories(Path(folder) / "trial.parquet", 0, scored, masks)
-            ended_s = time.perf_counter()
-            pack_s.append(packed_s - began_s)
-            advantage_s.append(estimated_s - filled_s)
-            report_s.append(ended_s - estimated_s)
-    every = max(config.observe.trajectories_every_steps, 1)
-    return HostFit(
-        pack_s=float(np.median(pack_s)) / len(scored),
-        advantage_s=float(np.median(advantage_s)) / len(batch.sequences),
-        report_s=float(np.median(report_s)) / len(scored) / every,
+            step_began_s = time.perf_counter()
+            with controller.recorder.step(step):
+                began_s = time.perf_counter()
+                sequences = train_sequences(taken.groups, unfiltered)
+                batch = trainer.make_batch(sequences, step=0, weight_version=controller.weight_version)
+                pack_s.append(time.perf_counter() - began_s)
+                began_s = time.perf_counter()
+                for _, fill in controller.forward_passes():
+                    await fill(batch)
+                filled_s = time.perf_counter() - began_s
+                began_s = time.perf_counter()
+                controller.correct_and_estimate(batch)
+                advantage_s.append(time.perf_counter() - began_s)
+                for sequence in batch.sequences:  # on the shortcut the update notes them, before the report
+                    if sequence.proximal_logprobs is None:
+                        sequence.proximal_logprobs = sequence.behavior_logprobs
+                published_s = 0.0
+                if step == 0:
+                    _wait(device)
+                    began_s = time.perf_counter()
+                    reports = [
+                        await controller.publisher.resync(engine.replica_id)
+                        for engine in controller.router.engines
+                    ]
+                    sync_s = time.perf_counter() - began_s
+                    num_bytes = sum(report.num_bytes for report in reports)
+                    await forget_prefixes(controller)  # as the new weights of a step would
+                    began_s = time.perf_counter()
+                    for engine in controller.router.engines if controller.probes else ():
+                        await controller.prober.check(engine, controller.weight_version, controller.compute)
+                    probe_s = time.perf_counter() - began_s
+                    published_s = sync_s + probe_s
+                controller.gap(batch, taken, ())
+                await controller.report(taken, batch, step=0)
+            stages_s = pack_s[-1] + filled_s + advantage_s[-1] + published_s
+            report_s.append(time.perf_counter() - step_began_s - stages_s)
+            numbers.append(len(batch.sequences))
+    return Rehearsal(
+        num_scored=sum(len(group.scored) for group in groups),
+        num_sequences=(numbers[0], numbers[1]),
+        pack_s=(pack_s[0], pack_s[1]),
+        advantage_s=(advantage_s[0], advantage_s[1]),
+        report_s=(report_s[0], report_s[1]),
+        sync_s=sync_s,
+        probe_s=probe_s,
+        published_bytes=num_bytes,
     )
+
+
+def with_rehearsals(
+    machine: MachineSpec, rehearsals: Sequence[Rehearsal], *, reports_every: int
+) -> MachineSpec:
+    """`machine` with the medians of what the host paid.
+
+    Args:
+        reports_every: steps between two files of trajectories.
+    """
+    first = rehearsals[0]
+    (num_all, num_one) = first.num_sequences
+
+    def line(name: str) -> tuple[float, float]:
+        """Seconds of a sequence, and what is paid whatever their number."""
+        whole_s, one_s = np.median([getattr(r, name) for r in rehearsals], axis=0)
+        each_s = max((whole_s - one_s) / (num_all - num_one), 0.0) if num_all > num_one else whole_s / num_all
+        return float(each_s), max(float(one_s - each_s * num_one), 0.0)
+
+    (pack_s, pack_base_s), (advantage_s, advantage_base_s) = line("pack_s"), line("advantage_s")
+    report_trained_s, report_base_s = line("report_s")
+    return replace(
+        machine,
+        host=HostFit(
+            pack_s=pack_s,
+            pack_base_s=pack_base_s,
+            advantage_s=advantage_s,
+            advantage_base_s=advantage_base_s,
+            report_s=report_base_s / first.num_scored / reports_every,
+            report_trained_s=report_trained_s,
+        ),
+        digest_bytes_per_s=first.published_bytes
+        / max(float(np.median([r.sync_s for r in rehearsals])), 1e-6),
+        sync_base_s=float(np.median([r.probe_s for r in rehearsals])),
+    )
+
+
+@contextmanager
+def _scratch_recorder(controller: Controller, folder: Path) -> Iterator[None]:
+    """Whatever the controller reports goes to a run directory of its own, thrown away afterwards."""
+    held = controller.recorder
+    controller.recorder = Recorder(folder / "trial", num_gpus=held.num_gpus, decode=held.decode)
+    try:
+        yield
+    finally:
+        controller.recorder.close()
+        controller.recorder = held
 
 
 async def _decode_points(
@@ -247,15 +392,14 @@ async def _decode_points(
         prompts = draw.integers(0, facts.vocab_size, (rows, prompt_tokens)).astype(np.int32)
         return rows, await _generate(engine, prompts, new_tokens, seed=seed)
 
-    await measure(num_slots, contexts[0], 99)  # warm-up
+    # The pull of the context shows at a few rows; prefilling long prompts into every slot only takes time.
+    wanted = [(n, tokens) for tokens in contexts for n in (sizes if tokens == contexts[0] else sizes[:-1])]
     seconds: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for repeat in range(FEW_REPEATS):
-        for prompt_tokens in contexts:
-            # The pull of the context shows at a few rows; prefilling long prompts into every slot only takes time.
-            for idx, num_rows in enumerate(sizes if prompt_tokens == contexts[0] else sizes[:-1]):
-                rows, delta = await measure(num_rows, prompt_tokens, repeat * len(sizes) + idx)
-                step_s = delta.decode_s / max(delta.decode_steps, 1)
-                seconds.setdefault((rows, prompt_tokens), []).append((step_s, delta.prefill_s))
+    for round_idx, (num_rows, prompt_tokens) in rounds(wanted, warm_up=(num_slots, contexts[0])):
+        rows, delta = await measure(num_rows, prompt_tokens, round_idx * len(sizes) + sizes.index(num_rows))
+        if round_idx > 0:
+            step_s = delta.decode_s / max(delta.decode_steps, 1)
+            seconds.setdefault((rows, prompt_tokens), []).append((step_s, delta.prefill_s))
     for (rows, prompt_tokens), measured in seconds.items():
         step_s, prefill_s = np.median(measured, axis=0)
         mean_context = rows * (prompt_tokens + new_tokens / 2)
@@ -292,45 +436,93 @@ async def _generate(engine: Engine, prompts: NDArray[np.int32], new_tokens: int,
     )
 
 
-def _train_points(trainer: Trainer, work: TypicalWork) -> tuple[list[BatchPoint], list[BatchPoint], float]:
-    """Forward and backward, forward alone, and the optimizer; the trainer's state is put back."""
+def _train_points(
+    trainer: Trainer, work: TypicalWork, others: Mapping[str, Callable[[TrainBatch], object]]
+) -> TrainPoints:
+    """Passes over micro batches of the run's sizes, from one group to the largest; the trainer's state is put back.
+
+    `others` are passes of other networks, by stage.
+    """
     held = _copy(trainer.state_dict())
     objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=True)
-    updates: dict[int, list[tuple[float, float]]] = {}
+    passes: dict[str, Callable[[TrainBatch], object]] = {
+        "proximal": trainer.fill_proximal,
+        **others,
+        "train": lambda batch: trainer.update(batch, objective, lr=0.0),
+    }
+    update_sizes, forward_sizes = _group_counts(work), _group_counts(replace(work, num_mini_batches=1))
+    sizes = sorted({*update_sizes, forward_sizes[-1]})
+    seconds: dict[tuple[str, int], list[float]] = {}
     counts: dict[int, tuple[int, int]] = {}
     optimizer_s: list[float] = []
-    per_group = work.prompt_tokens + work.group_size * work.response_tokens
-    groups_per_micro = max(work.micro_batch_tokens // per_group, 1)
-    max_groups = max(work.num_sequences // work.group_size, 1)
-    sizes = sorted({min(max(groups_per_micro // 4, 1), max_groups), min(groups_per_micro, max_groups)})
-    sizes.append(min(2 * groups_per_micro, max_groups) if len(sizes) > 1 else 2 * sizes[-1])
-    for num_groups in [sizes[0], *(FEW_REPEATS * sizes)]:  # the first is the warm-up
+    for round_idx, num_groups in rounds(sizes, warm_up=sizes[-1]):
         batch = trainer.make_batch(_sequences(trainer, work, num_groups), step=0, weight_version=0)
         batch.mini_batches = [list(range(len(batch.sequences)))]
-        began_s = time.perf_counter()
-        trainer.fill_proximal(batch)
-        _wait(trainer.model.device)
-        forward_s = time.perf_counter() - began_s
-        began_s = time.perf_counter()
-        values = trainer.update(batch, objective, lr=0.0)
-        _wait(trainer.model.device)
-        update_s = time.perf_counter() - began_s
-        optimizer_s.append(_optimizer_s(trainer))
-        num_micro = int(values["trainer/actor_micro_batches"].result())
-        num_tokens = int(values["trainer/actor_tokens"].result())  # computed: shared prompts once
-        counts[num_groups] = num_micro, num_tokens
-        if len(optimizer_s) > 1:
-            updates.setdefault(num_groups, []).append((forward_s, update_s))
+        is_update_size = num_groups in update_sizes
+        for stage, compute in passes.items():
+            if stage in OF_UPDATES and not is_update_size and num_groups in counts:
+                continue
+            began_s = time.perf_counter()
+            values = compute(batch)
+            _wait(trainer.model.device)
+            if round_idx > 0 or num_groups not in counts:
+                seconds.setdefault((stage, num_groups), []).append(time.perf_counter() - began_s)
+            if stage == "train":  # tokens that are computed: shared prompts once
+                assert isinstance(values, dict)
+                names = "trainer/actor_micro_batches", "trainer/actor_tokens"
+                num_micro, num_tokens = (int(values[name].result()) for name in names)
+                counts[num_groups] = num_micro, num_tokens
+                optimizer_s.append(_optimizer_s(trainer))
     trainer.load_state_dict(held)
     step_s = float(np.median(optimizer_s[1:]))
-    train: list[BatchPoint] = []
-    forward: list[BatchPoint] = []
-    for num_groups, measured in updates.items():
-        forward_s, update_s = (float(s) for s in np.median(measured, axis=0))
-        forward.append(BatchPoint(*counts[num_groups], max(forward_s, 1e-6)))
+
+    def points(stage: str, sizes: Sequence[int]) -> list[BatchPoint]:
+        return [BatchPoint(*counts[n], max(float(np.median(seconds[stage, n])), 1e-6)) for n in sizes]
+
+    def of_updates(stage: str) -> list[BatchPoint]:
         # A backward never takes less than its forward: what noise makes of the difference has this bound.
-        train.append(BatchPoint(*counts[num_groups], max(update_s - step_s, 2 * forward_s, 1e-6)))
-    return train, forward, step_s
+        return [
+            replace(update, seconds=max(update.seconds - step_s, 2 * forward.seconds))
+            for update, forward in zip(
+                points(stage, update_sizes), points("proximal", update_sizes), strict=True
+            )
+        ]
+
+    return TrainPoints(
+        train=of_updates("train"),
+        forward=points("proximal", sizes),
+        others={
+            stage: of_updates(stage) if stage in OF_UPDATES else points(stage, sizes) for stage in others
+        },
+        optimizer_s=step_s,
+    )
+
+
+OF_UPDATES = frozenset({"train", "critic"})
+"""Passes with a backward and an optimizer update; the others are forwards, over micro batches of the whole step."""
+
+
+def _group_counts(work: TypicalWork) -> list[int]:
+    """Groups of one pass, from one to the largest micro batch that an update of the run has; and twice that where an
+    update has several."""
+    per_group = work.prompt_tokens + work.group_size * work.response_tokens
+    per_micro = max(work.micro_batch_tokens // per_group, 1)
+    per_update = max(work.num_sequences // work.group_size // work.num_mini_batches, 1)
+    largest = min(per_micro, per_update)
+    several = 2 * largest if per_update > per_micro or largest == 1 else largest
+    return sorted({1, max(largest // 8, 1), max(largest // 3, 1), largest, several})
+
+
+def rounds(sizes: Sequence[Size], *, warm_up: Size) -> Iterator[tuple[int, Size]]:
+    """Each size in turn, round after round, for as long as ROUNDS_S last: FEW_REPEATS rounds at least, MANY_REPEATS at
+    most. Round 0 is a warm-up."""
+    yield 0, warm_up
+    began_s = time.perf_counter()
+    for round_idx in range(1, MANY_REPEATS + 1):
+        if round_idx > FEW_REPEATS and time.perf_counter() - began_s > ROUNDS_S:
+            return
+        for size in sizes:
+            yield round_idx, size
 
 
 def _optimizer_s(trainer: Trainer) -> float:
@@ -350,13 +542,13 @@ def _sequences(trainer: Trainer, work: TypicalWork, num_groups: int) -> list[Tra
     """Groups of random tokens with the run's lengths, members sharing their prompt."""
     draw = np.random.default_rng(0)
     vocab_size = trainer.model.facts.vocab_size
+    lengths = itertools.cycle(work.lengths or (work.response_tokens,))
     sequences = []
     for group_id in range(num_groups):
         prompt = draw.integers(0, vocab_size, work.prompt_tokens)
         for member_idx in range(work.group_size):
-            ids = np.concatenate([prompt, draw.integers(0, vocab_size, work.response_tokens)]).astype(
-                np.int32
-            )
+            response = draw.integers(0, vocab_size, max(next(lengths), 2))
+            ids = np.concatenate([prompt, response]).astype(np.int32)
             is_action = np.arange(len(ids)) >= work.prompt_tokens
             sequences.append(
                 TrainSequence(
@@ -370,6 +562,8 @@ def _sequences(trainer: Trainer, work: TypicalWork, num_groups: int) -> list[Tra
                     reward=0.0,
                     oldest_version=0,
                     advantages=np.ones(len(ids), np.float32),
+                    values=np.zeros(len(ids), np.float32),
+                    returns=np.zeros(len(ids), np.float32),
                 )
             )
     return sequences

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,11 @@ from rollbook.controller.calibrate import (
     TypicalWork,
     announce,
     forget_prefixes,
-    measure_host,
     measure_machine,
     measure_model,
+    rehearse,
+    rounds,
+    with_rehearsals,
 )
 from rollbook.controller.rollout import Member
 from rollbook.controller.switching import Half
@@ -31,7 +34,7 @@ from rollbook.ledger.entry import Entry, entry
 from rollbook.ledger.hardware import MachineSpec
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec
-from rollbook.ledger.predict import StepWork, predict_stages
+from rollbook.ledger.predict import StepWork, predict_stages, rollout_of, stages_after_rollout, update_s
 from rollbook.trainer.policy import trainable
 from rollbook.types import Group, Prompt
 
@@ -42,7 +45,6 @@ SAMPLE_GROUPS = 64
 """Most groups generated to learn how long responses are."""
 SAMPLE_S = 2.0
 """Most seconds of a sample of a whole step, which then says what a step's trajectories cost the host."""
-NUM_SAMPLES = 3
 SWITCHES: dict[str, tuple[Half, ...]] = {
     "to_trainer": ("to_trainer",),
     "to_rollout": ("make_room", "to_engine"),
@@ -64,6 +66,16 @@ class Plan:
     shares: dict[str, float]
     """Share of the run's steps that has each of those."""
 
+    def rollout_for(self, lengths: Sequence[int]) -> Entry:
+        """The rollout, for the lengths that its responses really had, in the order of their admission.
+
+        Where engines run ahead, the step waits for responses that were begun steps ago: the plan stands.
+        """
+        planned = self.stages["rollout"]
+        if not len(lengths) or self.work.most_running:
+            return planned
+        return planned.at(sum(rollout_of(self.model, self.machine, self.work, lengths)))
+
     def stages_for(self, num_sequences: int, mean_tokens: float) -> dict[str, Entry]:
         """The stages after the rollout, for what the filters really left: `num_sequences` of that mean length.
 
@@ -77,8 +89,36 @@ class Plan:
             trained_frac=min(num_sequences / self.work.num_sequences, 1.0),
             lengths=LengthDistribution(limit, min(responses, float(limit))),
         )
-        stages = _stages(self.model, self.machine, work)
-        return self.stages | stages | {"rollout": self.stages["rollout"]}
+        stages = stages_after_rollout(self.model, self.machine, work)
+        return {name: entry.scaled(self.trainer_slowdown) for name, entry in stages.items()}
+
+    def update_for(
+        self,
+        *,
+        num_micro_batches: float,
+        num_tokens: float,
+        num_updates: float,
+        num_fresh_tokens: float = 0.0,
+    ) -> Entry:
+        """The policy's updates, for the micro batches that they really had, and for `num_fresh_tokens` of responses
+        beside the batch that were scored in between."""
+        seconds = update_s(
+            self.model,
+            self.machine,
+            self.work,
+            num_micro_batches=num_micro_batches,
+            num_tokens=num_tokens,
+            num_updates=num_updates,
+        )
+        assert self.machine.train is not None
+        seconds += num_fresh_tokens / self.machine.train.forward_tokens_per_s
+        return self.stages["train"].at(seconds * self.trainer_slowdown)
+
+    @property
+    def trainer_slowdown(self) -> float:
+        """What engines that go on meanwhile cost the trainer."""
+        contention = self.machine.contention
+        return contention.trainer if self.work.generates_beside and contention is not None else 1.0
 
     def mean_seconds(self) -> dict[str, float]:
         """Seconds of every stage in the mean of all steps."""
@@ -108,6 +148,7 @@ class Plan:
                 "model": self.machine.model,
                 "dtype": self.machine.dtype,
                 "peak_flops_per_s": self.machine.gemm_flops_per_s.get(self.machine.dtype, 0.0),
+                "coefficients": asdict(self.machine),
             },
             "stages": {name: _entry_json(entry, 1.0) for name, entry in self.stages.items()}
             | {name: _entry_json(entry, self.shares[name]) for name, entry in self.occasional.items()},
@@ -149,12 +190,16 @@ async def make_plan(controller: Controller) -> Plan:
     if config.plan.response_tokens:
         distribution = LengthDistribution(limit, config.plan.response_tokens)
     prompt_tokens = float(np.mean([len(p.prompt_ids) for p in controller.train_prompts[:4096]]))
+    model = model_spec(controller)
     typical = TypicalWork(
         prompt_tokens=max(round(prompt_tokens), 1),
         response_tokens=max(round(distribution.mean_tokens), 2),
+        lengths=() if config.plan.response_tokens else tuple(lengths),
         group_size=config.rollout.group_size,
         num_sequences=controller.num_sequences,
         micro_batch_tokens=config.trainer.micro_batch_tokens,
+        num_mini_batches=config.trainer.num_mini_batches,
+        num_params=sum(p.numel() for p in trainable(controller.trainer.model).values()),
     )
     if config.plan.hardware:
         machine = MachineSpec.read(Path(config.plan.hardware))
@@ -178,15 +223,17 @@ async def make_plan(controller: Controller) -> Plan:
         uses_proximal=controller.needs_proximal,
         uses_reference=config.algorithm.needs_reference,
         uses_critic=config.algorithm.needs_values,
+        uses_teacher=config.algorithm.needs_teacher,
+        most_running=_most_running(controller),
+        generates_beside=not controller.schedule.pauses_for_training,
         param_bytes=float(controller.trainer.model.dtype.itemsize),
         trained_params=float(sum(p.numel() for p in trainable(controller.trainer.model).values())),
         published_params=float(
             sum(shape.numel() for shape in controller.trainer.model.published_shapes().values())
         ),
     )
-    model = model_spec(controller)
-    announce(controller, "host work of a trajectory")
-    machine = await _with_host(controller, model, machine, work)
+    announce(controller, "steps without updates")
+    machine = await _rehearsed(controller, model, machine, work)
     occasional = _occasional(controller, model, machine, work)
     steps = range(controller.num_steps_done, config.run.num_steps)
     is_due = {"eval": controller.evaluator.is_due, "checkpoint": controller.saver.is_due}
@@ -203,6 +250,13 @@ async def make_plan(controller: Controller) -> Plan:
     )
 
 
+def _most_running(controller: Controller) -> int:
+    """Sequences under way at once where engines run ahead of the step: as many steps' worth as the bound admits."""
+    if not controller.runs_ahead:
+        return 0
+    return (controller.config.buffer.max_staleness_steps + 1) * controller.num_sequences
+
+
 def _occasional(
     controller: Controller, model: ModelSpec, machine: MachineSpec, work: StepWork
 ) -> dict[str, Entry]:
@@ -213,6 +267,8 @@ def _occasional(
         asked = replace(
             work, num_groups=len(evaluator.prompts), group_size=evaluator.config.samples_per_prompt
         )
+        # Its prompts are asked for at once, and nothing else is computed meanwhile.
+        asked = replace(asked, most_running=0, generates_beside=False)
         rollout = _stages(model, machine, asked)["rollout"]
         entries["eval"] = replace(rollout, name="eval", formula=f"held-out prompts: {rollout.formula}")
     if written_s is not None:
@@ -257,6 +313,8 @@ def _stages(model: ModelSpec, machine: MachineSpec, work: StepWork) -> dict[str,
     """The ledger's entries by the loop's stages: trajectories are scored inside the rollout, as they finish."""
     stages = predict_stages(model, machine, work)
     scoring = stages.pop("reward")
+    if work.generates_beside:
+        return stages
     rollout = stages["rollout"]
     stages["rollout"] = replace(
         rollout,
@@ -299,33 +357,35 @@ async def _sample(
     return groups, elapsed_s
 
 
-async def _with_host(
+async def _rehearsed(
     controller: Controller, model: ModelSpec, machine: MachineSpec, work: StepWork
 ) -> MachineSpec:
-    """`machine` with what a trajectory costs besides the engine's steps: requests, environment, score.
+    """`machine` with what whole steps, without their updates, showed: the publication, and what the host does.
 
-    Engine and event loop share the interpreter, so this is not seen by either alone: it is what samples took longer
-    than their decode steps should take, in the median of a few. Samples that took less show that the fit was made in
-    a slower moment, and scale it. A sample is a whole step where that is short, so that nothing is extrapolated.
+    What a trajectory costs besides the engine's steps (requests, environment, score) is seen by neither side alone,
+    for engine and event loop share the interpreter: it is what samples took longer than their decode steps should
+    take, in the median. Samples that took less show that the fit was made in a slower moment, and scale it. A sample
+    is a whole step where that is short, so that nothing is extrapolated.
     """
     groups, elapsed_s = await _sample(controller, seed=1)
     whole = min(controller.config.run.groups_per_step, len(controller.train_prompts))
     size = whole if groups and elapsed_s * whole / len(groups) <= SAMPLE_S else SAMPLE_GROUPS
-    ratios, beyond_s = [], []
-    for n in range(NUM_SAMPLES):
-        groups, elapsed_s = await _sample(controller, seed=2 + n, most_groups=size)
+    ratios, beyond_s, rehearsals = [], [], []
+    for round_idx, _ in rounds([size], warm_up=size):
+        groups, elapsed_s = await _sample(controller, seed=2 + round_idx, most_groups=size)
         lengths = [t.num_response_tokens for group in groups for t in group.scored]
-        if not lengths:
-            return machine
-        sampled = replace(
-            work,
-            num_groups=len(groups),
-            lengths=LengthDistribution.from_samples(lengths, max_tokens=work.lengths.max_tokens),
-        )
-        engine_s = predict_stages(model, machine, sampled)["rollout"].seconds
-        ratios.append(elapsed_s / engine_s)
-        beyond_s.append((elapsed_s - engine_s) / (len(groups) * work.group_size))
-    machine = replace(machine, host=await measure_host(controller, groups))
+        rehearsal = await rehearse(controller, groups)
+        if rehearsal is None:
+            break
+        if round_idx > 0:
+            engine_s, _ = rollout_of(model, machine, work, lengths)
+            ratios.append(elapsed_s / engine_s)
+            beyond_s.append((elapsed_s - engine_s) / (len(groups) * work.group_size))
+            rehearsals.append(rehearsal)
+    if not rehearsals:
+        return machine
+    every = max(controller.config.observe.trajectories_every_steps, 1)
+    machine = with_rehearsals(machine, rehearsals, reports_every=every)
     ratio = float(np.median(ratios))
     if ratio >= 1:
         return replace(machine, reward_s=max(float(np.median(beyond_s)), 0.0))

@@ -13,6 +13,7 @@ has the device. There is no other difference between the modes.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -154,6 +155,8 @@ class Controller:
             await self._write_checkpoint(0)
         else:
             self.saver.last_write_s = last_span_s(self.recorder.run_dir.events.path, "checkpoint")
+        gc.collect()
+        gc.freeze()  # what was imported and built stays: a full collection no longer goes through all of it
         if can_plan(self.config):
             with self.recorder.span("plan"):
                 self.plan = await make_plan(self)
@@ -286,7 +289,7 @@ class Controller:
                     if batch is not None:
                         await self._train(batch, taken)
                     await self._publish(step, moved=batch is not None)
-                    await self._report(taken, batch, step)
+                    await self.report(taken, batch, step)
                     await self._evaluate(step)
                     await self._save(step)
                     # Expected of the work that the step got, as its stages are.
@@ -311,10 +314,19 @@ class Controller:
                 taken = await self.lending.during(self.rollout.collect(), is_published=not self.has_moved)
             if not self.runs_ahead:
                 span.set(tokens=self._num_generated(taken))
+                self._expect_rollout_of(taken)
+                span.set(expected_s=self._expected_s("rollout"))
         if self.schedule.pauses_for_training:
             with self.recorder.span("to_trainer", expected_s=self._switch_s("to_trainer")):
                 await self.switch.to_trainer()
         return taken
+
+    def _expect_rollout_of(self, taken: Taken) -> None:
+        """From here on the expected rollout is that of the responses which the step got."""
+        if self.plan is not None:
+            groups = sorted([*taken.groups, *taken.dropped], key=lambda group: group.group_id)
+            lengths = [max(t.num_response_tokens, 1) for group in groups for t in group.scored]
+            self.expected = {**self.expected, "rollout": self.plan.rollout_for(lengths)}
 
     def _num_generated(self, taken: Taken) -> int:
         """Response tokens of everything that ended: groups that filters dropped took the engine's time as well, and so
@@ -327,15 +339,17 @@ class Controller:
         """Sequences with everything the loss reads: trainer's logprobs, corrections, advantages. None when the
         filters left nothing to train."""
         algorithm = self.config.algorithm
-        with self.recorder.span("pack", expected_s=self._expected_s("pack")):
+        with self.recorder.span("pack", expected_s=self._expected_s("pack")) as span:
             sequences = train_sequences(taken.groups, algorithm.filter)
             if not sequences:
                 self.recorder.event("empty_batch", evictions=len(taken.evictions))
                 self.expected = _without(self.expected, OF_A_BATCH)
                 return None
             batch = self.trainer.make_batch(sequences, step=step, weight_version=self.weight_version)
-        if self.plan is not None:
-            self.expected = self.plan.stages_for(len(sequences), batch.num_tokens / len(sequences))
+            if self.plan is not None:
+                mean_tokens = batch.num_tokens / len(sequences)
+                self.expected = {**self.expected, **self.plan.stages_for(len(sequences), mean_tokens)}
+                span.set(expected_s=self._expected_s("pack"))
         for stage, fill in self.forward_passes():
             with self.recorder.span(stage, expected_s=self._expected_s(stage)) as span:
                 self.recorder.metrics(await fill(batch))
@@ -382,7 +396,8 @@ class Controller:
             )
             self._note_movement(values)
             self.recorder.metrics(values)
-            span.set(tokens=batch.num_tokens)
+            self._expect_update_of(values, fresh)
+            span.set(tokens=batch.num_tokens, expected_s=self._expected_s("train"))
         if self.config.algorithm.needs_values:
             critic = ValueObjective(self.config.algorithm)
             with self.recorder.span("critic", expected_s=self._expected_s("critic")):
@@ -390,7 +405,24 @@ class Controller:
         for idx in batch.mini_batches[0]:  # the others were seen by weights that had moved already
             if idx in objective.noted:
                 batch.sequences[idx].proximal_logprobs = objective.noted[idx].float().cpu().numpy()
-        self.recorder.metrics(self._gap(batch, taken, fresh))
+        self.recorder.metrics(self.gap(batch, taken, fresh))
+
+    def _expect_update_of(self, values: Values, fresh: Sequence[TrainSequence]) -> None:
+        """From here on the expected updates are those of the micro batches that they had, and of what was scored beside
+        them."""
+        if self.plan is None:
+            return
+        counts = {
+            name: values[metric].result() if metric in values else 0.0
+            for name, metric in (
+                ("num_micro_batches", "trainer/actor_micro_batches"),
+                ("num_tokens", "trainer/actor_tokens"),
+                ("num_updates", "trainer/actor_updates"),
+            )
+        }
+        num_fresh_tokens = sum(sequence.num_tokens for sequence in fresh)
+        train = self.plan.update_for(**counts, num_fresh_tokens=num_fresh_tokens)
+        self.expected = {**self.expected, "train": train}
 
     async def _publish(self, step: int, *, moved: bool) -> None:
         """Prove the new weights on every replica; then they, and only they, serve."""
@@ -453,7 +485,7 @@ class Controller:
             self.recorder.event("probe_failed", **held)
         return why
 
-    async def _report(self, taken: Taken, batch: TrainBatch | None, step: int) -> None:
+    async def report(self, taken: Taken, batch: TrainBatch | None, step: int) -> None:
         """Metrics of the step that no part reports by itself, and its trajectories."""
         failed, self.rollout.failed_trajectories = self.rollout.failed_trajectories, []
         values = trajectory_values(taken, failed) | buffer_values(self.rollout.buffer)
@@ -626,7 +658,7 @@ class Controller:
 
         return score
 
-    def _gap(self, batch: TrainBatch, taken: Taken, fresh: Sequence[TrainSequence]) -> Values:
+    def gap(self, batch: TrainBatch, taken: Taken, fresh: Sequence[TrainSequence]) -> Values:
         """Trainer against engine on the step's tokens; with proximal = "behavior" and several updates, on those of the
         first, which alone saw the weights that began the step."""
         sequences = [s for s in batch.sequences if s.proximal_logprobs is not None]
@@ -654,16 +686,13 @@ class Controller:
         return None if wanted is None else wanted.seconds
 
     def _expected_step_s(self, *, saves: bool = False) -> float | None:
-        """The stages run one after the other unless generation goes on beside the training."""
+        """The stages run one after the other. Of a rollout beside the training, only the wait for it is a stage."""
         seconds = {name: entry.seconds for name, entry in self.expected.items()}
         if not seconds:
             return None
         if saves:
             seconds["checkpoint"] = self._occasional_s("checkpoint") or 0.0
-        if self.schedule.pauses_for_training:
-            return sum(seconds.values())
-        rollout_s = seconds.pop("rollout", 0.0)
-        return max(rollout_s, sum(seconds.values()))
+        return sum(seconds.values())
 
     async def _engine_values(self) -> Values:
         now_s = time.monotonic()

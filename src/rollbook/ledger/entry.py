@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,19 @@ class Entry:
     """Model FLOPs, without recomputation."""
     formula: str
     source: str
+
+    def scaled(self, factor: float) -> Entry:
+        """Every second `factor` times as long."""
+        return replace(
+            self,
+            seconds=self.seconds * factor,
+            seconds_low=self.seconds_low * factor,
+            seconds_high=self.seconds_high * factor,
+        )
+
+    def at(self, seconds: float) -> Entry:
+        """The same stage with other work, and an interval as wide."""
+        return self.scaled(seconds / self.seconds) if self.seconds > 0 else replace(self, seconds=seconds)
 
     def as_json(self) -> dict[str, object]:
         """For `plan.json`."""

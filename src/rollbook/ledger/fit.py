@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.errors import DataError
-from rollbook.ledger.hardware import DecodeFit, TrainFit
+from rollbook.ledger.hardware import DecodeFit, PassFit, TrainFit
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,16 @@ def fit_train(
         optimizer_s_per_param=optimizer_s / num_params,
         error_frac=error,
     )
+
+
+def fit_pass(points: Sequence[BatchPoint]) -> PassFit:
+    """Seconds = per_micro_batch x micro batches + tokens / rate.
+
+    Raises:
+        DataError: fewer than two points.
+    """
+    per_batch, rate = _fit_rate(*_batch_columns(points))
+    return PassFit(per_micro_batch_s=per_batch, tokens_per_s=rate)
 
 
 def _batch_columns(points: Sequence[BatchPoint]) -> tuple[list[int], list[int], list[float]]:

@@ -209,15 +209,36 @@ class TrainFit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PassFit:
+    """Seconds of a pass of another network than the policy over packed micro batches."""
+
+    per_micro_batch_s: float
+    tokens_per_s: float
+    """Tokens that the model computes, shared prompts once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contention:
+    """How much longer each side takes while the other one works: they share cores, caches and the interpreter."""
+
+    engine: float = 1.0
+    trainer: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostFit:
     """Seconds of what runs between the device's stages: the interpreter, and the step's files."""
 
     pack_s: float = 0.0
-    """Per trajectory: filters, arrays, mini batches."""
+    """Per trained sequence: filters, arrays, mini batches."""
+    pack_base_s: float = 0.0
     advantage_s: float = 0.0
-    """Per trajectory: corrections and advantages."""
+    """Per trained sequence: corrections and advantages."""
+    advantage_base_s: float = 0.0
     report_s: float = 0.0
     """Per trajectory: metrics and its row in the step's file."""
+    report_trained_s: float = 0.0
+    """Per trained sequence, beside that: the gap between engine and trainer, sizes of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +264,10 @@ class MachineSpec:
     decode: DecodeFit | None = None
     train: TrainFit | None = None
     host: HostFit | None = None
+    passes: Mapping[str, PassFit] = field(default_factory=dict)
+    """By stage: "teacher", "values", "critic". The reference is as large as the policy, whose forward `train` holds."""
+    contention: Contention | None = None
+    """None where engine and trainer take turns, or were not measured side by side."""
     digest_bytes_per_s: float = 0.0
     """Digest of live parameters, and the copy into them, per byte published."""
     sync_base_s: float = 0.0
@@ -293,13 +318,15 @@ class MachineSpec:
         _require_measured(tables, path)
         try:
             decode, train = tables.pop("decode", None), tables.pop("train", None)
-            host = tables.pop("host", None)
+            host, contention = tables.pop("host", None), tables.pop("contention", None)
             return cls(
                 **tables.pop("machine"),
                 gemm_flops_per_s=tables.pop("gemm_flops_per_s"),
                 decode=DecodeFit(**decode) if decode else None,
                 train=TrainFit(**train) if train else None,
                 host=HostFit(**host) if host else None,
+                passes={stage: PassFit(**fit) for stage, fit in tables.pop("passes", {}).items()},
+                contention=Contention(**contention) if contention else None,
             )
         except (KeyError, TypeError) as error:
             raise ConfigError(
@@ -335,8 +362,10 @@ def _to_toml(machine: MachineSpec) -> str:
     tables: dict[str, Any] = {}
     for name in machine.__slots__:
         value = getattr(machine, name)
-        if name in ("decode", "train", "host"):
-            tables[name] = value and {key: getattr(value, key) for key in value.__slots__}
+        if name in ("decode", "train", "host", "contention"):
+            tables[name] = value and _as_table(value)
+        elif name == "passes":
+            tables |= {f"passes.{stage}": _as_table(fit) for stage, fit in value.items()}
         elif name == "gemm_flops_per_s":
             tables[name] = value
         else:
@@ -345,6 +374,10 @@ def _to_toml(machine: MachineSpec) -> str:
         if table:
             lines += ["", f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"
+
+
+def _as_table(fit: Any) -> dict[str, Any]:
+    return {key: getattr(fit, key) for key in fit.__slots__}
 
 
 def _toml_value(value: str | float) -> str:

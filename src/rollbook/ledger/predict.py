@@ -1,19 +1,26 @@
 """Seconds of every stage of one of our own steps, on a machine that was calibrated.
 
-What stands beside the measurement in `rollbook reconcile`: every input is known before the run.
+    predict_stages    before the run: from means and a distribution of lengths
+    rollout_of        of one step, from the lengths that its responses had
+    update_s          of one step, from the micro batches and tokens that its updates had
+
+The first is the plan. The others price what a step really had to do with the same coefficients, so that
+`rollbook reconcile` can tell other work from a slower machine.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.errors import PlanError
 from rollbook.ledger.curve import draw_lengths, row_curve
 from rollbook.ledger.entry import Entry, entry
-from rollbook.ledger.hardware import DecodeFit, HostFit, MachineSpec, TrainFit
+from rollbook.ledger.hardware import Contention, DecodeFit, HostFit, MachineSpec, PassFit, TrainFit
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec
 
@@ -51,6 +58,13 @@ class StepWork:
     uses_proximal: bool = True
     uses_reference: bool = False
     uses_critic: bool = False
+    uses_teacher: bool = False
+    """A teacher beside the policy gives logprobs, on the trainer's own device."""
+    most_running: int = 0
+    """Sequences under way at most where engines run ahead, so that a slot which comes free is refilled from the next
+    step; 0: every step ends with its own."""
+    generates_beside: bool = False
+    """Engines go on while the trainer works."""
     param_bytes: float = 4.0
     """Of one published parameter."""
     trained_params: float = 0.0
@@ -89,8 +103,11 @@ class StepWork:
 
 
 def predict_stages(model: ModelSpec, machine: MachineSpec, work: StepWork) -> dict[str, Entry]:
-    """Entries of one step by span name: rollout, reward, proximal, reference, values, train, critic, sync; pack,
-    adv and other where the host was measured.
+    """Entries of one step by span name: rollout, reward, proximal, reference, teacher, values, train, critic, sync;
+    pack, adv and other where the host was measured.
+
+    Where engines generate beside the trainer, both sides take longer by the measured contention, and "rollout" is
+    what the step loop waits: what generating a step takes beyond everything else.
 
     Stages that the step does not have are absent. No stage of the device is expected to take less than the launches
     of its operators.
@@ -102,18 +119,25 @@ def predict_stages(model: ModelSpec, machine: MachineSpec, work: StepWork) -> di
         raise PlanError(
             f"{machine.name} was calibrated without a model", "run `rollbook calibrate` with the run's config"
         )
-    source = f"rollbook calibrate: {machine.name}, {machine.model}, {machine.dtype}"
+    source = _source(machine)
     rollout = _rollout(model, machine.decode, work, source)
-    stages = [
-        _at_least(rollout, _launches_s(model, machine) * work.lengths.mean_tokens),
-        _reward(machine, work),
-    ]
-    if work.uses_proximal:
-        stages.append(_forward("proximal", model, machine, work, source))
-    if work.uses_reference:
-        stages.append(_forward("reference", model, machine, work, source))
-    if work.uses_critic:
-        stages.append(_forward("values", model, machine, work, source))
+    rollout = _at_least(rollout, _launches_s(model, machine) * work.lengths.mean_tokens)
+    stages = {"rollout": rollout, "reward": _reward(machine, work)} | stages_after_rollout(
+        model, machine, work
+    )
+    return stages if not work.generates_beside else _side_by_side(stages, machine.contention or Contention())
+
+
+def stages_after_rollout(model: ModelSpec, machine: MachineSpec, work: StepWork) -> dict[str, Entry]:
+    """`predict_stages` without generation and scoring, and as if nothing else ran."""
+    source = _source(machine)
+    forwards = {
+        "proximal": work.uses_proximal,
+        "reference": work.uses_reference,
+        "teacher": work.uses_teacher and "teacher" in machine.passes,
+        "values": work.uses_critic,
+    }
+    stages = [_forward(name, model, machine, work, source) for name, is_made in forwards.items() if is_made]
     stages.append(_train("train", model, machine, work, source))
     if work.uses_critic:
         stages.append(_train("critic", model, machine, work, source))
@@ -121,6 +145,61 @@ def predict_stages(model: ModelSpec, machine: MachineSpec, work: StepWork) -> di
         stages += _host(machine.host, work, source)
     stages.append(_sync(model, machine, work, source))
     return {stage.name: stage for stage in stages}
+
+
+def _source(machine: MachineSpec) -> str:
+    return f"rollbook calibrate: {machine.name}, {machine.model}, {machine.dtype}"
+
+
+def _side_by_side(stages: dict[str, Entry], contention: Contention) -> dict[str, Entry]:
+    """What the step loop sees of sides that work at the same time."""
+    generating = ("rollout", "reward")
+    slower = {
+        name: stage.scaled(contention.engine if name in generating else contention.trainer)
+        for name, stage in stages.items()
+    }
+    engine_s = sum(slower[name].seconds for name in generating)
+    trainer_s = sum(stage.seconds for name, stage in slower.items() if name not in generating)
+    wait_s = max(engine_s - trainer_s, 0.0)
+    slower["rollout"] = replace(
+        slower["rollout"],
+        seconds=wait_s,
+        seconds_low=0.0,
+        seconds_high=max(slower["rollout"].seconds_high - trainer_s, wait_s, _FLOOR_ERROR_FRAC * trainer_s),
+        formula=f"wait of the step loop: ({slower['rollout'].formula}) x contention, less all other stages",
+    )
+    slower["reward"] = slower["reward"].scaled(0.0)  # within what is generated beside
+    return slower
+
+
+def rollout_of(
+    model: ModelSpec, machine: MachineSpec, work: StepWork, lengths: Sequence[int]
+) -> tuple[float, float]:
+    """Seconds of decoding and prefilling, and of the host's share, for responses of these `lengths` in the order of
+    their admission."""
+    if machine.decode is None:
+        raise PlanError(
+            f"{machine.name} was calibrated without a model", "run `rollbook calibrate` with the run's config"
+        )
+    engine_s = _engine_s(machine.decode, work, np.asarray(lengths, np.int64))
+    engine_s = max(engine_s, _launches_s(model, machine) * float(np.mean(lengths)))
+    return engine_s, machine.reward_base_s + len(lengths) * machine.reward_s
+
+
+def update_s(
+    model: ModelSpec,
+    machine: MachineSpec,
+    work: StepWork,
+    *,
+    num_micro_batches: float,
+    num_tokens: float,
+    num_updates: float,
+) -> float:
+    """Seconds of the policy's forwards, backwards and optimizer updates."""
+    fit = _train_fit(machine)
+    pass_s = fit.per_micro_batch_s * num_micro_batches + num_tokens / fit.tokens_per_s
+    seconds = pass_s + num_updates * fit.optimizer_s_per_param * _trained_params(model, work, "train")
+    return max(seconds, 3 * num_micro_batches * _launches_s(model, machine))
 
 
 _FORWARD_OPERATORS = 8
@@ -147,23 +226,26 @@ def _at_least(stage: Entry, least_s: float) -> Entry:
 
 def _host(host: HostFit, work: StepWork, source: str) -> list[Entry]:
     """Stages of the interpreter: seconds of a trajectory x trajectories."""
-    per_trajectory = {"pack": host.pack_s, "adv": host.advantage_s, "other": host.report_s}
-    trajectories = {"pack": 1.0, "adv": work.trained_frac, "other": 1.0}
+    num_trained = work.num_sequences * work.trained_frac
+    seconds = {
+        "pack": host.pack_base_s + host.pack_s * num_trained,
+        "adv": host.advantage_base_s + host.advantage_s * num_trained,
+        "other": host.report_s * work.num_sequences + host.report_trained_s * num_trained,
+    }
+    formula = "base + host seconds of a trajectory x trajectories"
     return [
-        entry(
-            name,
-            seconds * work.num_sequences * trajectories[name],
-            error_frac=0.5,
-            formula="trajectories x host seconds of one",
-            source=source,
-        )
-        for name, seconds in per_trajectory.items()
+        entry(name, value, error_frac=0.5, formula=formula, source=source) for name, value in seconds.items()
     ]
 
 
 def _rollout(model: ModelSpec, fit: DecodeFit, work: StepWork, source: str) -> Entry:
     """Sum of the decode steps over the curve of running rows, the slowest replica of a typical draw."""
-    draws = [_replica_s(fit, work, seed) for seed in range(_NUM_DRAWS)]
+    draws = [
+        _refilled_s(fit, work, seed)
+        if work.most_running
+        else _engine_s(fit, work, draw_lengths(work.lengths, work.num_sequences, seed))
+        for seed in range(_NUM_DRAWS)
+    ]
     seconds = float(np.mean(draws))
     spread = float(np.std(draws)) / seconds if seconds > 0 else 0.0
     tokens = work.num_sequences * work.lengths.mean_tokens
@@ -181,9 +263,25 @@ def _rollout(model: ModelSpec, fit: DecodeFit, work: StepWork, source: str) -> E
     )
 
 
-def _replica_s(fit: DecodeFit, work: StepWork, seed: int) -> float:
-    per_replica = math.ceil(work.num_sequences / work.num_replicas)
-    steps = draw_lengths(work.lengths, work.num_sequences, seed) - int(work.first_token_from_prefill)
+_NUM_STEPS_AHEAD = 8
+"""Steps that are generated as one stream to see what one of them costs once slots are refilled."""
+
+
+def _refilled_s(fit: DecodeFit, work: StepWork, seed: int) -> float:
+    """Seconds of generating one step of many, where only the last one of all has a tail."""
+    running = math.ceil(work.most_running / work.num_replicas)
+    stream = replace(work, num_slots=min(work.num_slots, running))
+    one, many = (
+        _engine_s(fit, stream, draw_lengths(work.lengths, work.num_sequences * num_steps, seed))
+        for num_steps in (_NUM_STEPS_AHEAD, 2 * _NUM_STEPS_AHEAD)
+    )
+    return max(many - one, 0.0) / _NUM_STEPS_AHEAD
+
+
+def _engine_s(fit: DecodeFit, work: StepWork, lengths: NDArray[np.int64]) -> float:
+    """Decode steps and prefills of the slowest replica, for responses of these lengths."""
+    per_replica = math.ceil(len(lengths) / work.num_replicas)
+    steps = lengths - int(work.first_token_from_prefill)
     slowest = 0.0
     for replica in range(work.num_replicas):
         mine = steps[replica * per_replica : (replica + 1) * per_replica]
@@ -235,10 +333,13 @@ def _micro_batches(work: StepWork, num_mini_batches: int) -> int:
 
 def _forward(name: str, model: ModelSpec, machine: MachineSpec, work: StepWork, source: str) -> Entry:
     fit, num_micro = _train_fit(machine), _micro_batches(work, 1)
-    seconds = fit.forward_per_micro_batch_s * num_micro + work.computed_tokens / fit.forward_tokens_per_s
+    of_policy = PassFit(
+        per_micro_batch_s=fit.forward_per_micro_batch_s, tokens_per_s=fit.forward_tokens_per_s
+    )
+    own = machine.passes.get(name, of_policy)
     stage = entry(
         name,
-        seconds,
+        own.per_micro_batch_s * num_micro + work.computed_tokens / own.tokens_per_s,
         error_frac=math.hypot(_FLOOR_ERROR_FRAC, fit.error_frac),
         flops=2.0 * model.matmul_params * work.computed_tokens,
         formula="per_micro_batch x micro batches + tokens / forward rate",
@@ -253,11 +354,13 @@ def _train_fit(machine: MachineSpec) -> TrainFit:
 
 
 def _train(name: str, model: ModelSpec, machine: MachineSpec, work: StepWork, source: str) -> Entry:
-    """Span "train" for the policy and, of the same size, "critic"."""
+    """Span "train" for the policy and "critic", whose optimizer has as many parameters."""
     fit, num_micro = _train_fit(machine), _micro_batches(work, work.num_mini_batches)
     updates = work.num_epochs * work.num_mini_batches
     trained = _trained_params(model, work, name)
-    pass_s = fit.per_micro_batch_s * num_micro + work.computed_tokens / fit.tokens_per_s
+    of_policy = PassFit(per_micro_batch_s=fit.per_micro_batch_s, tokens_per_s=fit.tokens_per_s)
+    own = machine.passes.get(name, of_policy)
+    pass_s = own.per_micro_batch_s * num_micro + work.computed_tokens / own.tokens_per_s
     stage = entry(
         name,
         work.num_epochs * pass_s + updates * fit.optimizer_s_per_param * trained,

@@ -1,8 +1,12 @@
 """Plan against measurement: which stage lost which seconds, and where the peak of the step really went.
 
-    plan.json, or a workload  ─►  Expectation ─┐
-                                               ├─►  Reconciliation: stages, waterfall, what deserves work
-    timing_s/... of a log     ─►  means a step ┘
+    plan.json, or a workload    ─►  Expectation ─┐
+    expected_s/... of the run   ─►  its work ────┼─►  Reconciliation: stages, waterfall, what deserves work
+    timing_s/... of a log       ─►  means a step ┘
+
+Two causes are told apart. A step may have had other work than was planned (responses longer, groups filtered): the
+run says what the ledger expects of the work each step got. And the machine may have been slower than the ledger says
+for that work: this alone is a loss.
 
 A stage's loss is its share of the step's GPU time beyond what its FLOPs need at peak. It splits into what the plan
 expected to lose and what was lost beyond the plan; the shares of all stages, of uncovered time and the MFU add up
@@ -70,42 +74,57 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult:
-    """One stage, planned and measured."""
+    """One stage: planned before the run, expected of the work that it got, and measured."""
 
     stage: str
     measured_s: float
     planned: Expected | None
+    expected: Expected | None
+    """The plan, where the run does not say what it expected of the work."""
+    least_s: float = 0.0
+    """A difference of fewer seconds is none."""
+
+    @property
+    def work_ratio(self) -> float | None:
+        """Expected of the work over planned: how much other the work was."""
+        if self.planned is None or self.expected is None or self.planned.seconds <= 0:
+            return None
+        return self.expected.seconds / self.planned.seconds
 
     @property
     def ratio(self) -> float | None:
-        """Measured over planned."""
-        if self.planned is None or self.planned.seconds <= 0:
+        """Measured over expected of the work: how much slower the machine was than the ledger says."""
+        if self.expected is None or self.expected.seconds <= 0:
             return None
-        return self.measured_s / self.planned.seconds
+        return self.measured_s / self.expected.seconds
 
     @property
     def beyond_s(self) -> float:
-        """Seconds beyond the plan: none within its range, all of them where nothing was planned."""
+        """Seconds beyond what was expected: none within its range, all of them where nothing was planned."""
         if self.verdict not in ("slower", "not planned"):
             return 0.0
-        return self.measured_s - (self.planned.seconds if self.planned else 0.0)
+        return self.measured_s - (self.expected.seconds if self.expected else 0.0)
 
     @property
     def verdict(self) -> str:
-        if self.planned is None:
+        if self.expected is None:
             return "not planned"
-        if self.measured_s > self.planned.high:
+        if abs(self.measured_s - self.expected.seconds) < self.least_s:
+            return "as planned"
+        if self.measured_s > self.expected.high:
             return "slower"
-        return "faster" if self.measured_s < self.planned.low else "as planned"
+        return "faster" if self.measured_s < self.expected.low else "as planned"
 
     def as_json(self) -> dict[str, object]:
-        planned = self.planned
+        planned, expected = self.planned, self.expected
         return {
             "stage": self.stage,
             "planned_s": planned.seconds if planned else None,
-            "low_s": planned.low if planned else None,
-            "high_s": planned.high if planned else None,
+            "expected_s": expected.seconds if expected else None,
+            "low_s": expected.low if expected else None,
+            "high_s": expected.high if expected else None,
             "measured_s": self.measured_s,
+            "work_ratio": self.work_ratio,
             "ratio": self.ratio,
             "verdict": self.verdict,
         }
@@ -363,15 +382,13 @@ def reconcile(
     num_steps: int = 1,
 ) -> Reconciliation:
     """Compare an expectation with mean measured seconds."""
-    expectation = _for_the_work(_with_peak(expectation, means), means)
-    stages = _stage_results(expectation, means)
+    before = _with_peak(expectation, means)
+    expectation = _for_the_work(before, means)
+    stages = _stage_results(before, expectation, means)
     step_s = means["timing_s/step"]
-    planned_step = Expected(
-        seconds=expectation.step_s,
-        low=expectation.step_s * _share(expectation, "low"),
-        high=expectation.step_s * _share(expectation, "high"),
+    step = StageResult(
+        stage="step", measured_s=step_s, planned=_whole_step(before), expected=_whole_step(expectation)
     )
-    step = StageResult(stage="step", measured_s=step_s, planned=planned_step)
     in_step = [s for s in stages if s.stage not in STAGES_OUTSIDE_STEP]
     mfu_frac, losses = _waterfall(expectation, in_step, step_s)
     return Reconciliation(
@@ -386,6 +403,14 @@ def reconcile(
         waterfall=tuple(losses),
         deserving=tuple(_deserving(expectation, in_step, step_s)),
         notes=expectation.notes + tuple(_notes(expectation, stages)),
+    )
+
+
+def _whole_step(expectation: Expectation) -> Expected:
+    return Expected(
+        seconds=expectation.step_s,
+        low=expectation.step_s * _share(expectation, "low"),
+        high=expectation.step_s * _share(expectation, "high"),
     )
 
 
@@ -410,8 +435,16 @@ def _for_the_work(expectation: Expectation, means: Means) -> Expectation:
     A filter that drops flat groups leaves the trainer less than the plan foresaw: that is no gain in speed.
     """
     stages, drifted = dict(expectation.stages), []
+    reported = {
+        stage: means[name]
+        for stage in expectation.stages
+        if (name := f"expected_s/{STAGES.get(stage, '')}") in means
+    }
+    if "expected_s/step" in means:  # what is between the stages has no span of its own
+        of_stages = sum(s for stage, s in reported.items() if stage not in STAGES_OUTSIDE_STEP)
+        reported["other"] = means["expected_s/step"] - of_stages
     for stage, planned in expectation.stages.items():
-        reported_s = means.get(f"expected_s/{STAGES[stage]}") if stage in STAGES else None
+        reported_s = reported.get(stage)
         if reported_s is None or not reported_s >= 0 or planned.seconds <= 0:
             continue
         factor = reported_s / planned.seconds
@@ -431,9 +464,7 @@ def _for_the_work(expectation: Expectation, means: Means) -> Expectation:
     )
     notes = expectation.notes
     if drifted:
-        notes += (
-            f"planned for the work each step got; against the plan before the run: {', '.join(drifted)}",
-        )
+        notes += (f"the steps got other work than was planned before the run: {', '.join(drifted)}",)
     return replace(expectation, stages=stages, step_s=expectation.step_s + changed_s, notes=notes)
 
 
@@ -449,17 +480,32 @@ def _share(expectation: Expectation, end: str) -> float:
     return sum(getattr(e, end) for e in in_step) / middle if middle > 0 else 1.0
 
 
-def _stage_results(expectation: Expectation, means: Means) -> list[StageResult]:
+_NO_DIFFERENCE = 1e-3
+"""Share of a step below which seconds are not worth a word."""
+
+
+def _stage_results(before: Expectation, expectation: Expectation, means: Means) -> list[StageResult]:
+    step_s = means["timing_s/step"]
+
+    def result(stage: str, measured_s: float) -> StageResult:
+        return StageResult(
+            stage=stage,
+            measured_s=measured_s,
+            planned=before.stages.get(stage),
+            expected=expectation.stages.get(stage),
+            least_s=_NO_DIFFERENCE * step_s,
+        )
+
     found = []
     for stage, suffix in STAGES.items():
         measured = means.get(f"timing_s/{suffix}")
         if measured is None or (measured == 0 and stage not in expectation.stages):
             continue
-        found.append(StageResult(stage=stage, measured_s=measured, planned=expectation.stages.get(stage)))
+        found.append(result(stage, measured))
     covered = sum(s.measured_s for s in found if s.stage not in STAGES_OUTSIDE_STEP)
-    other = means["timing_s/step"] - covered
-    if other > 1e-3 * means["timing_s/step"]:
-        found.append(StageResult(stage="other", measured_s=other, planned=expectation.stages.get("other")))
+    other = step_s - covered
+    if other > _NO_DIFFERENCE * step_s:
+        found.append(result("other", other))
     return found
 
 
@@ -471,7 +517,7 @@ def _waterfall(
     losses = []
     useful = expectation.hidden_rollout_flops
     for result in stages:
-        planned = result.planned
+        planned = result.expected
         held = (planned.num_gpus if planned else _loop_gpus(expectation)) / gpus
         flops = planned.flops if planned else 0.0
         useful += flops
@@ -527,10 +573,10 @@ def _why_long(result: StageResult, step_s: float) -> str:
 def _why_late(result: StageResult, step_s: float) -> str:
     lever = _LOOK_AT.get(result.stage, "its spans in events.jsonl")
     share = percent(result.beyond_s / step_s)
-    if result.planned is None:
+    if result.expected is None:
         return f"{seconds(result.measured_s)} that nobody planned, {share} of the step: look at {lever}"
     return (
-        f"{seconds(result.measured_s)} where {seconds(result.planned.seconds)} were planned: "
+        f"{seconds(result.measured_s)} where {seconds(result.expected.seconds)} were expected: "
         f"{seconds(result.beyond_s)} lost, {share} of the step; look at {lever}"
     )
 

@@ -18,12 +18,14 @@ _BAR_WIDTH = 30
 def show_reconciliation(result: Reconciliation, console: Console) -> None:
     """Print everything, the answer first."""
     step = result.step
-    assert step.planned is not None and step.ratio is not None
+    assert step.planned is not None and step.expected is not None and step.ratio is not None
+    is_as_foreseen = step.expected.seconds == step.planned.seconds
     console.print(
         Text.assemble(
             (f"A step takes {seconds(step.measured_s)}", "bold"),
-            f"; planned were {seconds(step.planned.seconds)} "
-            f"({seconds(step.planned.low)} to {seconds(step.planned.high)}): {step.ratio:.2f} x, {step.verdict}.",
+            f"; planned were {seconds(step.expected.seconds)}{'' if is_as_foreseen else ' for the work it got'} "
+            f"({seconds(step.expected.low)} to {seconds(step.expected.high)}): {step.ratio:.2f} x, {step.verdict}."
+            + ("" if is_as_foreseen else f" Before the run it was {seconds(step.planned.seconds)}."),
         )
     )
     steps = f"{result.num_steps} steps, {result.first_step} to {result.last_step}"
@@ -47,9 +49,10 @@ def show_reconciliation(result: Reconciliation, console: Console) -> None:
 
 
 def _stages(result: Reconciliation) -> Table:
+    """planned: before the run; its work: expected of what the steps really had to do; ratio: measured over that."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("stage")
-    for name in ("planned", "range", "measured", "ratio"):
+    for name in ("planned", "its work", "within", "measured", "ratio"):
         table.add_column(name, justify="right")
     table.add_column("")
     for stage in (*result.stages, result.step):
@@ -58,11 +61,13 @@ def _stages(result: Reconciliation) -> Table:
 
 
 def _cells(stage: StageResult) -> list[str]:
-    planned = stage.planned
+    planned, expected = stage.planned, stage.expected
+    spread = expected.high / expected.seconds - 1 if expected and expected.seconds > 0 else None
     return [
         stage.stage,
         seconds(planned.seconds) if planned else "",
-        f"{seconds(planned.low)} to {seconds(planned.high)}" if planned else "",
+        seconds(expected.seconds) if expected else "",
+        f"± {100 * spread:.0f} %" if spread is not None else "",
         seconds(stage.measured_s),
         f"{stage.ratio:.2f}" if stage.ratio is not None else "",
         stage.verdict,
