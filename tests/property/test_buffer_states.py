@@ -34,7 +34,7 @@ def group(group_id: int, *, version: int, newest: int | None = None, num_tokens:
 
 
 class BufferMachine(RuleBasedStateMachine):
-    """Random admissions, endings, takes and publications against a model that counts."""
+    """Random admissions, endings, takes, publications and kills against a model that counts and ages by itself."""
 
     @initialize(
         staleness=st.integers(0, 3),
@@ -58,12 +58,26 @@ class BufferMachine(RuleBasedStateMachine):
         self.ended: set[int] = set()
         self.trained: list[int] = []
         self.version = 0
+        self.step_of = {0: 0}
+        """Version -> steps whose updates it contains."""
+        self.oldest: dict[int, int] = {}
+        """Group -> the version that sampled its first token."""
+        self.ended_prompts: list[str] = []
+        """Told to the stream as not to be asked again."""
+        self.save()
 
     @precondition(lambda self: self.buffer.capacity() > 0)
     @rule()
     def admit(self) -> None:
-        group_id = self.buffer.admit(prompt(self.buffer.num_admitted), now_s=0.0)
+        group_id = self.buffer.admit(prompt(self.next_prompt()), now_s=0.0)
         self.admitted_under[group_id] = self.version
+
+    def next_prompt(self) -> int:
+        """The first that is neither under way nor ended."""
+        under_way = {entry.prompt.prompt_id for entry in self.buffer._entries.values()}
+        left_early = {p.prompt_id for p in self.buffer._prompts_done}
+        asked = under_way | left_early | set(self.ended_prompts)
+        return next(n for n in range(10**6) if f"p{n}" not in asked)
 
     def some_running(self, data: st.DataObject) -> int | None:
         running = [g for g in self.admitted_under if g not in self.ended]
@@ -76,6 +90,7 @@ class BufferMachine(RuleBasedStateMachine):
             return
         first = data.draw(st.integers(self.admitted_under[group_id], self.version))
         reason = "flat" if is_flat else None
+        self.oldest[group_id] = first
         finished = group(group_id, version=first, newest=self.version)
         self.buffer.finish(finished, drop_reason=reason, refill=refill)
         self.ended.add(group_id)
@@ -94,19 +109,42 @@ class BufferMachine(RuleBasedStateMachine):
         taken = self.buffer.take()
         assert all(0 <= s <= self.buffer.config.max_staleness_steps for s in taken.staleness_steps)
         ids = [g.group_id for g in taken.groups]
+        ages = [step - self.step_of[self.oldest[group_id]] for group_id in ids]
+        assert taken.staleness_steps == ages
+        done = [p.prompt_id for p in taken.prompts_done]
+        assert {g.prompt.prompt_id for g in [*taken.groups, *taken.dropped]} <= set(done)
+        self.ended_prompts += done
+        assert len(set(self.ended_prompts)) == len(self.ended_prompts), "a prompt ended twice"
         assert not set(ids) & set(self.trained)
         if self.buffer.config.order == "admission":
             assert ids == sorted(ids)
         self.trained += ids
         if publish or self.buffer.config.max_staleness_steps == 0:
-            self.version += 1
-            self.buffer.published(self.version, step + 1)
+            self.publish_step(step + 1)
+        self.save()
+
+    def publish_step(self, step: int) -> None:
+        self.version += 1
+        self.step_of[self.version] = step
+        self.buffer.published(self.version, step)
+
+    def save(self) -> None:
+        """A checkpoint, as the loop writes one after a step."""
+        self.saved = (self.buffer.state(), [*self.trained], [*self.ended_prompts])
+
+    @rule()
+    def kill_and_resume(self) -> None:
+        """What was under way is forgotten, and its prompts are asked again; what ended stays ended."""
+        state, self.trained, self.ended_prompts = self.saved[0], [*self.saved[1]], [*self.saved[2]]
+        self.buffer = GroupBuffer(self.buffer.config, self.buffer.groups_per_step)
+        self.buffer.restore(state)
+        self.admitted_under, self.ended, self.oldest = {}, set(), {}
+        self.publish_step(self.buffer.step)
 
     @precondition(lambda self: self.buffer.step > self.buffer.serving_step)
     @rule()
     def publish(self) -> None:
-        self.version += 1
-        self.buffer.published(self.version, self.buffer.step)
+        self.publish_step(self.buffer.step)
 
     @invariant()
     def every_group_is_in_one_state(self) -> None:
@@ -132,6 +170,17 @@ def test_on_policy_admits_nothing_while_a_step_trains() -> None:
     assert buffer.capacity() == 0
     buffer.published(1, 1)
     assert buffer.capacity() == 2
+
+
+def test_a_version_on_its_way_admits_nothing_before_every_replica_holds_it() -> None:
+    buffer = make(groups_per_step=1)
+    first = buffer.admit(prompt(0), now_s=0.0)
+    buffer.finish(group(first, version=0))
+    buffer.take()
+    buffer.offered(1, 1)
+    assert (buffer.capacity(), buffer.serving_step) == (0, 0)
+    buffer.published(1, 1)
+    assert (buffer.capacity(), buffer.serving_step) == (1, 1)
 
 
 def test_admission_order_takes_the_first_admitted_although_a_later_one_finished_first() -> None:
@@ -202,6 +251,34 @@ def test_starvation_stops_with_the_counts_or_trains_what_there_is() -> None:
         else:
             assert len(buffer.take().groups) == 1
             assert buffer.failures == {"reward": 2}
+
+
+def test_the_age_of_a_group_is_that_of_its_oldest_token() -> None:
+    """Sampled under version 0 and finished under 2, it is two steps old at step 2."""
+    buffer = make(groups_per_step=1, max_staleness_steps=2)
+    ids = [buffer.admit(prompt(i), now_s=0.0) for i in range(3)]
+    for step in (0, 1):
+        buffer.finish(group(ids[step], version=0))
+        assert buffer.take().staleness_steps == [step]
+        buffer.published(step + 1, step + 1)
+    buffer.finish(group(ids[2], version=0, newest=2))
+    assert buffer.take().staleness_steps == [2]
+
+
+def test_a_label_older_than_the_bound_stops_the_step_although_admission_forbids_it() -> None:
+    """A replica that fell behind: the group was admitted under version 1 and says that version 0 sampled it."""
+    buffer = make(groups_per_step=1, max_staleness_steps=1)
+    ids = [buffer.admit(prompt(i), now_s=0.0) for i in range(2)]
+    for step in (0, 1):
+        buffer.finish(group(ids[step], version=0))
+        buffer.take()
+        buffer.published(step + 1, step + 1)
+        if step == 0:
+            third = buffer.admit(prompt(2), now_s=0.0)
+    buffer._version_step[0] = 0  # still known: another group might carry it
+    buffer.finish(group(third, version=0, newest=1))
+    with pytest.raises(DataError, match="would be trained 2 steps stale at step 2; .* is 1"):
+        buffer.take()
 
 
 def test_a_version_nobody_published_is_refused_with_its_number() -> None:
