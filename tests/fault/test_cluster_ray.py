@@ -107,29 +107,61 @@ def test_a_replica_killed_while_it_generates_is_replaced_and_only_its_requests_a
     assert publications(run)[-1] == (3, list(range(num_replicas))), "all hold the last version, proven"
 
 
-def test_a_replica_killed_during_a_publication_misses_it_and_is_re_synced(tmp_path: Path) -> None:
-    def kill_in_publication(controller: Controller) -> None:
-        publisher, engine = controller.publisher, controller.router.engines[1]
-        plain = publisher.publish
+@dataclass
+class KillInPublication:
+    """The replica's process is killed as soon as version 2 is on its way."""
+
+    replica_id: int
+    pids: list[int] = field(default_factory=list)
+
+    def __call__(self, controller: Controller) -> None:
+        engine: Any = controller.router.engines[self.replica_id]
+        publisher: Any = controller.publisher
+        plain, each = publisher.publish, publisher.trainer.each
+
+        def killing(calls: Any) -> Any:
+            name, args = calls[0]
+            if name == "publish" and args[0] == 2 and not self.pids:
+                self.pids.append(engine.address.pid)
+                os.kill(engine.address.pid, signal.SIGKILL)
+            return each(calls)
 
         async def publish(weight_version: int, *, moved: bool = True) -> PublicationReport:
-            publishing = asyncio.ensure_future(plain(weight_version, moved=moved))
-            await asyncio.sleep(0)
-            if weight_version == 2:
-                os.kill(engine.address.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-            return await publishing
+            if weight_version == 4 and engine.replica_id in engine._pool._restarts:
+                await engine._pool.is_back(
+                    engine
+                )  # whenever the new process is there, it is before the last one
+            return await plain(weight_version, moved=moved)
 
-        publisher.publish = publish  # type: ignore[method-assign]
+        publisher.publish, publisher.trainer.each = publish, killing
 
+
+@pytest.mark.parametrize("transport", ["shm", "broadcast"])
+def test_a_replica_killed_during_a_publication_misses_it_and_is_re_synced(
+    tmp_path: Path, transport: str
+) -> None:
+    """Also where nobody asks it for a response any more, because it is out of service."""
+    kill = KillInPublication(1)
     overrides = {"run.schedule": "separate_async", "buffer.max_staleness_steps": 1, "rollout.num_threads": 1}
-    run = run_tiny(tmp_path, num_steps=4, faults=[kill_in_publication], **{**ON_RAY, **overrides})
+    overrides |= {"sync.transport": transport, "sync.receive_deadline_s": 20.0, "sync.every_steps": 1}
+    run = run_tiny(tmp_path, num_steps=4, faults=[kill], **{**ON_RAY, **overrides})
+    assert len(kill.pids) == 1
     told = publications(run)
-    assert (2, [0]) in told or (2, [0, 1]) in told, "it died before, or right after, its commit"
-    assert told[-1][0] == 4
-    assert 0 in told[-1][1]
+    assert (2, [0]) in told
+    assert told[-1] == (4, [0, 1]), "all hold the last version, proven"
     assert {event["replica_id"] for event in run.events_of("quarantined")} == {1}
     trained = [prompt for step in run.trained for prompt in step]
     assert len(trained) == len(set(trained)) == 4 * 4, "none lost, none twice"
+
+
+def test_the_only_replica_killed_during_a_publication_is_started_again_and_the_step_goes_on(
+    tmp_path: Path, undisturbed: RunResult
+) -> None:
+    kill = KillInPublication(0)
+    run = run_tiny(tmp_path, num_steps=3, faults=[kill], **{**ON_RAY, "rollout.num_replicas": 1})
+    assert len(kill.pids) == 1
+    assert_same_run(run, undisturbed)
+    assert [version for version, committed in publications(run) if committed == [0]][-2:] == [2, 3]
 
 
 def test_a_killed_trainer_rank_sends_the_run_back_to_its_checkpoint_and_the_result_is_the_same(

@@ -12,7 +12,7 @@ from tiny_run import tiny_config
     ("overrides", "told"),
     [
         ({"cluster.num_trainer_ranks": 2}, "cluster.num_trainer_ranks is 2 and cluster.kind 'inproc'"),
-        ({"cluster.kind": "ray", "sync.transport": "broadcast"}, "sync.transport is 'broadcast'"),
+        ({"cluster.kind": "ray", "sync.transport": "ipc"}, "sync.transport is 'ipc'"),
         (
             {"cluster.kind": "ray", "rollout.engine": "vllm"},
             "rollout.engine is 'vllm' and cluster.kind 'ray'",
@@ -39,3 +39,4 @@ def test_one_process_and_ray_with_shared_memory_are_accepted() -> None:
     tiny_config().check()
     tiny_config(**{"cluster.kind": "ray", "cluster.num_trainer_ranks": 2}).check()
     tiny_config(**{"cluster.kind": "ray", "sync.transport": "shm"}).check()
+    tiny_config(**{"cluster.kind": "ray", "sync.transport": "broadcast"}).check()

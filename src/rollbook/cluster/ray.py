@@ -52,6 +52,7 @@ from rollbook.observe.values import Values
 from rollbook.rollout.engine import EngineStats, GenerateRequest, PauseMode, Response
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.rollout.router import Router
+from rollbook.sync.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
 from rollbook.sync.inproc import InprocPort
 from rollbook.sync.publisher import PublicationReport, Publisher
 from rollbook.sync.remote import RemotePort, ReplicaServer
@@ -153,12 +154,14 @@ class TrainerRank:
 
     # ---- publications
 
-    def open_publisher(self, config: RunConfig, addresses: Sequence[ReplicaAddress]) -> None:
+    def open_publisher(self, config: RunConfig, addresses: Sequence[ReplicaAddress], meeting: str) -> None:
         sync = config.sync
         if sync.transport == "disk":
             from rollbook.sync.disk import DiskSender
 
             self._sender = DiskSender(sync.disk_dir, self.trainer.weight_specs())
+        elif sync.transport == "broadcast":
+            self._sender = BroadcastSender(join_broadcast(config, meeting, rank=0))
         else:
             from rollbook.sync.shm import ShmSender
 
@@ -170,6 +173,8 @@ class TrainerRank:
     def set_port(self, address: ReplicaAddress) -> None:
         """A replica was started again: it listens elsewhere and holds nothing."""
         assert self.publisher is not None
+        if isinstance(self._sender, BroadcastSender):
+            self._sender.dissolve()
         self.publisher.ports[address.replica_id] = self._port(address)
         self.publisher.quarantined[address.replica_id] = "it was started again"
 
@@ -266,21 +271,51 @@ class ReplicaActor:
             from rollbook.sync.disk import DiskReceiver
 
             receiver = DiskReceiver(config.sync.disk_dir)
+        elif config.sync.transport == "broadcast":
+            receiver = BroadcastReceiver(None, max_bucket_bytes=config.sync.bucket_bytes)
         else:
             from rollbook.sync.shm import ShmReceiver
 
             receiver = ShmReceiver(config.sync.shm_dir)
         token = secrets.token_hex(16)
+        in_message_bytes = config.sync.bucket_bytes if config.sync.transport == "broadcast" else 0
         self.server = ReplicaServer(
-            InprocPort(self.engine, staging=config.sync.staging), receiver, token=token
+            InprocPort(self.engine, staging=config.sync.staging),
+            receiver,
+            token=token,
+            max_payload_bytes=in_message_bytes,
         )
         port = await self.server.start(self._host)
         return ReplicaAddress(
             replica_id=self.replica_id, host=self._host, port=port, token=token, pid=os.getpid()
         )
 
+    async def join(self, meeting: str) -> None:
+        """Meet the trainer and the other replicas, before the first publication."""
+        group = await asyncio.to_thread(join_broadcast, self.config, meeting, rank=self.replica_id + 1)
+        self.server.receiver = BroadcastReceiver(group, max_bucket_bytes=self.config.sync.bucket_bytes)
+
     async def do(self, method: str, *args: Any) -> Any:
         return await getattr(self.engine, method)(*args)
+
+
+def join_broadcast(config: RunConfig, meeting: str, *, rank: int) -> BroadcastGroup:
+    """The group of publications: trainer rank 0, and every replica behind it. Between GPUs by NCCL, else by gloo.
+
+    Args:
+        meeting: path of a file, or host:port of rank 0.
+    """
+    devices = (config.model.device, config.rollout.device)
+    is_nccl = all(name.startswith("cuda") for name in devices) and config.run.schedule == "separate_async"
+    host, _, port = meeting.rpartition(":")
+    return BroadcastGroup.create(
+        "nccl" if is_nccl else "gloo",
+        rank=rank,
+        size=config.rollout.num_replicas + 1,
+        device=torch.device(devices[min(rank, 1)]) if is_nccl else torch.device("cpu"),
+        deadline_s=config.cluster.start_deadline_s,
+        **({"file": meeting} if meeting.startswith("/") else {"host": host, "port": int(port)}),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -503,7 +538,10 @@ class RemotePublisher(Publisher):
         self.lost: dict[int, str] = {}
         """Replicas whose process is gone, and why, until another one takes their publications. That nobody answers at
         the old address is no reason of its own."""
+        self.pool: RayPool | None = None
+        """Asked whether a replica that missed a publication is dead."""
         self._in_turn = asyncio.Lock()
+        self._checks: set[asyncio.Task[bool]] = set()
 
     @property
     def ports(self) -> dict[int, Any]:  # type: ignore[override]
@@ -513,7 +551,30 @@ class RemotePublisher(Publisher):
         )
 
     async def publish(self, weight_version: int, *, moved: bool = True) -> PublicationReport:
-        return await self._publish(weight_version, moved, None)
+        """A replica that dies in it misses it, is started again and re-synced in full. If no replica is left, the
+        publication waits for the one that is started again.
+
+        Raises:
+            SyncError: no replica took it, and none of them is dead.
+            EngineError: one died too often.
+        """
+        while True:
+            try:
+                report = await self._publish(weight_version, moved, None)
+            except SyncError:
+                if self.pool is None or not await self.pool.are_back(list(self.quarantined)):
+                    raise
+                continue
+            if self.pool is not None and report.quarantined:
+                check = asyncio.ensure_future(self.pool.are_back(list(report.quarantined)))
+                check.add_done_callback(self._checked)
+                self._checks.add(check)
+            return report
+
+    def _checked(self, check: asyncio.Task[bool]) -> None:
+        self._checks.discard(check)
+        if not check.cancelled():
+            check.exception()  # a replica that stays down is out of service, and said so
 
     async def resync(self, replica_id: int) -> PublicationReport:
         return await self._publish(0, False, replica_id)
@@ -539,7 +600,8 @@ class RemotePublisher(Publisher):
         return replace(cast(PublicationReport, answer), quarantined=dict(self.quarantined))
 
     def close(self) -> None:
-        return None
+        for check in self._checks:
+            check.cancel()
 
 
 class RemoteEngine:
@@ -570,6 +632,10 @@ class RemoteEngine:
         self._actor = self._start_actor()
         self.address = await self._ask("start", (), self.config.cluster.start_deadline_s)
         self.down = ""
+
+    async def join(self, meeting: str) -> None:
+        """Into the group of publications (`sync.transport = "broadcast"`)."""
+        await self._ask("join", (meeting,), self.config.cluster.start_deadline_s)
 
     async def close(self) -> None:
         if self._actor is not None:
@@ -602,6 +668,13 @@ class RemoteEngine:
 
     async def reset_prefix_cache(self) -> None:
         await self._do("reset_prefix_cache")
+
+    async def require_alive(self) -> None:
+        """
+        Raises:
+            EngineDownError: its process is gone; the pool knows of it then.
+        """
+        await self._do("stats")
 
     async def stats(self) -> EngineStats:
         """The last ones known while it is down."""
@@ -684,6 +757,23 @@ class RayPool:
             raise EngineError(f"replica {engine.replica_id} is down: {engine.down}", "resume the run")
         await asyncio.shield(restarting)
 
+    async def are_back(self, replica_ids: Sequence[int]) -> bool:
+        """Ask replicas that missed a publication whether they live, and wait until those that do not are started again.
+
+        Returns:
+            Whether one was.
+        Raises:
+            EngineError: it could not be brought back.
+        """
+        found_dead = False
+        for engine in [engine for engine in self.engines if engine.replica_id in replica_ids]:
+            try:
+                await engine.require_alive()
+            except EngineDownError:
+                await self.is_back(engine)
+                found_dead = True
+        return found_dead
+
     async def _restart(self, engine: RemoteEngine) -> None:
         replica_id = engine.replica_id
         number = self._num_restarts[replica_id] = self._num_restarts.get(replica_id, 0) + 1
@@ -754,14 +844,8 @@ async def start_on_ray(
     stack.push_async_callback(_end, actors)
     store = ""
     if num_ranks > 1:
-        if is_local:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollbook-ranks-"))
-            store = f"file://{folder}/store"
-        else:
-            host, port = await _within(
-                actors[0].free_port.remote(), "rank 0", "free_port", cluster.start_deadline_s
-            )
-            store = f"tcp://{host}:{port}"
+        store = await _meeting_point(actors[0], cluster, stack, is_local=is_local)
+        store = f"file://{store}" if is_local else f"tcp://{store}"
     built = [actor.build.remote(store, cluster.step_deadline_s, trainer_keywords) for actor in actors]
     facts = [
         await _within(ref, f"rank {rank} of the trainer", "build", cluster.start_deadline_s)
@@ -770,7 +854,7 @@ async def start_on_ray(
     tokenizer = load_tokenizer(config.model, facts=facts[0].facts)
     trainer = RemoteTrainer(actors, config, facts[0], tokenizer)
     publisher = RemotePublisher(trainer)
-    pool = RayPool(config=cluster, recorder=recorder, publisher=publisher)
+    pool = publisher.pool = RayPool(config=cluster, recorder=recorder, publisher=publisher)
     stack.push_async_callback(pool.close)
     dtype = facts[0].specs[0].dtype
     for replica_id in range(num_replicas):
@@ -784,9 +868,26 @@ async def start_on_ray(
         pool.engines.append(RemoteEngine(replica_id, config, start_actor, pool))
     await asyncio.gather(*(engine.start() for engine in pool.engines))
     addresses = [engine.address for engine in pool.engines]
-    opening = actors[0].open_publisher.remote(config, addresses)
-    await _within(opening, "rank 0 of the trainer", "open_publisher", cluster.call_deadline_s)
+    meeting = ""
+    if config.sync.transport == "broadcast":
+        meeting = await _meeting_point(actors[0], cluster, stack, is_local=is_local)
+    opening = actors[0].open_publisher.remote(config, addresses, meeting)
+    joining = [engine.join(meeting) for engine in pool.engines] if meeting else []
+    await asyncio.gather(
+        _within(opening, "rank 0 of the trainer", "open_publisher", cluster.start_deadline_s), *joining
+    )
     return RayParts(trainer=trainer, publisher=publisher, pool=pool)
+
+
+async def _meeting_point(
+    first_rank: Any, cluster: ClusterConfig, stack: AsyncExitStack, *, is_local: bool
+) -> str:
+    """Where processes find each other: a file of this machine, or a port on the host of the trainer's first rank."""
+    if is_local:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollbook-ranks-"))
+        return f"{folder}/store"
+    host, port = await _within(first_rank.free_port.remote(), "rank 0", "free_port", cluster.start_deadline_s)
+    return f"{host}:{port}"
 
 
 def _connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack) -> bool:

@@ -191,10 +191,10 @@ class RunConfig(Section):
                 f"cluster.num_trainer_ranks is {self.cluster.num_trainer_ranks} and cluster.kind 'inproc'",
                 "ranks are processes: set cluster.kind = 'ray'",
             )
-        if self.cluster.kind == "ray" and self.sync.transport in ("ipc", "broadcast"):
+        if self.cluster.kind == "ray" and self.sync.transport == "ipc":
             yield (
                 f"sync.transport is '{self.sync.transport}' and cluster.kind 'ray'",
-                "use 'shm' on one host and 'disk' on several",
+                "use 'shm' on one host, 'broadcast' or 'disk' on several",
             )
         if self.cluster.kind == "ray" and self.rollout.engine != "native":
             yield (

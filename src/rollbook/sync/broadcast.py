@@ -164,6 +164,11 @@ class BroadcastSender:
         if self._meets_all(bucket) and self._last_attempt is None:
             self._last_attempt = bucket.attempt
 
+    def dissolve(self) -> None:
+        """A rank is gone, and whoever takes its place is not in the group: from now on buckets travel in messages."""
+        if self._last_attempt is None:
+            self._last_attempt = -1
+
     def _meets_all(self, bucket: Bucket) -> bool:
         """Whether the bucket goes by the collective. Until its end, for one publication: replicas wait in it."""
         is_whole = self._last_attempt is None or bucket.attempt <= self._last_attempt
@@ -177,18 +182,25 @@ class BroadcastReceiver:
     """The engine's half. `max_bucket_bytes` bounds what a message can make it allocate; its `ReplicaServer` has to
     accept as many bytes in a message (`max_payload_bytes`)."""
 
-    @property
-    def is_quick(self) -> bool:
-        return self._group.has_met
-
-    def __init__(self, group: BroadcastGroup, *, max_bucket_bytes: int) -> None:
+    def __init__(self, group: BroadcastGroup | None, *, max_bucket_bytes: int) -> None:
         self._group = group
+        """None: this replica came later, and takes what comes in messages."""
         self._max_bucket_bytes = max_bucket_bytes
         self._buffers = SlotBuffers()
+
+    @property
+    def is_quick(self) -> bool:
+        return self._group is not None and self._group.has_met
 
     def take(self, bucket: Bucket, place: Json) -> Bucket:
         if "is_inline" in place:
             return replace(bucket)
+        group = self._group
+        if group is None:
+            raise SyncError(
+                f"bucket {bucket.bucket_idx} was announced as a broadcast, and this replica is in no group",
+                "a replica that was started again takes buckets in messages: tell the sender (`dissolve`)",
+            )
         num_bytes, slot_idx = field(place, "num_bytes", int), field(place, "slot_idx", int)
         if not 0 <= slot_idx < MAX_SLOTS:
             raise SyncError(
@@ -201,11 +213,11 @@ class BroadcastReceiver:
                 f"{self._max_bucket_bytes}",
                 "use the same sync.bucket_bytes on both sides",
             )
-        data = self._buffers(slot_idx, num_bytes, self._group.device)
-        if not self._group.has_met:
-            self._group.broadcast(data)
+        data = self._buffers(slot_idx, num_bytes, group.device)
+        if not group.has_met:
+            group.broadcast(data)
             return replace(bucket, data=data)
-        return replace(bucket, data=data, ready=self._group.begin(data))
+        return replace(bucket, data=data, ready=group.begin(data))
 
     def close(self) -> None:
         return None
