@@ -510,6 +510,10 @@ def test_br048_groups_are_judged_by_the_raw_score_not_by_the_length_penalty(tiny
     assert run.events_of("empty_batch")
     with pytest.raises(StarvedError, match="lost 12 .*: 12 flat .score in all their members 0: 12"):
         tiny_run(name="refilled", num_steps=1, **dapo, **{"buffer.max_refills_per_step": 8})
+    partial = {"buffer.max_refills_per_step": 8, "buffer.on_starvation": "train_partial"}
+    run = tiny_run(name="partial", num_steps=1, **dapo, **partial)
+    (found,) = [e for e in run.events_of("finding") if e["rule"] == "starved"]
+    assert "has 0 of 4 groups and lost 12" in found["summary"] and "max_refills_per_step" in found["remedy"]
 
 
 def test_br085_equal_prompts_with_other_answers_are_groups_of_their_own(

@@ -83,6 +83,8 @@ class Taken:
     """Prompts that will not be sampled again: trained, failed and evicted ones, for the prompt stream."""
     step: int = 0
     """The one that trains on them."""
+    starved: StarvedError | None = None
+    """Why the step has fewer groups, where `buffer.on_starvation` goes on with them."""
     version_steps: Mapping[int, int] = field(default_factory=dict)
     """Weight version -> steps whose updates it contains, of every version that the groups can carry."""
 
@@ -247,15 +249,10 @@ class GroupBuffer:
         chosen = self._choose()
         if chosen is None:
             raise DataError(f"step {self.step} is not ready", "ask is_ready() before take()")
-        if self.is_starved and self.config.on_starvation == "stop":
-            lost = _losses_in_words(self._lost, self._flat_scores)
-            raise StarvedError(
-                f"step {self.step} has {len(chosen)} of {self.groups_per_step} groups and lost {self.num_refills} "
-                f"(buffer.max_refills_per_step is {self.config.max_refills_per_step}): {lost}; {self.num_admitted} "
-                "groups were admitted in all",
-                _starved_remedy(self._lost),
-            )
-        taken = Taken([], [], [], self.num_refills, [], [], self.step, dict(self._version_step))
+        starved = self._starvation(len(chosen)) if self.is_starved else None
+        if starved is not None and self.config.on_starvation == "stop":
+            raise starved
+        taken = Taken([], [], [], self.num_refills, [], [], self.step, starved, dict(self._version_step))
         for entry in chosen:
             del self._entries[entry.group_id]
             self._num_places_taken += 1
@@ -290,6 +287,15 @@ class GroupBuffer:
         self._forget_old_versions()
         self.check()
         return taken
+
+    def _starvation(self, num_groups: int) -> StarvedError:
+        lost = _losses_in_words(self._lost, self._flat_scores)
+        return StarvedError(
+            f"step {self.step} has {num_groups} of {self.groups_per_step} groups and lost {self.num_refills} "
+            f"(buffer.max_refills_per_step is {self.config.max_refills_per_step}): {lost}; {self.num_admitted} "
+            "groups were admitted in all",
+            _starved_remedy(self._lost),
+        )
 
     def _choose(self) -> list[Entry] | None:
         """Entries of the next step, or None while they are not all there."""

@@ -316,6 +316,8 @@ class Controller:
                 span.set(tokens=self._num_generated(taken))
                 self._expect_rollout_of(taken)
                 span.set(expected_s=self._expected_s("rollout"))
+        if taken.starved is not None:
+            self.recorder.finding("starved", taken.starved.what, remedy=taken.starved.remedy)
         if self.schedule.pauses_for_training:
             with self.recorder.span("to_trainer", expected_s=self._switch_s("to_trainer")):
                 await self.switch.to_trainer()
