@@ -160,6 +160,33 @@ def test_areal_tables_become_steps(tmp_path: Path) -> None:
     assert run.non_finite == {"actor/grad_norm": [2]}
 
 
+def test_what_trackers_call_trl_and_areal_metrics_is_read_in_our_names(tmp_path: Path) -> None:
+    """TRL's trackers put "train/" before the names of its history; AReaL logs staleness under "version_stats"."""
+    history = _write(
+        tmp_path / "trl.jsonl",
+        '{"_step": 1, "train/reward": 0.25, "train/frac_reward_zero_std": 0.25, "train/rewards/exact/mean": 0.5,'
+        ' "train/sample/staleness_mean": 1.5, "train/perf/weight_sync_s": 2.0, "train/tools/failure_frequency": 0.1}\n'
+        '{"_step": 2, "train/reward": 0.5}\n',
+    )
+    first = {name: values[0] for name, values in load(str(history)).values.items()}
+    stale = "training/off_policy/trajectory_staleness/mean"
+    assert first == {
+        "critic/rewards/mean": 0.25,
+        "batch/effective_frac": 0.75,
+        "reward/exact/mean": 0.5,
+        stale: 1.5,
+        "timing_s/update_weights": 2.0,
+        "rollout/sandbox_error_ratio": 0.1,
+    }
+    table = _write(
+        tmp_path / "areal.log",
+        "Epoch 1/10 Step 1/100 Train step 1/1000 done.\n"
+        "│ ppo_actor/update/version_stats/sample_staleness_proximal_avg │ 1.5 │\n"
+        "Epoch 1/10 Step 2/100 Train step 2/1000 done.\n│ ppo_actor/task_reward/avg │ 0.5 │\n",
+    )
+    assert load(str(table)).values[stale][0] == 1.5
+
+
 def test_wandb_chart_csv_and_history_are_read(tmp_path: Path) -> None:
     chart = _write(
         tmp_path / "chart.csv",

@@ -153,7 +153,7 @@ def test_rewards_that_fall_with_the_environments_signals_are_dead_sandboxes() ->
     assert 0.2 < finding.cost_reward < 0.35
 
 
-def test_sandboxes_that_fill_step_by_step_leak() -> None:
+def test_br110_sandboxes_that_are_not_given_back_are_found_by_their_load() -> None:
     leak = {
         "num_turns/mean": _noisy(6.0, 20),
         "env/num_leased": _grow(_noisy(60.0, 21), 4),
@@ -288,3 +288,24 @@ def test_a_slow_host_is_no_tail() -> None:
     assert diagnose(_run(**slow)).findings == ()
     tail = {**slow, "timing_s/update_actor": _noisy(40.0, 11)}
     assert diagnose(_run(**tail)).verdict == "tail_burst"
+
+
+def test_a_fall_that_a_larger_rise_hides_is_found() -> None:
+    """A reward that was learned within fifteen steps and loses a quarter at step 60: the rise is the larger split."""
+    learned = 0.1 + 0.6 * (1 - np.exp(-T / 4.0))
+    noise = np.random.default_rng(30).normal(0, 0.008, N)
+    held_out = np.where(T % 20 == 19, np.where(T < AT, 0.5, 0.0), np.nan)
+    score = np.clip(np.where(T < AT, learned, 0.75 * learned) + noise, 0, 1)
+    finding = diagnose(
+        _run(critic__rewards__mean=score, **{"val-core__code__reward__mean@1": held_out})
+    ).findings[0]
+    assert (finding.rule, finding.step) == ("one_source_all_zero", AT + 1)
+
+
+def test_a_restart_after_which_the_reward_is_higher_lost_nothing() -> None:
+    resumed = Event(kind="resumed", step=AT, text="Resuming from global_step_60")
+    noise = np.random.default_rng(32).normal(0, 0.004, N)
+    better = 0.30 + np.where(T < AT, 0.0, 0.08) + noise
+    assert diagnose(_run((resumed,), critic__rewards__mean=better)).verdict == "well"
+    worse = 0.30 - np.where(T < AT, 0.0, 0.08) + noise
+    assert diagnose(_run((resumed,), critic__rewards__mean=worse)).verdict == "discontinuity_after_resume"
