@@ -37,6 +37,21 @@ def test_verl_file_logger_reads_null_nan_and_infinity_as_not_finite(tmp_path: Pa
     assert run.non_finite == {"actor/grad_norm": [2, 3], "critic/rewards/mean": [2]}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '\ufeff{"step": 1, "data": {"critic/rewards/mean": 0.1}}\n{"step": 2, "data": {"critic/rewards/mean": 0.2}}\n',
+        '{"step": 1.0, "data": {"critic/rewards/mean": 0.1}}\n{"step": 2.0, "data": {"critic/rewards/mean": 0.2}}\r\n',
+        '{"data": {"critic/rewards/mean": "0.1"}, "step": 1}\n{"data": {"critic/rewards/mean": "0.2"}, "step": 2}\n',
+    ],
+    ids=["byte order mark", "steps as floats", "data first"],
+)
+def test_verl_file_lines_that_went_through_other_tools_are_read(text: str, tmp_path: Path) -> None:
+    run = load(str(_write(tmp_path / "exp.jsonl", text)))
+    assert (run.format, run.steps.tolist(), run.notes) == ("verl-file", [1, 2], [])
+    np.testing.assert_array_equal(run.values["critic/rewards/mean"], [0.1, 0.2])
+
+
 def test_a_last_line_cut_short_is_left_out_and_said(tmp_path: Path) -> None:
     whole = '{"step": 1, "data": {"critic/rewards/mean": 0.1}}\n{"step": 2, "data": {"critic/rewards/mean": 0.2}}\n'
     run = load(str(_write(tmp_path / "exp.jsonl", whole + '{"step": 3, "data": {"critic/rew')))

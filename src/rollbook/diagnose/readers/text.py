@@ -3,6 +3,7 @@ people and programs write them, and the sentences in which a log reports trouble
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import math
@@ -38,6 +39,8 @@ def open_binary(path: Path) -> BinaryIO:
             file.close()
             return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, gzip.open(path, "rb"))))
         file.seek(0)
+        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            file.seek(0)
     except OSError as error:
         raise DataError(
             f"cannot read {path}: {error.strerror or error}", "check the path and its permissions"

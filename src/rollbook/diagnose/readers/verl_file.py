@@ -16,7 +16,8 @@ from rollbook.diagnose.series import Event, Row
 
 
 def recognizes(head: str) -> float:
-    return 0.95 if re.search(r'^\s*\{"step":\s*-?\d+,\s*"data":\s*\{', head, re.MULTILINE) else 0.0
+    line = r'^\s*\{(?:"step":\s*-?\d+(?:\.0*)?,\s*"data":\s*\{|"data":\s*\{[^\n]*\},\s*"step":\s*-?\d)'
+    return 0.95 if re.search(line, head, re.MULTILINE) else 0.0
 
 
 def read(path: Path) -> Iterator[Row | Event]:
