@@ -386,6 +386,8 @@ def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         accelerator = accelerator_of(device)
     except NotCovered:
         accelerator = load_accelerator("H100")  # the rates below depend little on the device
+    if "fsdp1" in str(config.get("placement", "")).lower():
+        raise NotCovered("FSDP1's flat parameters: the ledger maps shards of tensors, FSDP2 or Megatron")
     work = _sync_work(config, model, accelerator, assumptions, device)
     cluster = Cluster(accelerator=accelerator, num_gpus=work.num_train_gpus + work.num_rollout_gpus)
     nic_unknown = any("differs between rows" in str(text) for text in case.get("missing") or ())

@@ -32,7 +32,7 @@ def test_published_measurements_are_predicted(cases: list[Case], category: str) 
     median, high = quantiles([item.error_frac for item in found])
     assert median <= 0.15 and high <= 0.40
     assert sum(item.is_in_range for item in found) >= 0.85 * len(found)
-    assert len(left_out) <= 3
+    assert len(left_out) <= 4
     assert all(reason for _, _, reason in left_out)
 
 

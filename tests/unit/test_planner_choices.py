@@ -201,3 +201,33 @@ def test_a_plan_is_one_json_object_with_the_growth_and_prefill() -> None:
     data = json.loads(text)
     assert data["growth"][0]["best_step_s"]["sync"] > 0
     assert data["prefill"]["chunk_tokens"] > 0
+
+
+def test_every_predicted_second_has_a_range() -> None:
+    data = plan().as_json()
+    step, recommendation = data["step"], data["recommendation"]
+    assert isinstance(step, dict) and isinstance(recommendation, dict)
+    for name, value in step["seconds"].items():
+        low, high = step["seconds_range"][name]
+        assert low < value < high or value == low == high == 0
+    publication = recommendation["publication"]
+    low, high = publication["seconds_range"]
+    assert low < publication["seconds"] < high
+
+
+def test_recomputation_is_told_beside_the_total_and_never_in_it() -> None:
+    """One more forward of every trained token, as many FLOPs as the reference's pass."""
+    full, selective = (plan(recompute=way).base.account.flops for way in ("full", "selective"))
+    assert (full.recomputed, selective.recomputed) == (full.reference, 0.0)
+    assert full.total == selective.total
+
+
+def test_an_agents_prefill_is_told_with_and_without_its_prefix() -> None:
+    """4 turns, 3 observations of 256 tokens: linear; without the prefix all before each turn again: quadratic."""
+    agents = plan(turns=4.0, observation_tokens="256", env_seconds=1.0).as_json()["agents"]
+    assert isinstance(agents, dict)
+    prompts, trajectories = 512 * 1024, 8192
+    assert agents["prefilled_tokens_kept"] == prompts + trajectories * 3 * 256
+    per_turn = 4096 / 4 + 256
+    assert agents["prefilled_tokens_lost"] == prompts + trajectories * (3 * 1024 + per_turn * (1 + 2 + 3))
+    assert agents["prefilled_tokens"] == agents["prefilled_tokens_kept"]

@@ -21,6 +21,7 @@ from rollbook.ledger.model import load_model
 from rollbook.ledger.workload import AgentWork, Workload
 from rollbook.planner.emit import EMITTERS, emitter
 from rollbook.planner.emit_verl import verl_overrides
+from rollbook.planner.execution import execution
 from rollbook.planner.plan import Plan, make_plan
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.run_toml import run_toml
@@ -71,7 +72,7 @@ def test_the_run_toml_is_a_run_config_that_passes_its_own_checks(name: str) -> N
     config.check()
     chosen = plan(name).require_chosen()
     assert config.run.groups_per_step == 512 and config.rollout.group_size == 16
-    assert config.rollout.num_replicas == chosen.account.rollout.num_replicas
+    assert config.rollout.num_replicas == execution(plan(name).request, chosen).num_replicas
     assert config.buffer.max_staleness_steps == (0 if chosen.is_on_policy else 1)
     assert (config.algorithm.name == "ppo") == (CASES[name].get("algorithm") == "ppo")
 

@@ -9,6 +9,7 @@ The sides are separate so that a search over splits computes each only once per 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from rollbook.ledger.hardware import Cluster
@@ -42,6 +43,8 @@ class Flops:
     critic: float
     """Values before training, and training."""
     num_epochs: int = 1
+    recomputed: float = 0.0
+    """Forwards repeated for the backward where whole layers are recomputed: done, and counted in no total."""
 
     @property
     def critic_values(self) -> float:
@@ -62,7 +65,8 @@ class Flops:
 
     def as_json(self) -> dict[str, float]:
         """The keys of `plan --json`."""
-        stages = {name: value for name, value in asdict(self).items() if name != "num_epochs"}
+        beside = ("num_epochs", "recomputed")
+        stages = {name: value for name, value in asdict(self).items() if name not in beside}
         return {**stages, "total": self.total}
 
 
@@ -196,12 +200,22 @@ class StepAccount:
     idle_frac: dict[str, float]
     """Share of the step that each side's devices wait, those left over included: "rollout", "train"."""
     step_s: Range
+    stage_error_frac: Mapping[str, float] = field(default_factory=dict)
+    """Of each stage's seconds; 0 where an account claims no more than its arithmetic."""
     why_not: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     @property
     def fits(self) -> bool:
         return not self.why_not
+
+    def _ranges(self) -> dict[str, list[float]]:
+        """Low and high of every stage, each with the error of its own model."""
+        ranges = {"total": self.step_s}
+        for name, value in asdict(self.seconds).items():
+            if name != "total":
+                ranges[name] = Range.within(value, self.stage_error_frac.get(name, 0.0))
+        return {name: [found.low, found.high] for name, found in ranges.items()}
 
     def as_json(self) -> dict[str, object]:
         """The "step" object of `plan --json`."""
@@ -211,7 +225,9 @@ class StepAccount:
             "num_rollout_gpus": rollout.num_gpus,
             "num_train_gpus": self.train.num_gpus,
             "flops": self.flops.as_json(),
+            "recomputed_flops": self.flops.recomputed,
             "seconds": asdict(self.seconds),
+            "seconds_range": self._ranges(),
             "decode": {
                 "tp_size": rollout.tp_size,
                 "num_replicas": rollout.num_replicas,
@@ -315,6 +331,13 @@ def combine(
         tail_frac=tail_s / generate_s if generate_s else 0.0,
         idle_frac=idle,
         step_s=Range.within(total, error_frac),
+        stage_error_frac={
+            **dict.fromkeys(
+                ("generate_throughput", "generate_tail", "prefill", "env", "reward"), rollout.error_frac
+            ),
+            **dict.fromkeys(("forward", "train"), train.error_frac),
+            **dict.fromkeys(("switch", "sync", "other"), sync_error_frac),
+        },
         why_not=rollout.why_not + train.why_not,
         notes=rollout.notes + train.notes,
     )

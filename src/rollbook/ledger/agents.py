@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,10 @@ class AgentAccount:
     """GPU waiting when a slot is held while its environment works, per slot and trajectory."""
     prefilled_tokens: float
     """Tokens prefilled in the step, prompts once per group where groups share them."""
+    prefilled_tokens_kept: float
+    """The same if engines keep the prefix over a turn: linear in the turns."""
+    prefilled_tokens_lost: float
+    """If every turn prefills all before it again: quadratic."""
     effective_tokens_per_response_token: float
     """All tokens that pass through the model, per sampled token."""
 
@@ -63,8 +67,13 @@ def agent_account(workload: Workload) -> AgentAccount:
     spread = math.sqrt(math.expm1(sigma**2) / max(agent.num_turns, 1.0))
     quantile = float(normal_quantile(np.float64(0.5 ** (1.0 / workload.num_sequences))))
     slowest = trajectory_s * math.exp(math.sqrt(math.log1p(spread**2)) * quantile)
-    prefilled = workload.num_prefills * workload.prompt_tokens
-    prefilled += workload.num_sequences * turn_prefill_tokens(workload)
+    by_prefix = {
+        keeps: workload.num_prefills * workload.prompt_tokens
+        + workload.num_sequences
+        * turn_prefill_tokens(replace(workload, agent=replace(agent, keeps_prefix=keeps)))
+        for keeps in (True, False)
+    }
+    prefilled = by_prefix[agent.keeps_prefix]
     through = prefilled + workload.response_tokens_total
     return AgentAccount(
         num_calls=calls,
@@ -77,6 +86,8 @@ def agent_account(workload: Workload) -> AgentAccount:
         / 3600,
         gpu_idle_s=trajectory_s,
         prefilled_tokens=prefilled,
+        prefilled_tokens_kept=by_prefix[True],
+        prefilled_tokens_lost=by_prefix[False],
         effective_tokens_per_response_token=through / workload.response_tokens_total,
     )
 

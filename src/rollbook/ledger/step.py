@@ -6,13 +6,13 @@ step_account(...)                                                 all three in o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollbook.errors import ConfigError, PlanError, nearest_name
 from rollbook.ledger.account import Flops, RolloutSide, StepAccount, TrainSide, combine
 from rollbook.ledger.adapters import trained_params
 from rollbook.ledger.assumptions import Assumptions
-from rollbook.ledger.flops import default_flops
+from rollbook.ledger.flops import default_flops, forward_flops, sequence_mean_square
 from rollbook.ledger.generation import default_rollout_side
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
@@ -164,6 +164,12 @@ def join_sides(
 ) -> StepAccount:
     """The account of two sides that were computed before."""
     flops = step_flops(model, workload, assumptions)
+    if layouts.train.recompute == "full" and assumptions.method != "paper":
+        passes = workload.num_trained_models * workload.num_epochs
+        one_pass = workload.num_sequences * forward_flops(
+            model, workload.sequence_tokens, sequence_mean_square(workload)
+        )
+        flops = replace(flops, recomputed=passes * one_pass)
     memory = memory_account(model, workload, assumptions, rollout=rollout, train=train)
     if assumptions.method == "paper":
         return combine(

@@ -206,6 +206,11 @@ class Beside:
                 ("  of the slowest", seconds(e.account.slowest_env_s)),
                 ("  a synchronous step waits", seconds(e.wait_s)),
                 ("  sandboxes open", f"{count(e.num_running)}, at least {count(e.num_sandboxes_least)}"),
+                (
+                    "  prefilled, prefix kept or lost",
+                    f"{count(e.account.prefilled_tokens_kept)} or {count(e.account.prefilled_tokens_lost)} tokens",
+                ),
+                ("  a held slot idles, a trajectory", seconds(e.account.gpu_idle_s)),
                 ("  processor core hours a step", f"{e.account.cpu_core_hours:.1f}"),
                 ("  tokens a sampled token", f"{e.account.effective_tokens_per_response_token:.2f}"),
             ]

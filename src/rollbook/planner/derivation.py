@@ -211,6 +211,7 @@ def _generation(request: PlanRequest, base: Candidate) -> Reasoned:
             "tokens_per_s_per_gpu": rollout.tokens_per_s_per_gpu,
             "mfu_frac": rollout.mfu_frac,
             "generate_s": busy,
+            "clip_frac": work.lengths().clip_frac,
             "tail_frac": base.account.tail_frac,
         },
         because=(

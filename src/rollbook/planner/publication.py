@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from rollbook.ledger.account import Range
 from rollbook.ledger.mapping import RouteLoad, SyncMapping, Trainer, sync_mapping
 from rollbook.ledger.paper import paper_sync_s
 from rollbook.ledger.step import is_colocated
@@ -59,6 +60,7 @@ class Publication:
         return {
             "method": self.method,
             "seconds": self.seconds,
+            "seconds_range": _range(self.seconds, self.account.error_frac),
             "bytes": self.account.total_bytes,
             "bytes_per_sender": self.account.bytes_per_sender,
             "bytes_per_receiver": self.account.bytes_per_receiver,
@@ -86,6 +88,9 @@ class Publication:
                     "fixed_s": self.accounts[route.route].fixed_s,
                     "num_buckets": self.accounts[route.route].num_buckets,
                     "seconds": self.options_s.get(route.route),
+                    "seconds_range": _range(
+                        self.options_s.get(route.route), self.accounts[route.route].error_frac
+                    ),
                 }
                 for route in self.mapping.routes
             ],
@@ -130,14 +135,22 @@ class Publication:
             if peak
         ]
         stages = ", ".join(f"{name} {seconds(value)}" for name, value in self.account.stages_s.items())
+        span = Range.within(self.seconds, self.account.error_frac)
         rows.append(
             (
                 "expected",
                 f"{_count(self.account.num_buckets, 'bucket')}; alone {stages}; fixed {seconds(self.account.fixed_s)}",
-                seconds(self.seconds),
+                f"{seconds(self.seconds)} ({seconds(span.low)} to {seconds(span.high)})",
             )
         )
         return rows
+
+
+def _range(value: float | None, error_frac: float) -> list[float] | None:
+    if value is None:
+        return None
+    found = Range.within(value, error_frac)
+    return [found.low, found.high]
 
 
 def _count(number: int, noun: str) -> str:

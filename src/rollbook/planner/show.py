@@ -160,7 +160,7 @@ def _flops_table(account: StepAccount) -> Table:
     table.add_column(justify="right")
     table.add_column(style="dim")
     flops = account.flops
-    for key, value in flops.as_json().items():
+    for key, value in {**flops.as_json(), "recomputed": flops.recomputed}.items():
         if value:
             style = "bold" if key == "total" else None
             note = _FLOPS_NOTES.get(key, "")
@@ -170,7 +170,10 @@ def _flops_table(account: StepAccount) -> Table:
     return table
 
 
-_FLOPS_NOTES = {"critic": "values with the forward passes, the rest with training"}
+_FLOPS_NOTES = {
+    "critic": "values with the forward passes, the rest with training",
+    "recomputed": "of layers for their backward; no part of the total",
+}
 
 
 def _plain_table(rows: Sequence[tuple[str, ...]]) -> Table:
