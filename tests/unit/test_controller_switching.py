@@ -13,6 +13,7 @@ import torch
 from rollbook.controller.loop import Controller
 from rollbook.controller.startable import unstartable
 from rollbook.errors import ConfigError
+from rollbook.memory.handover import Expectation
 from tiny_run import RunResult, resume_tiny, run_tiny, tiny_config
 
 BF16 = {"model.dtype": "bfloat16", "rollout.dtype": "float32"}
@@ -84,6 +85,22 @@ def test_every_move_of_a_planned_run_stands_beside_what_its_rehearsal_took(
         expected = {name: seconds for name, seconds in metrics.items() if name.startswith("expected_s/")}
         whole = expected.pop("expected_s/step")  # of the work that the step got, as its stages are
         assert whole >= sum(expected.values()) * 0.999
+
+
+def test_a_rehearsed_move_is_expected_to_take_what_it_took_and_to_move_the_ledgers_bytes(
+    tmp_path: Path,
+) -> None:
+    """The ledger's seconds are those of published frameworks: a run of ours took a thirtieth of them on an H200."""
+
+    def published(controller: Controller) -> None:
+        controller.switch._table = {"training state to host": Expectation(bytes=7, seconds=1e6)}
+
+    run = run_tiny(
+        tmp_path, num_steps=2, faults=[published], **BF16, **{"memory.offload": True, "plan.is_on": True}
+    )
+    moves = [span for span in run.events_of("span") if span["name"] == "training state to host"]
+    assert [span["expected_bytes"] for span in moves] == [7, 7]
+    assert all(0 < span["expected_s"] < 100 for span in moves)
 
 
 def test_nothing_is_planned_or_measured_where_no_plan_is_wanted(plain: RunResult) -> None:

@@ -94,7 +94,7 @@ class DeviceSwitch:
 
     async def rehearse(self, publish: Callable[[], Awaitable[object]]) -> None:
         """Carry out a hand-over and back twice, unrecorded. What a move took the second time is expected of it from
-        then on, where the ledger's table does not know it: the first time pins buffers and maps memory.
+        then on: the first time pins buffers and maps memory.
 
         Args:
             publish: gives every engine its weights, where a sleep dropped them.
@@ -117,10 +117,12 @@ class DeviceSwitch:
         return Expectation(sum(move.bytes for move in known), sum(move.seconds for move in known))
 
     def _expected_of(self, half: Half, place: int, name: str) -> Expectation | None:
-        """The ledger's, or what the rehearsal took."""
-        if (by_ledger := self._by_ledger().get(name)) is not None:
+        """The ledger's bytes, and the seconds that the rehearsal took; without one the ledger's, too."""
+        by_ledger = self._by_ledger().get(name)
+        if half not in self._measured:
             return by_ledger
-        return self._measured[half][place] if half in self._measured else None
+        measured = self._measured[half][place]
+        return measured if by_ledger is None else replace(by_ledger, seconds=measured.seconds)
 
     def _by_ledger(self) -> Mapping[str, Expectation]:
         if self._table is None:
