@@ -33,8 +33,8 @@ ALIGN_BYTES = 256
 SMALL_BYTES = 1 << 20
 """On a device, tensors up to here wait for the end of the bucket and are copied by one launch."""
 HOLD_BYTES = 128 << 20
-"""Exported tensors wait for their digest until so much is held, and share a launch. What an export gathers for the
-publication alone is held no longer than that."""
+"""Exported tensors wait for their digest until a bucket, or at least so much, is held, and share a launch. What an
+export gathers for the publication alone is held no longer than that."""
 
 Buffers = Callable[[int, int, torch.device], "Tensor"]
 """(slot index, bytes, device of the exported tensors) -> [bytes] uint8 buffer; the same one for the same slot."""
@@ -139,7 +139,7 @@ class Packer:
     """Of the tensors that were exported last."""
 
     def buckets(self) -> Iterator[Bucket]:
-        self.ledger = self.ledger or DigestLedger()
+        self.ledger = self.ledger or DigestLedger(max(HOLD_BYTES, self.bucket_bytes))
         yield from self._shared_buckets() if self.buffers is None else self._data_buckets(self.buffers)
         self.ledger.flush()
 
