@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -33,11 +34,12 @@ from rollbook.config.run_config import RunConfig
 from rollbook.controller.build import build
 from rollbook.controller.entry import start_run
 from rollbook.controller.expectation import Plan, make_plan
+from rollbook.controller.loop import MAX_FRESH
 from rollbook.ledger.hardware import Contention
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.predict import stages_after_rollout
 from rollbook.observe.opening import open_recorder
-from rollbook.planner.simulate import DecodeTable, Scenario, empirical, simulate
+from rollbook.planner.simulate import DecodeTable, Scenario, simulate
 from svg_plot import Line, line_chart
 
 ROOT = Path(__file__).parents[1]
@@ -129,13 +131,18 @@ class Run:
         return float(np.mean(values)) if values else float("nan")
 
     def responses(self) -> list[Json]:
-        """Trajectories on disk: source step, length, whether it was trained."""
-        rows = []
+        """Trajectories on disk, in the order of their admission: length, and whether it was trained."""
+        rows: list[Json] = []
         for path in sorted((self.folder / "trajectories").glob("step_*.parquet")):
-            for row in pyarrow.parquet.read_table(path).to_pylist():
-                num_tokens = len(row["token_ids"]) - row["num_prompt_tokens"]
-                rows.append({"num_tokens": num_tokens, "is_trained": row["loss_mask"] is not None})
-        return rows
+            rows += pyarrow.parquet.read_table(path).to_pylist()
+        rows.sort(key=lambda row: (row["group_id"], row["member_idx"]))
+        return [
+            {
+                "num_tokens": len(row["token_ids"]) - row["num_prompt_tokens"],
+                "is_trained": row["loss_mask"] is not None,
+            }
+            for row in rows
+        ]
 
     def masters(self) -> dict[str, torch.Tensor]:
         folder = self.folder / "checkpoints"
@@ -299,8 +306,9 @@ async def plan_of(config: RunConfig, folder: Path) -> Plan:
         recorder.close()
 
 
-def predict(plan: Plan, config: RunConfig, lengths: Sequence[int]) -> float:
-    """Seconds of a step by the planner's discrete-event simulation, from the run's own coefficients."""
+def predict(plan: Plan, config: RunConfig, lengths: Sequence[int], *, num_warmup_steps: int) -> float:
+    """Seconds of a step by the planner's discrete-event simulation, from the run's own coefficients, for responses of
+    these lengths in their order."""
     machine, schedule = plan.machine, config.run.schedule
     assert machine.decode is not None
     contention = machine.contention or Contention()
@@ -308,13 +316,20 @@ def predict(plan: Plan, config: RunConfig, lengths: Sequence[int]) -> float:
     work = replace(plan.work, lengths=distribution)
     # With the trainer alone first: the simulation lets the sides wait for each other by itself.
     seconds = {
-        name: contention.trainer * entry.seconds
+        name: contention.of(name) * entry.seconds
         for name, entry in stages_after_rollout(plan.model, machine, work).items()
     }
     slots = config.rollout.num_slots
     # What the host does for a trajectory takes the interpreter from the engine: spread over its tokens.
     host_s = machine.reward_s / float(np.mean(lengths))
     decode = machine.decode.scaled(contention.engine)
+    if (
+        plan.work.generates_beside
+    ):  # responses scored beside the batch, for the gap of the trainer's own version
+        assert machine.train is not None
+        fresh_tokens = MAX_FRESH * (work.prompt_tokens + float(np.mean(lengths)))
+        seconds["train"] += contention.trainer * fresh_tokens / machine.train.forward_tokens_per_s
+    held = itertools.cycle(lengths)
     scenario = Scenario(
         mode=schedule,
         num_replicas=1,
@@ -326,7 +341,7 @@ def predict(plan: Plan, config: RunConfig, lengths: Sequence[int]) -> float:
         ),
         groups_per_step=config.run.groups_per_step,
         group_size=config.rollout.group_size,
-        response_tokens=empirical(np.asarray(lengths, np.float64)),
+        response_tokens=lambda rng, n: np.fromiter(itertools.islice(held, n), np.float64, n),
         prompt_tokens=work.prompt_tokens / config.rollout.group_size,  # the members share one prefill
         prefill_token_s=1 / decode.prefill_tokens_per_s,
         forward_s=sum(seconds.get(name, 0.0) for name in ("pack", "proximal", "adv")),
@@ -334,22 +349,24 @@ def predict(plan: Plan, config: RunConfig, lengths: Sequence[int]) -> float:
         gather_s=seconds["sync"] if schedule == "separate_async" else 0.0,
         sync_pause_s=0.0 if schedule == "separate_async" else seconds["sync"],
         max_staleness_steps=config.buffer.max_staleness_steps,
-        num_steps=80,
-        num_warmup_steps=10,
+        num_steps=config.run.num_steps,
+        num_warmup_steps=num_warmup_steps,
     )
     return simulate(scenario).step_s
 
 
 def wallclock(bench: Bench) -> Json:
     """Async against sync where lengths are long-tailed, with the prediction written first."""
-    base, steps = LONG_TAILED, bench.pick(20, 4)
+    base, steps = LONG_TAILED, bench.pick(20, int(os.environ.get("NS", "4")))
     skip = bench.pick(5, 1)  # until the pipeline is full
     modes: Mapping[str, Json] = {
         "sync, one core": {"run.schedule": "sync"},
         "sync, both cores": {"run.schedule": "sync", "rollout.num_threads": 2, "trainer.num_threads": 2},
         "separate_async, one core each": {"run.schedule": "separate_async", "buffer.max_staleness_steps": 4},
     }
-    pilot_overrides = {"run.groups_per_step": bench.pick(96, 16), "observe.trajectories_every_steps": 1}
+    # The pilot answers the prompts of the runs in one step, before any of them: with this learning rate nobody's
+    # responses differ, and prediction and measurement are of the same work.
+    pilot_overrides = {"run.groups_per_step": 16 * steps, "observe.trajectories_every_steps": 1}
     pilot = bench.run("wallclock-pilot", base, 1, **pilot_overrides)
     lengths = [row["num_tokens"] for row in pilot.responses()]
     found: Json = {
@@ -369,7 +386,7 @@ def wallclock(bench: Bench) -> Json:
         torch.set_num_threads(config.rollout.num_threads)
         plan = asyncio.run(plan_of(config, bench.folder / f"plan-{path.stem}"))
         found["modes"][name] = {
-            "predicted_step_s": predict(plan, config, lengths),
+            "predicted_step_s": predict(plan, config, lengths, num_warmup_steps=skip),
             "planned_step_s": sum(entry.seconds for entry in plan.stages.values()),
         }
         if plan.machine.contention is not None:

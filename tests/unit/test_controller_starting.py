@@ -196,3 +196,27 @@ def test_the_gap_is_of_the_sequences_that_trained_where_others_have_no_loss_toke
     assert 0 < step["response_length/clip_ratio"] < 1
     assert 0 < step["training/logprob_gap/mean"] < 1e-4
     assert step["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_sides_that_work_at_once_are_measured_at_once_and_leave_the_step_a_wait(tiny_run: TinyRun) -> None:
+    """The rollout of an asynchronous step is what it waits, and its stages add up to the step, as in turns."""
+    run = tiny_run(
+        num_steps=2,
+        **{"plan.is_on": True, "run.schedule": "separate_async", "buffer.max_staleness_steps": 1},
+    )
+    plan = json.loads((run.folder / "plan.json").read_text())
+    contention = plan["machine"]["coefficients"]["contention"]
+    assert set(contention) == {"engine", "trainer", "publication"}
+    assert min(contention.values()) >= 1 and np.isfinite(list(contention.values())).all()
+    assert plan["stages"]["rollout"]["low"] == 0.0  # perhaps no wait at all
+    (event,) = run.events_of("plan")
+    in_step = [name for name in plan["stages"] if name not in ("eval", "checkpoint")]
+    expected_s = sum(plan["stages"][name]["seconds"] for name in in_step)
+    assert event["step_s"] == pytest.approx(expected_s + plan["stages"]["checkpoint"]["seconds"])
+
+
+def test_sides_that_take_turns_do_not_slow_each_other(tiny_run: TinyRun) -> None:
+    run = tiny_run(num_steps=1, **{"plan.is_on": True})
+    plan = json.loads((run.folder / "plan.json").read_text())
+    assert plan["machine"]["coefficients"]["contention"] is None
+    assert plan["stages"]["rollout"]["low"] > 0

@@ -76,7 +76,9 @@ def test_hardware_toml_reads_back_equal(tmp_path: Path) -> None:
     with_host.write(path)
     assert MachineSpec.read(path) == with_host
     teacher = PassFit(per_micro_batch_s=0.02, tokens_per_s=1e4)
-    more = replace(MACHINE, passes={"teacher": teacher}, contention=Contention(engine=1.25, trainer=1.5))
+    more = replace(
+        MACHINE, passes={"teacher": teacher}, contention=Contention(engine=1.25, trainer=1.5, publication=2.0)
+    )
     more.write(path)
     assert MachineSpec.read(path) == more
     bare = replace(MACHINE, decode=None, train=None)
@@ -299,13 +301,16 @@ def test_engines_that_run_ahead_refill_their_slots_and_have_no_tail() -> None:
 
 
 def test_beside_the_trainer_the_rollout_is_a_wait_and_both_sides_take_longer() -> None:
-    """Contention of 2 and 1.5: what generating takes beyond the trainer's stages; nothing where it takes less."""
-    machine = replace(MACHINE, contention=Contention(engine=2.0, trainer=1.5))
+    """Contention of 2 and 1.5, and 3 for a publication: what generating takes beyond the trainer's stages; nothing
+    where it takes less."""
+    machine = replace(MACHINE, contention=Contention(engine=2.0, trainer=1.5, publication=3.0))
     ahead = replace(WORK, most_running=64)
     turns = predict_stages(TINY, MACHINE, ahead)
     beside = predict_stages(TINY, machine, replace(ahead, generates_beside=True))
     others = [name for name in turns if name not in ("rollout", "reward")]
-    assert [beside[n].seconds for n in others] == pytest.approx([1.5 * turns[n].seconds for n in others])
+    for name in others:
+        factor = 3.0 if name == "sync" else 1.5
+        assert beside[name].seconds == pytest.approx(factor * turns[name].seconds)
     trainer_s = sum(beside[name].seconds for name in others)
     engine_s = 2.0 * (turns["rollout"].seconds + turns["reward"].seconds)
     assert beside["rollout"].seconds == pytest.approx(max(engine_s - trainer_s, 0.0))

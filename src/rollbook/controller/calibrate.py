@@ -52,6 +52,9 @@ MANY_REPEATS = 9
 """Of what takes longer than an operation: decode steps, updates, publications. At least and at most, as many as fit
 into ROUNDS_S: a median over a longer time has seen more of what the machine does besides."""
 ROUNDS_S = 3.0
+WINDOW_S = 1.0
+"""For which each side is watched, alone and beside the other, CONTENTION_ROUNDS times."""
+CONTENTION_ROUNDS = 3
 Size = TypeVar("Size")
 
 
@@ -60,8 +63,8 @@ PARTS = (
     "rates of this machine",
     "decode steps and prefills",
     "forward, backward and optimizer",
-    "both sides at once",
     "steps without updates",
+    "both sides at once",
     "hand-overs of the device",
 )
 """Of a calibration with a model, in their order."""
@@ -144,7 +147,7 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
     announce(controller, "forward, backward and optimizer")
     others = _other_passes(controller)
     points = await controller.compute(lambda: _train_points(trainer, work, others))
-    machine = replace(
+    return replace(
         machine,
         model=trainer.model.source,
         dtype=str(trainer.model.dtype).removeprefix("torch."),
@@ -154,10 +157,6 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
         ),
         passes={stage: fit_pass(measured) for stage, measured in points.others.items()},
     )
-    if controller.schedule.pauses_for_training:
-        return machine
-    announce(controller, "both sides at once")
-    return replace(machine, contention=await measure_contention(controller, work))
 
 
 def _other_passes(controller: Controller) -> dict[str, Callable[[TrainBatch], object]]:
@@ -173,58 +172,92 @@ def _other_passes(controller: Controller) -> dict[str, Callable[[TrainBatch], ob
     return passes
 
 
-async def measure_contention(controller: Controller, work: TypicalWork) -> Contention:
-    """How much longer a decode step with every slot in use, and a pass of the trainer, take while the other side works
-    than alone: measured in turn, the median of each."""
-    engine, trainer = controller.router.engines[0], controller.trainer
-    num_slots = min((await engine.stats()).num_slots, work.num_sequences)
-    prompts = np.ones((num_slots, work.prompt_tokens), np.int32)
-    new_tokens = max(min(work.response_tokens, 64), 3)
-    batch = trainer.make_batch(_sequences(trainer, work, _group_counts(work)[-1]), step=0, weight_version=0)
+async def measure_contention(
+    controller: Controller, work: TypicalWork, answer: Callable[[int], Awaitable[object]]
+) -> Contention:
+    """How much longer engine and trainer take while the other one works than alone.
+
+    The engine's work is the run's own traffic, without pause: rows come and go, requests are made and responses scored.
+    The trainer's is a step's forward and update.
+
+    Args:
+        answer: has the engines answer about a step's worth of prompts; its argument is another one each time.
+    """
+    trainer = controller.trainer
+    batch = trainer.make_batch(
+        _sequences(trainer, work, max(work.num_sequences // work.group_size, 1)), step=0, weight_version=0
+    )
     held = _copy(trainer.state_dict())
     objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=True)
+    numbers = itertools.count()
 
-    seeds = itertools.count(1_000_000)
-
-    async def decode_s() -> float:
-        delta = await _generate(engine, prompts, new_tokens, seed=next(seeds))
-        return delta.decode_s / max(delta.decode_steps, 1)
-
-    async def train_s() -> float:
+    async def pass_s() -> float:
         began_s = time.perf_counter()
         await controller.compute(lambda: trainer.fill_proximal(batch))
         await controller.compute(lambda: trainer.update(batch, objective, lr=0.0))
         return time.perf_counter() - began_s
 
-    seconds: dict[str, list[float]] = {"engine": [], "trainer": [], "engine beside": [], "trainer beside": []}
-    for round_idx, side in rounds(list(seconds), warm_up="engine"):
-        generating = training = None
-        if side == "trainer beside":
-            generating = asyncio.create_task(_forever(decode_s))
-        elif side == "engine beside":
-            training = asyncio.create_task(_forever(train_s))
-        other = generating or training
+    async def keep_answering() -> None:
+        while True:
+            await answer(next(numbers))
+
+    async def decoded() -> int:
+        return sum([(await engine.stats()).decode_tokens for engine in controller.router.engines])
+
+    async def measure(with_engine: bool, with_trainer: bool) -> tuple[float, float, float]:
+        """Tokens a second of the engines, seconds of a pass, and of a publication with its probe."""
+        # Two streams, the second half a window later: where one runs dry at its longest responses, the other is full.
+        streams = [asyncio.create_task(keep_answering())] if with_engine else []
         try:
-            await asyncio.sleep(0)
-            took_s = await (decode_s() if side.startswith("engine") else train_s())
+            if with_engine:
+                await asyncio.sleep(WINDOW_S / 2)
+                streams.append(asyncio.create_task(keep_answering()))
+                await asyncio.sleep(WINDOW_S / 2)
+            before, began_s = await decoded(), time.perf_counter()
+            passes: list[float] = []
+            while time.perf_counter() - began_s < WINDOW_S or not passes:
+                if with_trainer:
+                    passes.append(await pass_s())
+                else:
+                    await asyncio.sleep(WINDOW_S)
+                    passes.append(0.0)
+            rate = (await decoded() - before) / (time.perf_counter() - began_s)
+            sync_s, probe_s, _ = await _publish(controller)
+            return rate, float(np.mean(passes)), sync_s + probe_s
         finally:
-            if other is not None:
-                other.cancel()
-                await asyncio.gather(other, return_exceptions=True)
-                await controller.compute(lambda: None)  # what it had begun
-        if round_idx > 0:
-            seconds[side].append(took_s)
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+
+    await pass_s()  # warm-up
+    ratios = []
+    for _ in range(CONTENTION_ROUNDS):
+        alone_rate, _, _ = await measure(True, False)
+        _, alone_s, publication_s = await measure(False, True)
+        beside_rate, beside_s, publication_beside_s = await measure(True, True)
+        ratios.append(
+            (
+                alone_rate / max(beside_rate, 1e-9),
+                beside_s / alone_s,
+                publication_beside_s / max(publication_s, 1e-6),
+            )
+        )
     await controller.compute(lambda: trainer.load_state_dict(held))
-    alone, beside = (
-        [float(np.median(seconds[f"{side}{suffix}"])) for side in ("engine", "trainer")]
-        for suffix in ("", " beside")
-    )
-    return Contention(engine=max(beside[0] / alone[0], 1.0), trainer=max(beside[1] / alone[1], 1.0))
+    of_engine, of_trainer, of_publication = np.maximum(np.median(ratios, axis=0), 1.0).tolist()
+    return Contention(engine=of_engine, trainer=of_trainer, publication=of_publication)
 
 
-async def _forever(work: Callable[[], Awaitable[object]]) -> None:
-    while True:
-        await work()
+async def _publish(controller: Controller) -> tuple[float, float, int]:
+    """Seconds of publishing to every replica, seconds of probing them all, and the bytes published."""
+    _wait(controller.trainer.model.device)
+    began_s = time.perf_counter()
+    reports = [await controller.publisher.resync(engine.replica_id) for engine in controller.router.engines]
+    sync_s = time.perf_counter() - began_s
+    await forget_prefixes(controller)  # as the new weights of a step would
+    began_s = time.perf_counter()
+    for engine in controller.router.engines if controller.probes else ():
+        await controller.prober.check(engine, controller.weight_version, controller.compute)
+    return sync_s, time.perf_counter() - began_s, sum(report.num_bytes for report in reports)
 
 
 async def forget_prefixes(controller: Controller) -> None:
@@ -258,7 +291,7 @@ async def rehearse(controller: Controller, groups: Sequence[Group]) -> Rehearsal
     trainable = [group for group in groups if train_sequences([group], unfiltered)]
     if not trainable:
         return None
-    trainer, device = controller.trainer, controller.trainer.model.device
+    trainer = controller.trainer
     numbers: list[int] = []
     pack_s, advantage_s, report_s = [], [], []
     sync_s = probe_s = 0.0
@@ -292,19 +325,7 @@ async def rehearse(controller: Controller, groups: Sequence[Group]) -> Rehearsal
                         sequence.proximal_logprobs = sequence.behavior_logprobs
                 published_s = 0.0
                 if step == 0:
-                    _wait(device)
-                    began_s = time.perf_counter()
-                    reports = [
-                        await controller.publisher.resync(engine.replica_id)
-                        for engine in controller.router.engines
-                    ]
-                    sync_s = time.perf_counter() - began_s
-                    num_bytes = sum(report.num_bytes for report in reports)
-                    await forget_prefixes(controller)  # as the new weights of a step would
-                    began_s = time.perf_counter()
-                    for engine in controller.router.engines if controller.probes else ():
-                        await controller.prober.check(engine, controller.weight_version, controller.compute)
-                    probe_s = time.perf_counter() - began_s
+                    sync_s, probe_s, num_bytes = await _publish(controller)
                     published_s = sync_s + probe_s
                 controller.gap(batch, taken, ())
                 await controller.report(taken, batch, step=0)

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from rollbook.controller.calibrate import (
     TypicalWork,
     announce,
     forget_prefixes,
+    measure_contention,
     measure_machine,
     measure_model,
     rehearse,
@@ -31,7 +33,7 @@ from rollbook.controller.rollout import Member
 from rollbook.controller.switching import Half
 from rollbook.errors import ConfigError
 from rollbook.ledger.entry import Entry, entry
-from rollbook.ledger.hardware import MachineSpec
+from rollbook.ledger.hardware import Contention, MachineSpec
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.predict import StepWork, predict_stages, rollout_of, stages_after_rollout, update_s
@@ -90,7 +92,7 @@ class Plan:
             lengths=LengthDistribution(limit, min(responses, float(limit))),
         )
         stages = stages_after_rollout(self.model, self.machine, work)
-        return {name: entry.scaled(self.trainer_slowdown) for name, entry in stages.items()}
+        return {name: entry.scaled(self.contention.of(name)) for name, entry in stages.items()}
 
     def update_for(
         self,
@@ -112,13 +114,13 @@ class Plan:
         )
         assert self.machine.train is not None
         seconds += num_fresh_tokens / self.machine.train.forward_tokens_per_s
-        return self.stages["train"].at(seconds * self.trainer_slowdown)
+        return self.stages["train"].at(seconds * self.contention.of("train"))
 
     @property
-    def trainer_slowdown(self) -> float:
-        """What engines that go on meanwhile cost the trainer."""
-        contention = self.machine.contention
-        return contention.trainer if self.work.generates_beside and contention is not None else 1.0
+    def contention(self) -> Contention:
+        """What sides that work at the same time cost each other; nothing where they take turns."""
+        measured = self.machine.contention if self.work.generates_beside else None
+        return measured or Contention()
 
     def mean_seconds(self) -> dict[str, float]:
         """Seconds of every stage in the mean of all steps."""
@@ -225,7 +227,8 @@ async def make_plan(controller: Controller) -> Plan:
         uses_critic=config.algorithm.needs_values,
         uses_teacher=config.algorithm.needs_teacher,
         most_running=_most_running(controller),
-        generates_beside=not controller.schedule.pauses_for_training,
+        generates_beside=not controller.schedule.pauses_for_training
+        and config.buffer.max_staleness_steps > 0,
         param_bytes=float(controller.trainer.model.dtype.itemsize),
         trained_params=float(sum(p.numel() for p in trainable(controller.trainer.model).values())),
         published_params=float(
@@ -234,6 +237,10 @@ async def make_plan(controller: Controller) -> Plan:
     )
     announce(controller, "steps without updates")
     machine = await _rehearsed(controller, model, machine, work)
+    if work.generates_beside:
+        announce(controller, "both sides at once")
+        contention = await measure_contention(controller, typical, partial(_answer_step, controller))
+        machine = replace(machine, contention=contention)
     occasional = _occasional(controller, model, machine, work)
     steps = range(controller.num_steps_done, config.run.num_steps)
     is_due = {"eval": controller.evaluator.is_due, "checkpoint": controller.saver.is_due}
@@ -252,9 +259,8 @@ async def make_plan(controller: Controller) -> Plan:
 
 def _most_running(controller: Controller) -> int:
     """Sequences under way at once where engines run ahead of the step: as many steps' worth as the bound admits."""
-    if not controller.runs_ahead:
-        return 0
-    return (controller.config.buffer.max_staleness_steps + 1) * controller.num_sequences
+    bound = controller.config.buffer.max_staleness_steps
+    return (bound + 1) * controller.num_sequences if bound else 0
 
 
 def _occasional(
@@ -355,6 +361,11 @@ async def _sample(
     groups = await asyncio.gather(*(answer(first_id - n, prompt) for n, prompt in enumerate(prompts)))
     elapsed_s = time.perf_counter() - began_s
     return groups, elapsed_s
+
+
+async def _answer_step(controller: Controller, number: int) -> None:
+    """A step's worth of prompts, or SAMPLE_GROUPS of them, answered and scored."""
+    await _sample(controller, seed=1000 + number)
 
 
 async def _rehearsed(

@@ -223,6 +223,14 @@ class Contention:
 
     engine: float = 1.0
     trainer: float = 1.0
+    publication: float = 1.0
+    """It waits for the end of decode steps, and its probe decodes among the other rows."""
+
+    def of(self, stage: str) -> float:
+        """By which a stage takes longer."""
+        if stage in ("rollout", "reward"):
+            return self.engine
+        return self.publication if stage == "sync" else self.trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

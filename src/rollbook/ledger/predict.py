@@ -154,10 +154,7 @@ def _source(machine: MachineSpec) -> str:
 def _side_by_side(stages: dict[str, Entry], contention: Contention) -> dict[str, Entry]:
     """What the step loop sees of sides that work at the same time."""
     generating = ("rollout", "reward")
-    slower = {
-        name: stage.scaled(contention.engine if name in generating else contention.trainer)
-        for name, stage in stages.items()
-    }
+    slower = {name: stage.scaled(contention.of(name)) for name, stage in stages.items()}
     engine_s = sum(slower[name].seconds for name in generating)
     trainer_s = sum(stage.seconds for name, stage in slower.items() if name not in generating)
     wait_s = max(engine_s - trainer_s, 0.0)

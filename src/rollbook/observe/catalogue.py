@@ -99,7 +99,7 @@ def catalogue() -> tuple[Metric, ...]:
     metrics: list[Metric] = []
     for stage, suffix in STAGES.items():
         measured = f"Stage `{stage}`: {_STAGE_MEANING[stage]}."
-        expected = f"What the plan expected of `{stage}`."
+        expected = f"What the ledger expects of `{stage}`, for the work that the step got."
         metrics.append(Metric(f"timing_s/{suffix}", "s", "seconds", "", "sum", "observe", measured))
         metrics.append(Metric(f"expected_s/{suffix}", "s", "seconds", "", "sum", "ledger", expected))
     text = resources.files("rollbook.observe").joinpath("catalogue.toml").read_text(encoding="utf-8")
