@@ -92,6 +92,7 @@ class BufferMachine(RuleBasedStateMachine):
         reason = "flat" if is_flat else None
         self.oldest[group_id] = first
         finished = group(group_id, version=first, newest=self.version)
+        finished.prompt = self.buffer._entries[group_id].prompt
         self.buffer.finish(finished, drop_reason=reason, refill=refill)
         self.ended.add(group_id)
 
@@ -128,8 +129,9 @@ class BufferMachine(RuleBasedStateMachine):
         self.step_of[self.version] = step
         self.buffer.published(self.version, step)
 
+    @rule()
     def save(self) -> None:
-        """A checkpoint, as the loop writes one after a step."""
+        """A checkpoint: between the take of a step and its writing groups go on ending."""
         self.saved = (self.buffer.state(), [*self.trained], [*self.ended_prompts])
 
     @rule()
@@ -152,6 +154,11 @@ class BufferMachine(RuleBasedStateMachine):
             self.buffer.check()
             assert self.buffer.num_running == len(self.admitted_under) - len(self.ended)
             assert self.buffer.counts[GroupState.TRAINED] == len(self.trained)
+            ended = [
+                self.buffer.counts[s] for s in (GroupState.FAILED, GroupState.TRAINED, GroupState.EVICTED)
+            ]
+            assert sum(ended) == len(self.ended_prompts) + len(self.buffer._prompts_done)
+            assert self.buffer.failures.total() == self.buffer.counts[GroupState.FAILED]
 
 
 BufferMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -288,6 +295,20 @@ def test_a_version_nobody_published_is_refused_with_its_number() -> None:
     group_id = buffer.admit(prompt(0), now_s=0.0)
     with pytest.raises(DataError, match="weight version 7"):
         buffer.finish(group(group_id, version=0, newest=7))
+
+
+@pytest.mark.parametrize("refill_failed", [True, False])
+def test_what_ended_counts_as_ended_in_a_checkpoint_once_the_stream_was_told(refill_failed: bool) -> None:
+    """Until then its prompt is asked again after a resume, and would be counted twice."""
+    buffer = make(groups_per_step=1, max_staleness_steps=2, refill_failed=refill_failed)
+    first, second, third = (buffer.admit(prompt(i), now_s=0.0) for i in range(3))
+    buffer.fail(second, "engine")
+    buffer.finish(group(third, version=0), drop_reason="flat", refill=True)
+    assert buffer.state()["counts"] == {} and buffer.state()["failures"] == {}
+    buffer.finish(group(first, version=0))
+    assert [p.prompt_id for p in buffer.take().prompts_done] == ["p1", "p2", "p0"]
+    assert buffer.state()["counts"] == {"failed": 1, "evicted": 1, "trained": 1}
+    assert buffer.state()["failures"] == {"engine": 1}
 
 
 def test_a_group_ends_once() -> None:

@@ -220,13 +220,18 @@ def resume_and_die(folder: Path, moment: int) -> None:
     resume_tiny(folder, faults=[one_in_five_is_slow, DiesAt(moment)])
 
 
-@pytest.mark.parametrize("order", ["admission", "arrival"])
-def test_br053_kills_at_random_moments_skip_no_prompt_and_repeat_none(tmp_path: Path, order: str) -> None:
+KILLED = {
+    "admission": {"buffer.order": "admission"},
+    "arrival": {"buffer.order": "arrival"},
+    "lending": {"lending.is_on": True, "lending.margin": 0.0},
+}
+
+
+@pytest.mark.parametrize("kind", KILLED)
+def test_br053_kills_at_random_moments_skip_no_prompt_and_repeat_none(tmp_path: Path, kind: str) -> None:
     """40 prompts in steps of 3, 6 in flight: 14 steps whatever happens, each prompt trained in one of them."""
-    draw, log = random.Random(order), tmp_path / "log"
-    exit_code = in_fresh_process(
-        start_and_die, tmp_path, draw.randint(1, 70), ASYNC | {"buffer.order": order}, log=log
-    )
+    draw, log = random.Random(kind), tmp_path / "log"
+    exit_code = in_fresh_process(start_and_die, tmp_path, draw.randint(1, 70), ASYNC | KILLED[kind], log=log)
     num_kills = 0
     while exit_code == -signal.SIGKILL:
         num_kills += 1

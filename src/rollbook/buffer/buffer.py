@@ -123,6 +123,8 @@ class GroupBuffer:
     _evictions: list[Eviction] = field(default_factory=list)
     _dropped: list[Group] = field(default_factory=list)
     _prompts_done: list[Prompt] = field(default_factory=list)
+    _untold: list[tuple[GroupState, str]] = field(default_factory=list)
+    """State and reason of the groups whose prompts these are: a resumed run asks them again."""
     _version_step: dict[int, int] = field(default_factory=lambda: {0: 0})
 
     # ---- versions ----------------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ class GroupBuffer:
         """No member of the group can be trained; the reason is counted, the reward stays unknown."""
         entry = self._running(group_id)
         self.failures[reason] += 1
-        self._prompts_done.append(entry.prompt)
+        self._end_prompt(entry, GroupState.FAILED, reason)
         if self.config.refill_failed:
             self._move(entry, GroupState.FAILED)
             self._release(entry, f"failed as {reason}")
@@ -270,7 +272,7 @@ class GroupBuffer:
                     "a replica sampled under an older version than it was serving at admission: quarantine it",
                 )
             self._move(entry, GroupState.TRAINED)
-            self._prompts_done.append(entry.prompt)
+            self._end_prompt(entry, GroupState.TRAINED, "")
             taken.groups.append(entry.group)
             taken.staleness_steps.append(staleness_steps)
         if (
@@ -280,6 +282,7 @@ class GroupBuffer:
         taken.evictions, self._evictions = self._evictions, []
         taken.dropped, self._dropped = self._dropped, []
         taken.prompts_done, self._prompts_done = self._prompts_done, []
+        self._untold.clear()
         self.step += 1
         self.num_refills = 0
         self._lost.clear()
@@ -356,8 +359,12 @@ class GroupBuffer:
         staleness = self.staleness_steps(entry.group) if entry.group.scored else 0
         self._evictions.append(Eviction(entry.group_id, reason, staleness, num_tokens))
         self._dropped.append(entry.group)
-        self._prompts_done.append(entry.prompt)
+        self._end_prompt(entry, state, reason)
         self._move(entry, state)
+
+    def _end_prompt(self, entry: Entry, state: GroupState, reason: str) -> None:
+        self._prompts_done.append(entry.prompt)
+        self._untold.append((state, reason))
 
     def _release(self, entry: Entry, cause: str) -> None:
         del self._entries[entry.group_id]
@@ -372,18 +379,18 @@ class GroupBuffer:
         self._version_step = {v: s for v, s in self._version_step.items() if v in kept or v == newest}
 
     def state(self) -> dict[str, Any]:
-        """Counters for a checkpoint. Groups under way are left out: a resumed run admits their prompts again."""
-        ended = {
-            s.value: n for s, n in self.counts.items() if s not in (GroupState.RUNNING, GroupState.FINISHED)
-        }
-        untaken_failures = sum(e.state is GroupState.FAILED for e in self._entries.values())
-        ended[GroupState.FAILED.value] = ended.get(GroupState.FAILED.value, 0) - untaken_failures
+        """Counters for a checkpoint. Left out are groups under way, and those that ended after the stream was last told
+        so: a resumed run admits their prompts again."""
+        ended = self.counts - Counter(state for state, _ in self._untold)
+        for state in (GroupState.RUNNING, GroupState.FINISHED):
+            del ended[state]
+        failures = self.failures - Counter(r for state, r in self._untold if state is GroupState.FAILED)
         return {
             "next_group_id": self.next_group_id,
             "step": self.step,
             "serving_step": self.serving_step,
-            "counts": ended,
-            "failures": dict(self.failures),
+            "counts": {state.value: count for state, count in ended.items()},
+            "failures": dict(failures),
             "num_places_taken": self._num_places_taken,
             "newest_version": max(self._version_step),
         }
