@@ -317,3 +317,24 @@ def test_a_group_ends_once() -> None:
     buffer.fail(group_id, "timeout")
     with pytest.raises(DataError, match="ended twice"):
         buffer.finish(group(group_id, version=0))
+    second = buffer.admit(prompt(1), now_s=0.0)
+    buffer.finish(group(second, version=0))
+    with pytest.raises(DataError, match="group 1 ended twice: it is finished"):
+        buffer.finish(group(second, version=0))
+    with pytest.raises(DataError, match="group 1 ended twice: it is finished"):
+        buffer.fail(second, "timeout")
+
+
+def test_nothing_is_admitted_without_a_place() -> None:
+    buffer = make(groups_per_step=1)
+    buffer.admit(prompt(0), now_s=0.0)
+    with pytest.raises(DataError, match="no place for prompt p1: 1 groups hold places"):
+        buffer.admit(prompt(1), now_s=0.0)
+
+
+def test_a_group_that_is_in_no_state_stops_the_run_at_the_next_transition() -> None:
+    buffer = make(groups_per_step=2)
+    buffer.admit(prompt(0), now_s=0.0)
+    buffer.counts[GroupState.RUNNING] -= 1
+    with pytest.raises(AssertionError, match="2 groups admitted, but .* accounted for"):
+        buffer.admit(prompt(1), now_s=0.0)
