@@ -86,6 +86,8 @@ class ReplicaServer:
         self._loop: asyncio.AbstractEventLoop
         self._in_turn = threading.Lock()
         """Held while a request is carried out, whatever connection it came by."""
+        self._owner: Channel | None = None
+        """The connection that opened the publication under way: no other one may add to it or commit it."""
         self._receiving: list[Future[None]] = []
         """Buckets that the port takes in on its event loop."""
         self._threads: set[threading.Thread] = set()
@@ -139,12 +141,11 @@ class ReplicaServer:
         """One connection, from its greeting to its end."""
         self._channels.add(channel)
         answers: queue.Queue[Arrival | Json | None] = queue.Queue(MAX_IN_FLIGHT)
-        is_open = [False]
         answering = self._run(self._answer, channel, answers)
         try:
             answers.put(self._greeted(channel.receive()))
             while True:
-                answers.put(self._carried_out(channel.receive(), is_open, answers))
+                answers.put(self._carried_out(channel.receive(), channel))
         except (EOFError, OSError):
             pass  # the trainer is gone, or this server is being closed
         except SyncError as error:
@@ -154,7 +155,8 @@ class ReplicaServer:
             answering.join()
             with self._in_turn:
                 self._wait_for_buckets()
-                if is_open[0]:
+                if self._owner is channel:
+                    self._owner = None
                     with contextlib.suppress(RunError):  # an engine that is dead serves nothing either
                         self._on_loop(self.port.abort())
             channel.close()
@@ -181,27 +183,27 @@ class ReplicaServer:
             with contextlib.suppress(OSError):  # nobody reads it any more
                 channel.send(answer)
 
-    def _carried_out(
-        self, frame: Frame, is_open: list[bool], answers: queue.Queue[Arrival | Json | None]
-    ) -> Arrival | Json:
+    def _carried_out(self, frame: Frame, channel: Channel) -> Arrival | Json:
         """The answer, or what to wait for before the answer is that the bucket was taken."""
         held: list[Arrival] = []
 
         def receive() -> None:
-            if (arrival := self._receive(frame)) is not None:
+            if (arrival := self._receive(frame, channel)) is not None:
                 held.append(arrival)
 
         def do() -> Json:
             self._wait_for_buckets()
-            return self._do(frame.header, is_open)
+            return self._do(frame.header, channel)
 
         with self._in_turn:
             answer = _outcome(receive if frame.header.get("do") == "receive" else do)
         return held[0] if held else answer
 
-    def _receive(self, frame: Frame) -> Arrival | None:
+    def _receive(self, frame: Frame, channel: Channel) -> Arrival | None:
         bucket = bucket_from_json(frame.header, frame.payload)
-        bucket = self.receiver.take(bucket, field(frame.header, "place", dict))
+        place = field(frame.header, "place", dict)
+        self._require_owner(channel)
+        bucket = self.receiver.take(bucket, place)
         if self.receiver.is_quick and isinstance(self.port, QuickPort):
             self._wait_for_buckets()  # of this publication, that had to go the other way
             if (arrival := self.port.begin(bucket)) is not None:
@@ -210,30 +212,44 @@ class ReplicaServer:
         self._receiving = [each for each in self._receiving if not each.done()] + [receiving]
         return receiving
 
+    def _require_owner(self, channel: Channel) -> None:
+        """Messages of a publication that was given up may be read late, when the next one is open already."""
+        if self._owner is not channel:
+            raise SyncError(
+                f"replica {self.port.replica_id} has no publication open on this connection",
+                "the order is open, receive, prove, commit, on one connection",
+            )
+
     def _wait_for_buckets(self) -> None:
         for receiving in self._receiving:
             with contextlib.suppress(Exception):  # its own answer tells
                 receiving.result()
         self._receiving = []
 
-    def _do(self, header: Json, is_open: list[bool]) -> Json:
+    def _do(self, header: Json, channel: Channel) -> Json:
         action = field(header, "do", str)
         if action == "version":
             return {"weight_version": self._on_loop(self.port.weight_version())}
         if action == "open":
             self._on_loop(self.port.open(manifest_from_json(header)))
-            is_open[0] = True
+            self._owner = channel
             return {}
         if action == "prove":
-            self._on_loop(self.port.prove(text_map(header, "digests")))
+            digests = text_map(header, "digests")
+            self._require_owner(channel)
+            self._on_loop(self.port.prove(digests))
             return {}
         if action == "commit":
+            self._require_owner(channel)
             report = self._on_loop(self.port.commit())
-            is_open[0] = False
+            self._owner = None
             return report_to_json(report)
         if action == "abort":
-            self._on_loop(self.port.abort())
-            is_open[0] = False
+            if (
+                self._owner is channel or not channel.has_ended()
+            ):  # else another publication may be open by now
+                self._owner = None
+                self._on_loop(self.port.abort())
             return {}
         raise SyncError(f"a message asks for {action!r}", "trainer and engine run different releases")
 

@@ -108,6 +108,15 @@ class Channel:
             raise EOFError(f"the connection ended after {len(data)} of {num_bytes} bytes")
         return data
 
+    def has_ended(self) -> bool:
+        """The other side is gone and has nothing more to say."""
+        try:
+            return self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Whoever reads or writes in another thread is told."""
         with contextlib.suppress(OSError):  # the other side went first

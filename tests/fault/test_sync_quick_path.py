@@ -1,0 +1,186 @@
+"""Buckets that go from the export thread to a replica's reader thread, without an event loop: what faults do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sync_fakes import FakeSource, live_digests
+from test_sync_wire import CONFIG, Remote, remote, shm  # noqa: F401 (a fixture)
+
+from rollbook.errors import SyncError
+from rollbook.sync.broadcast import BroadcastReceiver, BroadcastSender
+from rollbook.sync.digest import digest
+from rollbook.sync.disk import DiskSender
+from rollbook.sync.shm import ShmSender
+from rollbook.sync.transaction import ReplicaTransaction
+from rollbook.sync.transport import InlineSender
+from rollbook.weights import Bucket, BucketEntry, Manifest
+
+SOON = CONFIG.model_copy(update={"receive_deadline_s": 2.0, "abort_deadline_s": 0.5, "delta": False})
+
+
+def holds_the_trainers_bits(remote: Remote) -> bool:  # noqa: F811
+    trainer = {name: digest(tensor) for name, tensor in remote.source.tensors.items()}
+    return all(live_digests(engine.live) == trainer for engine in remote.engines)
+
+
+async def test_a_replica_that_takes_no_bucket_misses_its_deadline_and_comes_back_with_the_next_publication(
+    remote: Remote,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    publisher = await remote.connect(await shm(remote.source, tmp_path))
+    assert (await publisher.publish(1)).committed == (0, 1)
+    publisher.config = SOON
+    port: Any = remote.servers[1].port
+    begin, released = port.begin, threading.Event()
+
+    def hang(bucket: Bucket) -> Any:
+        released.wait()
+        return begin(bucket)
+
+    port.begin = hang
+    remote.source.step()
+    report = await publisher.publish(2)
+    assert report.committed == (0,)
+    assert "replica 1 did not answer to receive of version 2 within 2 s" in report.quarantined[1]
+    port.begin = begin
+    released.set()
+    assert remote.engines[1].version == 1, "it serves what it held"
+    remote.source.step()
+    publisher.config = CONFIG
+    assert (await publisher.publish(3)).committed == (0, 1)
+    assert holds_the_trainers_bits(remote)
+
+
+@pytest.mark.parametrize("bucket_idx", [0, 2])
+async def test_a_connection_that_ends_between_two_buckets_costs_one_replica_one_publication(
+    remote: Remote,  # noqa: F811
+    tmp_path: Path,
+    bucket_idx: int,
+) -> None:
+    publisher = await remote.connect(await shm(remote.source, tmp_path))
+    await publisher.publish(1)
+    port, server = remote.servers[1].port, remote.servers[1]
+    begin: Callable[[Bucket], Any] = port.begin  # type: ignore[attr-defined]
+
+    def cut(bucket: Bucket) -> Any:
+        if bucket.weight_version == 2 and bucket.bucket_idx == bucket_idx:
+            for channel in list(server._channels):
+                channel.close()
+        return begin(bucket)
+
+    port.begin = cut  # type: ignore[attr-defined]
+    remote.source.step()
+    report = await publisher.publish(2)
+    assert report.committed == (0,)
+    assert "the connection to replica 1" in report.quarantined[1]
+    remote.source.step()
+    assert (await publisher.publish(3)).committed == (0, 1)
+    assert holds_the_trainers_bits(remote)
+
+
+async def test_a_publication_that_is_cancelled_while_buckets_travel_leaves_the_old_version_everywhere(
+    remote: Remote,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    publisher = await remote.connect(await shm(remote.source, tmp_path))
+    await publisher.publish(1)
+    before = [live_digests(engine.live) for engine in remote.engines]
+    port: Any = remote.servers[1].port
+    begin, reached, released = port.begin, threading.Event(), threading.Event()
+
+    def wait(bucket: Bucket) -> Any:
+        reached.set()
+        released.wait()
+        return begin(bucket)
+
+    port.begin = wait
+    remote.source.step()
+    publishing = asyncio.ensure_future(publisher.publish(2))
+    await asyncio.to_thread(reached.wait)
+    publishing.cancel()
+    await asyncio.sleep(0)
+    port.begin = begin
+    released.set()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    assert [live_digests(engine.live) for engine in remote.engines] == before
+    assert [engine.version for engine in remote.engines] == [1, 1]
+    assert (await publisher.publish(2)).committed == (0, 1)
+    assert holds_the_trainers_bits(remote)
+
+
+# ---- a bucket that is announced before its copies end
+
+
+class Late:
+    """Stands for a CUDA event: the bytes are written when somebody waits for it."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def synchronize(self) -> None:
+        self.data.fill_(7)
+
+
+def late_bucket(data: torch.Tensor) -> Bucket:
+    entry = BucketEntry(name="w", offset_bytes=0, num_bytes=data.numel())
+    return Bucket(weight_version=1, bucket_idx=0, entries=(entry,), data=data, ready=Late(data))  # type: ignore[arg-type]
+
+
+def test_whoever_reads_a_bucket_from_the_host_waits_for_its_copies(tmp_path: Path) -> None:
+    source = FakeSource({"w": torch.zeros(16, dtype=torch.uint8)})
+    group: Any = type(
+        "Group", (), {"device": torch.device("cpu"), "group": type("G", (), {"size": lambda s: 9})()}
+    )()
+    senders: list[Any] = [
+        InlineSender(),
+        ShmSender(str(tmp_path)),
+        DiskSender(str(tmp_path), source.weight_specs()),
+        BroadcastSender(group),  # to some of its replicas: in messages
+    ]
+    for sender in senders:
+        data = sender.buffer(0, 16, torch.device("cpu"))
+        data.zero_()
+        bucket = replace(late_bucket(data), replica_ids=(0,))
+        sender.announce(bucket)
+        assert data.eq(7).all(), type(sender).__name__
+        sender.close()
+
+
+def test_a_replica_on_the_host_waits_for_the_copies_of_a_bucket_before_it_reads(tmp_path: Path) -> None:
+    source, held = (
+        FakeSource({"w": torch.zeros(16, dtype=torch.uint8)}),
+        {"w": torch.zeros(16, dtype=torch.uint8)},
+    )
+
+    class Live:
+        def specs(self) -> Any:
+            return {spec.name: spec for spec in source.weight_specs()}
+
+        def read(self, name: str) -> torch.Tensor:
+            return held[name]
+
+        def write(self, name: str, tensor: torch.Tensor) -> None:
+            held[name].copy_(tensor)
+
+    transaction = ReplicaTransaction(Live(), replica_id=0, weight_version=0)
+    transaction.open(Manifest(weight_version=1, base_version=None, tensors=source.weight_specs()))
+    transaction.receive(late_bucket(torch.zeros(16, dtype=torch.uint8)))
+    transaction.prove({"w": digest(torch.full((16,), 7, dtype=torch.uint8))})
+    transaction.commit()
+    assert held["w"].eq(7).all()
+
+
+def test_a_replica_that_came_later_refuses_a_broadcast_that_it_cannot_meet() -> None:
+    receiver = BroadcastReceiver(None, max_bucket_bytes=512)
+    with pytest.raises(SyncError, match="this replica is in no group"):
+        receiver.take(late_bucket(torch.zeros(16, dtype=torch.uint8)), {"num_bytes": 16, "slot_idx": 0})
+    assert not receiver.is_quick
