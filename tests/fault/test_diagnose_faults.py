@@ -113,3 +113,12 @@ def test_consequences_of_a_missed_sync_are_not_causes(tmp_path: Path) -> None:
 def test_a_run_of_an_outsider_is_judged_right(name: str, seed: int, tmp_path: Path) -> None:
     log = unseen_runs.write_jsonl(unseen_runs.make(name, seed), tmp_path / "exp.jsonl")
     assert diagnose(load(str(log))).verdict == (name if name in RULES else "well")
+
+
+@pytest.mark.parametrize(("name", "seed"), [("missed_weight_sync", 3009), ("filter_starvation", 3001)])
+def test_a_ramp_is_dated_where_it_leaves_its_baseline(name: str, seed: int, tmp_path: Path) -> None:
+    """Within a tenth of what came after; the scan for the bend alone was early by that and more."""
+    log = unseen_runs.make(name, seed)
+    found = diagnose(load(str(unseen_runs.write_jsonl(log, tmp_path / "exp.jsonl")))).findings[0]
+    assert found.rule == name
+    assert abs(found.step - log.first_step - log.at * log.every) <= 0.1 * (log.n - log.at) * log.every

@@ -380,6 +380,7 @@ def _describe(
     raw = view.values[metric][known]
     at = _walk_back(clean, idx, direction, noise)
     base = float(np.median(clean[max(0, at - BASELINE) : at]))
+    at += _lingers(clean[at:], base, direction, noise)
     end = _end_of(clean, at, base, direction)
     after = clean[at:end]
     if len(after) < 2:
@@ -422,6 +423,17 @@ def _walk_back(clean: Series, idx: int, direction: Direction, noise: float) -> i
     while at < len(clean) - 3 and at < idx + 4 and direction * (clean[at] - base) < min(reach, 0.3 * size):
         at += 1
     return at
+
+
+def _lingers(after: Series, base: float, direction: Direction, noise: float) -> int:
+    """Values for which a departure still lies at its baseline: the bend of a ramp is found early in a noisy series."""
+    smooth = direction * (changes.running_median(after, 5) - base)
+    size = float(np.max(changes.running_median(smooth, 9)))
+    there = np.flatnonzero(smooth >= 0.3 * size)
+    if size <= 0 or not len(there):
+        return 0
+    near = np.flatnonzero(smooth[: there[0]] <= max(0.06 * size, min(noise, 0.15 * size)))
+    return int(near[-1]) + 1 if len(near) and len(after) - int(near[-1]) > changes.MIN_POINTS else 0
 
 
 def _end_of(clean: Series, at: int, base: float, direction: Direction) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose import signs
+from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, share
@@ -35,8 +36,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     after_warmup = late - third >= 0.4 * grown
     if grown < 0.07 * top or late < 1.4 * early or not flat or not after_warmup or _is_one_piece(view, grown):
         return None
-    rise = view.rise(HELD, log=False)
-    idx = rise.idx if rise is not None else part
+    idx = _left_at(view, view.level(HELD, 0, part), late)
     slower = view.rise("timing_s/update_actor")
     per_token = view.rise("timing_per_token_ms/update_actor")
     evidence = [
@@ -73,6 +73,14 @@ def judge(view: View) -> Finding | NotJudged | None:
         "and empty the cache at the hand-over",
         next_check="a memory snapshot after the hand-over: which shapes leave the holes?",
     )
+
+
+def _left_at(view: View, first: float, late: float) -> int:
+    """Where what is held leaves a tenth of its way up for good."""
+    known = np.flatnonzero(np.isfinite(view.values[HELD]))
+    smooth = running_median(view.values[HELD][known], 7)
+    low = np.flatnonzero(smooth <= first + 0.1 * (late - first))
+    return int(known[min(int(low[-1]) + 1, len(known) - 1)]) if len(low) else 0
 
 
 def _is_one_piece(view: View, grown: float) -> bool:
