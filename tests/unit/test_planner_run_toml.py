@@ -255,3 +255,28 @@ def test_a_plan_of_several_hosts_is_refused_only_what_ray_refuses(tmp_path: Path
     for refused in ('rollout.engine="vllm"', 'sync.transport="ipc"'):
         with pytest.raises(ConfigError, match="ray"):
             load_config(tmp_path / "run.toml", [refused], RunConfig).check([])
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_choices_without_a_key_are_told_and_those_with_one_are_written(tmp_path: Path) -> None:
+    config, text = written(
+        tmp_path, "--model", "qwen3-8b", "--num-gpus", "8", "--prefill-chunk", "8k", "--no-share-prompts",
+        "--turns", "3", "--env-seconds", "2", "--lose-prefix", "--reward", "sandbox", "--rebuild-engine",
+    )  # fmt: skip
+    told = text.partition("Not carried out as planned")[2].partition("# 1. What one step")[0]
+    keys = [line[4:].partition(":")[0] for line in told.splitlines() if line.startswith("# - ")]
+    assert keys[:4] == ["reward.terms", "data.sources", "rollout", "memory"]
+    assert config.rollout.max_prefill_tokens == 8192 - config.rollout.num_slots
+    assert config.rollout.prefix_cache is False
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_vllm_takes_the_whole_budget_and_the_sleep_level(tmp_path: Path) -> None:
+    config, _ = written(
+        tmp_path, "--model", "qwen3-0.6b", "--num-gpus", "1", "--prefill-chunk", "8k", "--sleep-level", "1"
+    )
+    assert (config.rollout.engine, config.rollout.max_prefill_tokens, config.memory.sleep_level) == (
+        "vllm",
+        8192,
+        1,
+    )

@@ -51,7 +51,7 @@ def execution(request: PlanRequest, chosen: Candidate) -> Execution:
         kv_pool_bytes=rollout.kv_pool_bytes,
     )
     if request.cluster.accelerator.is_cpu:
-        return plain
+        return _with(plain, _of_the_workload(request, chosen) + _checkpoint(request))
     on_ray = None
     if chosen.split[1] > 1 and not request.workload.lora_rank:
         on_ray = _on_ray(request, chosen)
@@ -96,12 +96,35 @@ def _on_ray(request: PlanRequest, chosen: Candidate) -> Execution | None:
     )
 
 
-def _always(request: PlanRequest, chosen: Candidate) -> list[str]:
-    found = []
-    if request.checkpoint_is_async:
+def _of_the_workload(request: PlanRequest, chosen: Candidate) -> list[str]:
+    """What a person has to fill in or `train` has no key for, on any device."""
+    work, found = request.workload, []
+    if work.reward != "rule":
         found.append(
-            "checkpoint: planned to be written beside training; training stands still until it is written"
+            f"reward.terms: planned a reward by {work.reward}; the file scores with `exact` until it is replaced"
         )
+    if work.agent.num_turns > 1:
+        found.append(
+            f"data.sources: planned {work.agent.num_turns:g} turns with an environment; prompts of a file have none, "
+            "so every trajectory is one turn until a task with one is named"
+        )
+    if not work.shares_prompt:
+        found.append(
+            "rollout: planned without sharing prompts in a group; engines share them, which costs less than planned"
+        )
+    if request.sleep.rebuilds_engine and is_colocated(chosen.mode):
+        found.append("memory: planned to make KV pool and graphs again at each wake; they are kept")
+    if request.lend_switch_s and chosen.mode == "separate_async":
+        found.append(
+            "lending.is_on: planned to lend waiting training GPUs; the file leaves it off, because it lends within one "
+            "process only"
+        )
+    return found
+
+
+def _always(request: PlanRequest, chosen: Candidate) -> list[str]:
+    found = _of_the_workload(request, chosen)
+    found += _checkpoint(request)
     if chosen.train.is_offloaded:
         found.append(
             "trainer: planned with master weights and moments in host memory; they stay on the device, or go there "
@@ -112,6 +135,12 @@ def _always(request: PlanRequest, chosen: Candidate) -> list[str]:
             f"rollout.dtype: planned as {chosen.rollout_layout.weight_dtype} weights; engines hold bfloat16 at least"
         )
     return found
+
+
+def _checkpoint(request: PlanRequest) -> list[str]:
+    if not request.checkpoint_is_async:
+        return []
+    return ["checkpoint: planned to be written beside training; training stands still until it is written"]
 
 
 def _degrees(chosen: Candidate) -> str:

@@ -244,6 +244,17 @@ def _rollout(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
         pool_tokens,
         f"{format_bytes(done.kv_pool_bytes)} beside the weights, {format_bytes(per_token)} a token.",
     )
+    work = r.workload
+    if not work.agent.keeps_prefix:
+        table.put("prefix_cache", False, "Planned without: every turn prefills what was before it.")
+    if work.prefill_chunk_tokens:
+        table.put(
+            "max_prefill_tokens",
+            work.prefill_chunk_tokens
+            if done.kind == "inproc" and not _is_cpu(plan)
+            else max(work.prefill_chunk_tokens - done.num_slots, 1),
+            f"Of a step's {work.prefill_chunk_tokens} tokens; vLLM counts its running sequences among them.",
+        )
     table.put("dtype", "auto")
     table.put("device", "cpu" if _is_cpu(plan) else "cuda")
     if not chosen.is_on_policy:
