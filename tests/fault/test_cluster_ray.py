@@ -19,13 +19,29 @@ import pytest
 import torch
 
 from rollbook.controller.loop import Controller
-from rollbook.errors import ConfigError, DataError, DeadlineError, EngineDownError, TrainerDownError
+from rollbook.errors import (
+    ConfigError,
+    DataError,
+    DeadlineError,
+    EngineDownError,
+    EngineError,
+    TrainerDownError,
+)
+from rollbook.modeling.load import load_model
 from rollbook.sync.publisher import PublicationReport
 from tiny_run import RunResult, run_tiny, tiny_config
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
 
-from rollbook.cluster.ray import RayPool, RemoteEngine, RemotePublisher, RemoteTrainer, _silence  # noqa: E402
+from rollbook.cluster.ray import (  # noqa: E402
+    RayPool,
+    RemoteEngine,
+    RemotePublisher,
+    RemoteTrainer,
+    ReplicaActor,
+    _silence,
+    base_digest,
+)
 
 ON_RAY = {"cluster.kind": "ray", "rollout.num_replicas": 2, "rollout.batch_invariant": True}
 """Rounding in a batch must not depend on which replica a request went to."""
@@ -186,6 +202,26 @@ def test_a_killed_trainer_rank_sends_the_run_back_to_its_checkpoint_and_the_resu
     assert len(killed) == 1
     assert_same_run(run, undisturbed)
     assert "rank 1" in run.events_of("run_failed")[0]["error"]
+
+
+def test_adapters_alone_reach_replicas_that_hold_the_trainers_base(tmp_path: Path) -> None:
+    """Ray's replicas load the base themselves, and prove it: the run is the one of a single process."""
+    overrides = {**ON_RAY, "rollout.num_replicas": 1, "model.lora": {"publish": "adapter", "rank": 2}}
+    alone = run_tiny(tmp_path, name="alone", num_steps=2, **{**overrides, "cluster.kind": "inproc"})
+    run = run_tiny(tmp_path, name="ray", num_steps=2, **overrides)
+    assert_same_run(run, alone)
+    (event, *_) = run.events_of("publication")
+    assert event["num_tensors"] == event["num_adapter_tensors"] > 0
+
+
+def test_adapters_alone_are_not_served_on_another_base() -> None:
+    config = tiny_config(**{"model.lora": {"publish": "adapter", "rank": 2}})
+    other = tiny_config(**{"model.lora": {"publish": "adapter", "rank": 2}, "model.seed": 1})
+    theirs = base_digest(load_model(config.model, dtype="float32", with_tokenizer=False))
+    keywords: Any = {"dtype": "float32", "eos_ids": (), "host": "", "base_digest": theirs}
+    ReplicaActor(config, 0, **{**keywords, "host": "127.0.0.1"})._load()
+    with pytest.raises(EngineError, match="the base of replica 3 has the digest"):
+        ReplicaActor(other, 3, **{**keywords, "host": "127.0.0.1"})._load()
 
 
 # ---- calls, without a run

@@ -19,10 +19,6 @@ from tiny_run import tiny_config
         ),
         ({"cluster.kind": "ray", "memory.offload": True}, "memory.offload True with cluster.kind 'ray'"),
         (
-            {"cluster.kind": "ray", "model.lora": {"publish": "adapter"}},
-            "model.lora.publish is 'adapter' and cluster.kind 'ray'",
-        ),
-        (
             {"cluster.kind": "ray", "cluster.num_trainer_ranks": 2, "model.lora": {"publish": "merged"}},
             "cluster.num_trainer_ranks is 2 with model.lora",
         ),

@@ -45,7 +45,8 @@ from rollbook.errors import (
     SyncError,
     TrainerDownError,
 )
-from rollbook.modeling.load import LoadedModel, ModelFacts, load_model, load_tokenizer
+from rollbook.modeling.load import DTYPES, LoadedModel, ModelFacts, load_model, load_tokenizer
+from rollbook.modeling.lora import adapter_tensors
 from rollbook.modeling.tokenizer import Tokenizer
 from rollbook.observe.recorder import Recorder
 from rollbook.observe.values import Values
@@ -53,6 +54,7 @@ from rollbook.rollout.engine import EngineStats, GenerateRequest, PauseMode, Res
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.rollout.router import Router
 from rollbook.sync.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
+from rollbook.sync.digest import digest, fold
 from rollbook.sync.inproc import InprocPort
 from rollbook.sync.publisher import PublicationReport, Publisher
 from rollbook.sync.remote import RemotePort, ReplicaServer
@@ -122,6 +124,7 @@ class TrainerRank:
             dtype=model.dtype,
             hf_config=model.hf_config(),
             specs=self.trainer.weight_specs(),
+            base_digest=base_digest(model),
         )
 
     def pid(self) -> int:
@@ -241,9 +244,17 @@ class ReplicaActor:
     """One engine and the server through which its weights come."""
 
     def __init__(
-        self, config: RunConfig, replica_id: int, dtype: str, eos_ids: tuple[int, ...], host: str
+        self,
+        config: RunConfig,
+        replica_id: int,
+        *,
+        dtype: str,
+        eos_ids: tuple[int, ...],
+        host: str,
+        base_digest: str,
     ) -> None:
         self.config, self.replica_id = config, replica_id
+        self._base_digest = base_digest
         self._host = host or ray.util.get_node_ip_address()
         self._dtype, self._eos_ids = dtype, eos_ids
 
@@ -252,10 +263,7 @@ class ReplicaActor:
         config, rollout = self.config, self.config.rollout
         if rollout.num_threads:
             torch.set_num_threads(rollout.num_threads)
-        whole = config.model.model_copy(update={"lora": None})  # adapters come merged
-        model = await asyncio.to_thread(
-            load_model, whole, dtype=self._dtype, device=rollout.device, with_tokenizer=False
-        )
+        model = await asyncio.to_thread(self._load)
         self.engine = NativeEngine(
             model,
             rollout,
@@ -290,6 +298,29 @@ class ReplicaActor:
             replica_id=self.replica_id, host=self._host, port=port, token=token, pid=os.getpid()
         )
 
+    def _load(self) -> LoadedModel:
+        """
+        Raises:
+            EngineError: adapters are published alone, and the base here is another one than the trainer's.
+        """
+        config, device = self.config.model, self.config.rollout.device
+        if not self._base_digest:
+            whole = config.model_copy(update={"lora": None})  # adapters come merged
+            return load_model(whole, dtype=self._dtype, device=device, with_tokenizer=False)
+        model = load_model(
+            config, dtype="float32", device=device, with_tokenizer=False
+        )  # as the trainer does
+        found = base_digest(model)
+        if found != self._base_digest:
+            raise EngineError(
+                f"the base of replica {self.replica_id} has the digest {found}, the trainer's {self._base_digest}",
+                "adapters alone need one base everywhere: give all hosts the same files, or use "
+                "model.lora.publish = 'merged'",
+            )
+        for adapter in adapter_tensors(model).values():
+            adapter.data = adapter.data.to(DTYPES[self._dtype])
+        return model
+
     async def join(self, meeting: str) -> None:
         """Meet the trainer and the other replicas, before the first publication."""
         group = await asyncio.to_thread(join_broadcast, self.config, meeting, rank=self.replica_id + 1)
@@ -297,6 +328,13 @@ class ReplicaActor:
 
     async def do(self, method: str, *args: Any) -> Any:
         return await getattr(self.engine, method)(*args)
+
+
+def base_digest(model: LoadedModel) -> str:
+    """Of the tensors that no publication carries: the base, where adapters are published alone. Else empty."""
+    published = model.published_shapes()
+    base = {name: digest(t) for name, t in model.named_tensors().items() if name not in published}
+    return fold(base) if model.lora is not None and model.lora.publish == "adapter" else ""
 
 
 def join_broadcast(config: RunConfig, meeting: str, *, rank: int) -> BroadcastGroup:
@@ -338,6 +376,8 @@ class RemoteFacts:
     dtype: torch.dtype
     hf_config: dict[str, Any]
     specs: tuple[TensorSpec, ...]
+    base_digest: str
+    """Of what adapters stand on, where they are published alone; else empty."""
 
 
 # ---- the driver's side
@@ -863,7 +903,14 @@ async def start_on_ray(
             options = rollout[replica_id].options()
             made = make_replica.options(max_concurrency=MAX_CONCURRENT, **options)
             host = "127.0.0.1" if is_local else ""
-            return made.remote(config, replica_id, dtype, tokenizer.eos_ids, host)
+            return made.remote(
+                config,
+                replica_id,
+                dtype=dtype,
+                eos_ids=tokenizer.eos_ids,
+                host=host,
+                base_digest=facts[0].base_digest,
+            )
 
         pool.engines.append(RemoteEngine(replica_id, config, start_actor, pool))
     await asyncio.gather(*(engine.start() for engine in pool.engines))

@@ -207,15 +207,6 @@ class RunConfig(Section):
                 "cluster.kind 'ray'",
                 "a device changes hands within one process: use kind = 'inproc', or leave [memory] as it is",
             )
-        if (
-            self.cluster.kind == "ray"
-            and self.model.lora is not None
-            and self.model.lora.publish == "adapter"
-        ):
-            yield (
-                "model.lora.publish is 'adapter' and cluster.kind 'ray'",
-                "replicas in other processes take whole weights: use publish = 'merged'",
-            )
         if self.cluster.num_trainer_ranks > 1 and self.model.lora is not None:
             yield (
                 f"cluster.num_trainer_ranks is {self.cluster.num_trainer_ranks} with model.lora",
