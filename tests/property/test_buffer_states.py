@@ -274,6 +274,18 @@ def test_the_age_of_a_group_is_that_of_its_oldest_token() -> None:
     assert buffer.take().staleness_steps == [2]
 
 
+def test_a_group_is_as_old_as_its_oldest_member() -> None:
+    buffer = make(groups_per_step=1, max_staleness_steps=1)
+    ids = [buffer.admit(prompt(i), now_s=0.0) for i in range(2)]
+    buffer.finish(group(ids[0], version=0))
+    buffer.take()
+    buffer.published(1, 1)
+    young, old = group(ids[1], version=1), group(ids[1], version=0, newest=1)
+    members = (*young.trajectories, *old.trajectories)
+    buffer.finish(Group(group_id=ids[1], prompt=prompt(1), trajectories=members))
+    assert buffer.take().staleness_steps == [1]
+
+
 def test_a_label_older_than_the_bound_stops_the_step_although_admission_forbids_it() -> None:
     """A replica that fell behind: the group was admitted under version 1 and says that version 0 sampled it."""
     buffer = make(groups_per_step=1, max_staleness_steps=1)
