@@ -460,12 +460,13 @@ class NativeEngine:
         scheduler.pool.operations.clear()
         token_ids, logprobs = runner.step(plan, self._draws(plan))
         finished, failed = scheduler.commit(plan, token_ids, logprobs)
-        self._respond(finished)
-        _deliver([(self._pending.pop(item.request_id), item.error) for item in failed])
         elapsed_s = time.perf_counter() - began_at_s
         decode_s = elapsed_s * plan.num_decode / plan.num_rows
         self._decode_s += decode_s
         self._prefill_s += elapsed_s - decode_s
+        # Whoever is woken by these may read the counters: seconds must be there with their tokens.
+        self._respond(finished)
+        _deliver([(self._pending.pop(item.request_id), item.error) for item in failed])
         return True
 
     def _draws(self, plan: StepPlan) -> Draws:
