@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from rollbook.errors import ConfigError, PlanError
 from rollbook.ledger.hardware import MachineSpec
-from rollbook.planner.options import PlanOptions
+from rollbook.planner.options import PlanOptions, option_name
 from rollbook.planner.plan import Plan, make_plan
 from rollbook.planner.report import html_report
 from rollbook.planner.run_toml import run_toml
@@ -231,3 +232,9 @@ def test_an_agents_prefill_is_told_with_and_without_its_prefix() -> None:
     per_turn = 4096 / 4 + 256
     assert agents["prefilled_tokens_lost"] == prompts + trajectories * (3 * 1024 + per_turn * (1 + 2 + 3))
     assert agents["prefilled_tokens"] == agents["prefilled_tokens_kept"]
+
+
+def test_every_option_of_a_plan_stands_in_its_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    missing = [name for f in fields(PlanOptions) if (name := option_name(f.name)) not in page]
+    assert missing == []
