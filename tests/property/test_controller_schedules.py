@@ -103,7 +103,8 @@ def test_every_token_carries_the_version_that_sampled_it_and_none_is_trained_too
         assert m["training/off_policy/trajectory_staleness_worst/max"] == worst <= staleness
         busiest = sum(m.get(f"replica/{i}/tokens_per_s", 0.0) for i in range(2))
         if schedule != "sync":  # a wait of microseconds is not the time that engines had
-            assert m["perf/tokens_per_s/gen"] <= busiest * 1.001
+            # A decode step counts where it ends, so that a step may hold the seconds of one that began before it.
+            assert m["perf/tokens_per_s/gen"] <= busiest * 1.25
         assert (
             m.get("training/logprob_gap/max", 0.0) < 2e-5
         )  # numerics alone: no token of other weights is in it

@@ -208,3 +208,27 @@ def test_whatever_an_algorithm_reads_is_there_when_its_host_work_is_measured(
     run = tiny_run(num_steps=1, **{"plan.is_on": True}, **algorithm)
     (plan,) = run.events_of("plan")
     assert plan["stages"]["adv"] > 0
+
+
+def test_every_pass_of_a_step_has_an_expectation(tiny_run: TinyRun) -> None:
+    """A critic, a reference, a teacher, and adapters on the policy: no stage of the step is unplanned."""
+    run = tiny_run(
+        num_steps=1,
+        **{
+            "plan.is_on": True,
+            "algorithm.name": "ppo",
+            "algorithm.kl.placement": "reward",
+            "algorithm.kl.coef": 0.1,
+            "algorithm.distill.placement": "advantage",
+            "algorithm.distill.coef": 0.5,
+            "teacher.new": TEACHER,
+            "model.lora.rank": 2,
+            "critic.backbone": "shared",
+        },
+    )
+    (step,) = run.metrics
+    timed = {name.removeprefix("timing_s/") for name in step if name.startswith("timing_s/")}
+    planned = {name.removeprefix("expected_s/") for name in step if name.startswith("expected_s/")}
+    assert {"ref", "teacher", "values", "update_critic", "update_actor", "update_weights"} <= timed
+    assert timed - planned <= {"other", "testing"}  # between the stages; no evaluation was due
+    assert all(step[f"expected_s/{name}"] > 0 for name in planned)

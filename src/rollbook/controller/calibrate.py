@@ -242,6 +242,8 @@ async def measure_contention(
                 publication_beside_s / max(publication_s, 1e-6),
             )
         )
+        if alone_s > ROUNDS_S:
+            break  # a long pass is steady enough, and takes long enough
     await controller.compute(lambda: trainer.load_state_dict(held))
     of_engine, of_trainer, of_publication = np.maximum(np.median(ratios, axis=0), 1.0).tolist()
     return Contention(engine=of_engine, trainer=of_trainer, publication=of_publication)

@@ -378,12 +378,13 @@ async def _rehearsed(
     take, in the median. Samples that took less show that the fit was made in a slower moment, and scale it. A sample
     is a whole step where that is short, so that nothing is extrapolated.
     """
-    groups, elapsed_s = await _sample(controller, seed=1)
+    groups, elapsed_s = await _sample(controller, seed=1)  # the warm-up
     whole = min(controller.config.run.groups_per_step, len(controller.train_prompts))
     size = whole if groups and elapsed_s * whole / len(groups) <= SAMPLE_S else SAMPLE_GROUPS
     ratios, beyond_s, rehearsals = [], [], []
     for round_idx, _ in rounds([size], warm_up=size):
-        groups, elapsed_s = await _sample(controller, seed=2 + round_idx, most_groups=size)
+        if round_idx > 0:
+            groups, elapsed_s = await _sample(controller, seed=2 + round_idx, most_groups=size)
         lengths = [t.num_response_tokens for group in groups for t in group.scored]
         rehearsal = await rehearse(controller, groups)
         if rehearsal is None:
