@@ -40,7 +40,7 @@ def sample(metrics: Path) -> Sample | None:
     from ray._private.internal_api import memory_summary
 
     try:
-        found = USAGE.search(memory_summary(stats_only=True))
+        found = USAGE.search(memory_summary(ray.get_runtime_context().gcs_address, stats_only=True))
     except Exception:  # it is being shut down
         return None
     if found is None:

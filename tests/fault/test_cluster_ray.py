@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
 import time
@@ -284,8 +285,6 @@ def test_what_a_rank_raises_arrives_as_it_was_raised() -> None:
 
 
 def test_calls_leave_nothing_in_the_object_store() -> None:
-    from ray._private.internal_api import memory_summary
-
     actor = stand_in().remote()
     trainer = remote_trainer([actor], 60.0)
     batch = tiny_batch()
@@ -294,9 +293,36 @@ def test_calls_leave_nothing_in_the_object_store() -> None:
     ends_at_s = time.monotonic() + 30
     text = ""
     while "Plasma memory usage 0 MiB, 0 objects" not in text and time.monotonic() < ends_at_s:
-        text = memory_summary(stats_only=True)  # objects are freed in batches, a moment later
+        text = store_usage()  # objects are freed in batches, a moment later
     assert "Plasma memory usage 0 MiB, 0 objects" in text
     ray.kill(actor)
+
+
+def test_a_run_holds_no_more_in_the_object_store_as_it_goes_on(tmp_path: Path) -> None:
+    """`bench/cluster.py` shows the same over 1,000 steps."""
+    held: list[int] = []
+
+    def watch(controller: Controller) -> None:
+        trainer: Any = controller.trainer
+        plain = trainer.update
+
+        def update(batch: Any, objective: Any, **keywords: Any) -> Any:
+            found = re.search(r"Plasma memory usage [0-9.]+ MiB, ([0-9]+) objects", store_usage())
+            held.append(int(found[1]) if found else 0)
+            return plain(batch, objective, **keywords)
+
+        trainer.update = update
+
+    run_tiny(tmp_path, num_steps=15, faults=[watch], **{**ON_RAY, "rollout.num_replicas": 1})
+    assert len(held) == 15
+    assert max(held[10:]) <= max(held[:5]) + 4, f"a step leaves something behind: {held}"
+
+
+def store_usage() -> str:
+    """Of the object store of this test's Ray: others may run on the machine."""
+    from ray._private.internal_api import memory_summary
+
+    return str(memory_summary(ray.get_runtime_context().gcs_address, stats_only=True))
 
 
 def tiny_batch() -> Any:

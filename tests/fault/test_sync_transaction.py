@@ -207,6 +207,23 @@ def test_a_damaged_publication_is_refused_and_names_the_tensor(
         transaction.open(replace(manifest_of(source, 2), is_resync=True))
 
 
+@pytest.mark.parametrize("off_bytes", [-64, 16, 64])
+def test_a_part_that_does_not_follow_is_refused_where_it_arrives(off_bytes: int) -> None:
+    """Before its bytes are written anywhere: the digest would only say that something is wrong with the tensor."""
+    transaction, source = replica()
+    buckets, _ = packed(source, 2, 64)
+    transaction.open(manifest_of(source, 2))
+    at = next(i for i, bucket in enumerate(buckets) if bucket.entries[0].tensor_offset_bytes == 64)
+    for bucket in buckets[:at]:
+        transaction.receive(bucket)
+    (entry, *others) = buckets[at].entries
+    moved = replace(entry, tensor_offset_bytes=entry.tensor_offset_bytes + off_bytes)
+    with pytest.raises(
+        SyncError, match=rf"a part of {entry.name} covers bytes {64 + off_bytes} to .*64 have arrived"
+    ):
+        transaction.receive(replace(buckets[at], entries=(moved, *others)))
+
+
 def test_after_a_fault_only_abort_is_left() -> None:
     transaction, source = replica()
     buckets, digests = packed(source, 2, 300)
