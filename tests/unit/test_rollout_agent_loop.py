@@ -9,7 +9,7 @@ from rollbook.envs.env import Observation
 from rollbook.envs.rewards.result import RewardResult
 from rollbook.rollout.agent_loop import run_trajectory
 from rollbook.rollout.engine import GenerateRequest, Response
-from rollbook.types import FinishReason, Ids, Prompt, SamplingParams, Trajectory, VersionRun
+from rollbook.types import FinishReason, Ids, KVStart, Prompt, SamplingParams, Trajectory, VersionRun
 
 PROMPT = Prompt(prompt_id="p", prompt_ids=np.array([1, 2, 3], np.int32), source="test")
 
@@ -35,6 +35,7 @@ class ScriptedEngine:
             version_runs=(VersionRun(version, len(tokens)),) if tokens else (),
             finish_reason=reason,
             replica_id=4,
+            kv_starts=(KVStart(0, version),) if tokens else (),
         )
 
 
@@ -118,6 +119,18 @@ async def test_an_aborted_response_is_continued_and_its_versions_joined() -> Non
         (2, 8),
         (3, 7),
     ]
+    assert [r.num_continued for r in engine.requests] == [0, 2, 3]
+
+
+async def test_each_part_says_where_its_context_was_computed_anew() -> None:
+    """The second was given back before it had a slot: it computed nothing."""
+    aborted = FinishReason.ABORTED
+    engine = ScriptedEngine(
+        ([11, 12], 3, aborted), ([], 3, aborted), ([13], 4, aborted), ([14], 5, FinishReason.STOP)
+    )
+    (turn,) = (await play(engine, ScriptedEnv())).turns
+    assert turn.response_ids.tolist() == [11, 12, 13, 14]
+    assert turn.kv_starts == (KVStart(0, 3), KVStart(2, 4), KVStart(3, 5))
 
 
 @pytest.mark.parametrize(("max_turns", "context"), [(1, 100), (8, 6)])

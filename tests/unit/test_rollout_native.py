@@ -23,8 +23,8 @@ from rollout_tiny import (
 from rollbook.errors import DeadlineError, EngineError, SyncError
 from rollbook.modeling.load import wrap_transformers
 from rollbook.modeling.logprobs import LmHead
-from rollbook.rollout.engine import Response
-from rollbook.types import FinishReason, VersionRun
+from rollbook.rollout.engine import GenerateRequest, Response
+from rollbook.types import FinishReason, SamplingParams, VersionRun
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
@@ -171,6 +171,29 @@ async def test_stop_string_across_tokens_ends_a_response_with_the_token_that_com
     assert found.response_ids.tolist() == whole[: -(-end // 2)]
     assert found.finish_reason is FinishReason.STOP
     assert other.response_ids.tolist() == whole
+
+
+@pytest.mark.parametrize("cut", [1, 4, 5, 6])
+async def test_a_stop_string_that_began_before_an_abort_ends_the_continued_response(cut: int) -> None:
+    """Tokens 4 to 6 complete it; a part that was aborted in the middle of them goes on as if it had not been."""
+    whole = await reference_response()
+    text = TwoLetters().decode(whole)
+    stop = text[9:14]
+    end = -(-(text.index(stop) + len(stop)) // 2)
+    rest = GenerateRequest(
+        request_id="0/0#0+",
+        prompt_ids=np.concatenate([random_ids(4), np.array(whole[:cut], np.int32)]),
+        sampling=SamplingParams(max_response_tokens=24 - cut, stop_strings=(stop,)),
+        seed=5,
+        group_id=0,
+        member_idx=0,
+        first_token_idx=cut,
+        num_continued=cut,
+    )
+    async with running(tiny_model(), engine={"tokenizer": TwoLetters()}) as engine:
+        found = await engine.generate(rest)
+    assert found.response_ids.tolist() == whole[cut:end]
+    assert found.finish_reason is FinishReason.STOP
 
 
 async def test_the_models_context_ends_a_response() -> None:

@@ -115,6 +115,7 @@ async def _sample(generate: Generate, request: GenerateRequest) -> Response:
             request_id=f"{request.request_id}+",
             prompt_ids=np.concatenate([request.prompt_ids, response.response_ids]),
             first_token_idx=request.first_token_idx + num_sampled,
+            num_continued=request.num_continued + num_sampled,
             sampling=replace(request.sampling, max_response_tokens=left),
         )
     if len(parts) == 1:

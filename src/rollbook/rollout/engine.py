@@ -32,6 +32,8 @@ class GenerateRequest:
     member_idx: int
     first_token_idx: int = 0
     """Sampled tokens of the trajectory before this request (earlier turns, or a partial response)."""
+    num_continued: int = 0
+    """Last tokens of `prompt_ids` that belong to the response already: a stop string may have begun in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -702,7 +702,10 @@ class Scheduler:
         # Each token adds at least one byte, so a string that just completed lies within so many tokens of the end.
         longest = max(len(text.encode()) for text in sampling.stop_strings)
         end = int(self.slots.num_response[slot])
-        tail = self.slots.response_ids[slot, max(0, end - longest - 4) : end]
+        tail: Ids = self.slots.response_ids[slot, max(0, end - longest - 4) : end]
+        num_before = min(sequence.request.num_continued, longest + 4 - len(tail))
+        if num_before > 0:
+            tail = np.concatenate([sequence.request.prompt_ids[-num_before:], tail])
         text = self.decode_text(tail.tolist())
         return any(stop in text for stop in sampling.stop_strings)
 
