@@ -42,8 +42,17 @@ def balance(metrics: dict[str, Any]) -> tuple[float, float]:
     return metrics["buffer/num_admitted"], sum(metrics[f"buffer/num_{state}"] for state in states)
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("more", [{}, {"sync.transport": "shm"}, {"rollout.mismatch": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    ("staleness", "more"),
+    [
+        (0, {}),
+        (2, {}),
+        (2, {"sync.transport": "shm", "sync.delta": True}),
+        (0, {"sync.staging": "direct"}),
+        (2, {"rollout.mismatch": "bf16"}),
+    ],
+    ids=str,
+)
 def test_what_the_lent_engine_samples_is_of_the_version_it_says(
     tiny_run: TinyRun, staleness: int, more: dict[str, Any]
 ) -> None:

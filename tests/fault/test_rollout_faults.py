@@ -12,7 +12,7 @@ from rollbook.buffer.buffer import GroupBuffer, GroupState
 from rollbook.buffer.config import BufferConfig
 from rollbook.controller.rollout import FailureRateError, Member, ProduceMember, Rollout
 from rollbook.errors import DataError, DeadlineError, EngineError, EnvError, RewardError
-from rollbook.types import FailureKind, FinishReason, Prompt, Trajectory, Turn, VersionRun
+from rollbook.types import Failure, FailureKind, FinishReason, Prompt, Trajectory, Turn, VersionRun
 
 
 class Prompts:
@@ -109,6 +109,21 @@ async def test_a_failed_member_leaves_its_siblings_and_has_no_reward(
     assert failed.failure.kind is kind
     assert failed.reward is None
     assert [t.reward for t in taken.groups[0].scored] == [1.0, 1.0, 1.0]
+
+
+async def test_a_failure_with_a_number_beside_it_is_still_no_reward() -> None:
+    """A scorer that says both: the member takes part in nothing, and is no zero."""
+
+    async def produce(member: Member) -> Trajectory:
+        made = trajectory(member, reward=0.0 if member.member_idx == 3 else 1.0)
+        if member.member_idx == 3:
+            made.failure = Failure(kind=FailureKind.REWARD, message="no score found")
+        return made
+
+    rollout = make_rollout(produce, groups_per_step=1, group_size=4, max_running_groups=1)
+    taken = await rollout.collect()
+    assert [t.reward for t in taken.groups[0].scored] == [1.0, 1.0, 1.0]
+    assert rollout.num_failures == {FailureKind.REWARD: 1}
 
 
 async def test_a_step_that_waits_too_long_names_trajectory_age_turn_and_replica() -> None:
