@@ -308,3 +308,21 @@ def test_moves_stand_beside_the_ledgers_on_a_device_of_its_table(tmp_path: Path)
     assert expected["engine sleeps"].bytes > 0 and expected["engine wakes"].seconds > 0
     moved = {name for step in range(2) for _, name, _ in stages_of(run, step)}
     assert moved >= {name for name in expected if "caches" not in name and "graphs" not in name}
+
+
+@pytest.mark.parametrize(
+    "moves", [{"memory.offload": True, "memory.sleep_level": 1}, {"memory.offload": True}]
+)
+def test_each_owners_bytes_stand_beside_the_ledgers_and_agree(tmp_path: Path, moves: dict[str, Any]) -> None:
+    """Parameters x bytes of ModelSpec against every tensor that the run holds: equal on this model, to the byte."""
+    kl = {"algorithm.kl": {"placement": "loss", "coef": 0.01}}
+    run = run_tiny(tmp_path, num_steps=1, **BF16, **kl, **moves)
+    metrics = run.metrics[0]
+    told = [name.split("/")[2] for name in metrics if name.startswith("memory/owner/") and "expected" in name]
+    assert {"weights", "KV_pool"} <= set(told)
+    for owner in told:
+        measured, wanted = (
+            metrics[f"memory/owner/{owner}/bytes"],
+            metrics[f"memory/owner/{owner}/expected_bytes"],
+        )
+        assert measured == pytest.approx(wanted, rel=0.02), owner

@@ -35,6 +35,7 @@ from rollbook.memory.handover import (
 )
 from rollbook.memory.parking import Parking
 from rollbook.memory.register import Owner, Reading, Register
+from rollbook.modeling.load import DTYPES
 from rollbook.observe.recorder import Recorder
 from rollbook.rollout.router import Router
 from rollbook.trainer.trainer import Trainer
@@ -247,8 +248,10 @@ class DeviceSwitch:
         return {move.name: Expectation(move.bytes, move.seconds) for move in moves}
 
     def _read(self, point: Literal["train", "rollout"]) -> None:
-        """Who holds which bytes of the device now."""
-        register = Register()
+        """Who holds which bytes of the device now, beside what the ledger's arithmetic says of them."""
+        register = Register(
+            {(owner, str(self.device)): wanted for owner, wanted in self._owned_by_ledger(point).items()}
+        )
         parameters = self.trainer.optimizer.parameters
         register.add("weights", lambda: [p.detach() for p in self.trainer.model.module.parameters()])
         register.add("gradients", lambda: [p.grad for p in parameters if p.grad is not None])
@@ -260,6 +263,28 @@ class DeviceSwitch:
         reading = register.read(point)
         self.recorder.metrics(reading.values())
         self.recorder.event("memory", **_as_event(reading, str(self.device)))
+
+    def _owned_by_ledger(self, point: Literal["train", "rollout"]) -> dict[Owner, float]:
+        """Bytes that each owner should hold of the device: parameters times bytes, tokens times bytes. Empty with
+        adapters, whose owners are parts of the model."""
+        trainer, memory, rollout = self.trainer, self.config.memory, self.config.rollout
+        if trainer.model.lora is not None:
+            return {}
+        model = ModelSpec.from_hf_config(trainer.model.hf_config())
+        expected: dict[Owner, float] = {"weights": model.params * trainer.model.dtype.itemsize}
+        if point == "train" or not memory.offload:
+            if _masters(trainer):
+                expected["master weights"] = model.params * 4
+            expected["optimizer moments"] = model.params * 8
+            if trainer.reference is not None:
+                expected["reference"] = model.params * trainer.model.dtype.itemsize
+        if self.device == torch.device(rollout.device) and (point == "rollout" or not memory.sleep_level):
+            engines = [engine for engine in self._router.engines if _of_engine(engine)]
+            width = (trainer.export_dtype if rollout.dtype == "auto" else DTYPES[rollout.dtype]).itemsize
+            pages = rollout.kv_pool_tokens // rollout.page_tokens * rollout.page_tokens
+            if engines and rollout.engine == "native":
+                expected["KV pool"] = len(engines) * pages * model.kv_bytes_per_token(width)
+        return expected
 
     def _readable(self, value: Any) -> Any:
         if isinstance(value, Tensor):
