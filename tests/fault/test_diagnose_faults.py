@@ -122,3 +122,9 @@ def test_a_ramp_is_dated_where_it_leaves_its_baseline(name: str, seed: int, tmp_
     found = diagnose(load(str(unseen_runs.write_jsonl(log, tmp_path / "exp.jsonl")))).findings[0]
     assert found.rule == name
     assert abs(found.step - log.first_step - log.at * log.every) <= 0.1 * (log.n - log.at) * log.every
+
+
+@pytest.mark.parametrize("seed", [20006, 20011])
+def test_bursts_are_seen_beside_a_filter_and_beside_growing_answers(seed: int, tmp_path: Path) -> None:
+    """In the first a filter makes every step slower meanwhile, in the second the mean grows for good."""
+    assert _synthetic("tail_burst", seed, tmp_path, "verl").verdict == "tail_burst"

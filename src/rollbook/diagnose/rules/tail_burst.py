@@ -16,6 +16,9 @@ from rollbook.diagnose.view import View
 
 RULE = "tail_burst"
 TAIL = "rollout/tail_s"
+CLEARLY_APART = 1.6
+"""Seconds of the steps with long responses over those of the steps without, from which on it does not matter that
+something else made all of them slower."""
 LASTING = 0.9
 """Share of the steps that are hit from which a stretch is a new level and no row of bursts."""
 
@@ -74,11 +77,14 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     inside_long, inside_gen = long[begin:end], gen[idx][begin:end]
     if float(slow[begin:end][inside_long].mean()) < 0.6:
         return None  # long tails do not cost seconds here
-    by_chance = float(slow[begin:end][~inside_long].mean()) if (~inside_long).sum() >= 4 else 0.0
-    if float(slow[begin:end][inside_long].mean()) < 2.0 * by_chance:
-        return None  # steps without long responses are slow as often
     others = inside_gen[~inside_long]
-    if len(others) >= 4 and float(np.median(inside_gen[inside_long])) < 1.2 * float(np.median(others)):
+    apart = (
+        float(np.median(inside_gen[inside_long])) / float(np.median(others)) if len(others) >= 4 else np.inf
+    )
+    by_chance = float(slow[begin:end][~inside_long].mean()) if len(others) >= 4 else 0.0
+    if apart < CLEARLY_APART and float(slow[begin:end][inside_long].mean()) < 2.0 * by_chance:
+        return None  # steps without long responses are slow as often
+    if apart < 1.2:
         return None  # steps without them are as slow
     just_before = float(np.median(tail[idx][max(0, begin - 20) : begin]))
     if float(np.median(tail[idx][begin:end][both[begin:end]])) < least * just_before:
@@ -87,7 +93,10 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     if rate_after >= LASTING and not _step_together(view, metric, start, least):
         return None  # no burst but a level: then both must have come to it at once
     grown = view.contrast("response_length/mean", start, width=20)
-    if grown is not None and grown.ratio >= 1.5 and metric != "response_length/clip_ratio":
+    at_once = (
+        grown is not None and grown.jump >= 0.5 * grown.diff
+    )  # the tail is measured by the mean: it may grow
+    if grown is not None and grown.ratio >= 1.5 and at_once and metric != "response_length/clip_ratio":
         return None
     if grown is not None and grown.ratio >= 1.3 and metric == "response_length/clip_ratio":
         return None
