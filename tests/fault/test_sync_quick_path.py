@@ -179,6 +179,46 @@ def test_a_replica_on_the_host_waits_for_the_copies_of_a_bucket_before_it_reads(
     assert held["w"].eq(7).all()
 
 
+def test_a_broadcast_is_not_queued_before_one_that_still_waits_for_its_turn() -> None:
+    """NCCL's first broadcasts wait for the replicas on a thread; later ones are queued at once, but behind them."""
+    order: list[int] = []
+    released = [threading.Event(), threading.Event()]
+
+    class Group:
+        device, has_met = torch.device("cpu"), False
+        group = type("Ranks", (), {"size": lambda self: 2})()
+
+        def broadcast(self, data: torch.Tensor) -> float:
+            released[int(data[0])].wait()
+            self.has_met = True
+            order.append(int(data[0]))
+            return 0.0
+
+        def begin(self, data: torch.Tensor, ready: Any) -> None:
+            order.append(int(data[0]))
+
+    group: Any = Group()
+    sender = BroadcastSender(group)
+    buckets = [
+        Bucket(weight_version=1, bucket_idx=i, entries=(), data=torch.full((4,), i), replica_ids=(0,))
+        for i in range(4)
+    ]
+    first, second = sender.transfer(buckets[0]), sender.transfer(buckets[1])
+    assert first is not None and second is not None
+    released[0].set()
+    first.result(10)
+    assert group.has_met
+    released.append(released[1])
+    third = sender.transfer(buckets[2])  # the second one has not begun
+    released[1].set()
+    assert third is not None
+    third.result(10)
+    fourth = sender.transfer(buckets[3])
+    assert fourth is not None and fourth.done()
+    assert order == [0, 1, 2, 3]
+    sender.close()
+
+
 def test_a_replica_that_came_later_refuses_a_broadcast_that_it_cannot_meet() -> None:
     receiver = BroadcastReceiver(None, max_bucket_bytes=512)
     with pytest.raises(SyncError, match="this replica is in no group"):

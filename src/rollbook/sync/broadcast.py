@@ -125,6 +125,8 @@ class BroadcastSender:
         self._last_attempt: int | None = None
         """Publication in which the group broke."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
+        self._waited_for: Future[Json] | None = None
+        """The last broadcast on that thread."""
 
     def buffer(self, slot_idx: int, num_bytes: int, device: torch.device) -> Tensor:
         data = self._buffers(slot_idx, num_bytes, self._group.device)
@@ -148,10 +150,11 @@ class BroadcastSender:
         assert data is not None
 
         def begin() -> Future[Json]:
-            if group.has_met:
+            if group.has_met and (self._waited_for is None or self._waited_for.done()):
                 group.begin(data, bucket.ready)  # the replicas' answers tell when it is over
                 return settled({})
-            return self._thread.submit(meet)
+            self._waited_for = self._thread.submit(meet)  # behind those that wait there: one order everywhere
+            return self._waited_for
 
         def meet() -> Json:
             wait_until_packed(bucket)
