@@ -160,6 +160,7 @@ def test_a_line_through_all_and_one_splits_the_host_into_base_and_share() -> Non
         num_scored=64,
         num_sequences=(64, 4),
         pack_s=(1e-3 + 64e-5, 1e-3 + 4e-5),
+        forward_s=0.1,
         advantage_s=(64e-5, 4e-5),
         report_s=(64 * 40e-6 + 64 * 100e-6, 64 * 40e-6 + 4 * 100e-6),
         sync_s=0.02,

@@ -338,3 +338,14 @@ def test_adapters_alone_are_what_the_optimizer_moves_and_a_publication_carries()
     assert adapters["critic"].flops == 6 * TINY.matmul_params * tokens
     with pytest.raises(PlanError, match="published_params is -1"):
         replace(WORK, published_params=-1)
+
+
+def test_scaled_forwards_leave_the_updates_as_they_were() -> None:
+    assert MACHINE.train is not None
+    slower = replace(MACHINE, train=MACHINE.train.with_forwards_scaled(1.5))
+    before, after = predict_stages(TINY, MACHINE, WORK), predict_stages(TINY, slower, WORK)
+    assert after["proximal"].seconds == pytest.approx(1.5 * before["proximal"].seconds)
+    assert after["train"].seconds == before["train"].seconds
+    assert PassFit(per_micro_batch_s=0.1, tokens_per_s=10.0).scaled(2.0) == PassFit(
+        per_micro_batch_s=0.2, tokens_per_s=5.0
+    )

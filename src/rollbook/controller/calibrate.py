@@ -278,6 +278,8 @@ class Rehearsal:
     """That were trained: of all groups, and of one."""
     pack_s: tuple[float, float]
     """With all groups, and with one."""
+    forward_s: float
+    """All forward passes before the update, over all groups."""
     advantage_s: tuple[float, float]
     report_s: tuple[float, float]
     """What lies between the stages and after them. All groups were generated in both."""
@@ -296,7 +298,7 @@ async def rehearse(controller: Controller, groups: Sequence[Group]) -> Rehearsal
     trainer = controller.trainer
     numbers: list[int] = []
     pack_s, advantage_s, report_s = [], [], []
-    sync_s = probe_s = 0.0
+    forward_s = sync_s = probe_s = 0.0
     num_bytes = 0
     with tempfile.TemporaryDirectory() as folder, _scratch_recorder(controller, Path(folder)):
         for step, trained in enumerate((trainable, trainable[:1])):
@@ -319,6 +321,7 @@ async def rehearse(controller: Controller, groups: Sequence[Group]) -> Rehearsal
                 for _, fill in controller.forward_passes():
                     await fill(batch)
                 filled_s = time.perf_counter() - began_s
+                forward_s = forward_s or filled_s
                 began_s = time.perf_counter()
                 controller.correct_and_estimate(batch)
                 advantage_s.append(time.perf_counter() - began_s)
@@ -338,6 +341,7 @@ async def rehearse(controller: Controller, groups: Sequence[Group]) -> Rehearsal
         num_scored=sum(len(group.scored) for group in groups),
         num_sequences=(numbers[0], numbers[1]),
         pack_s=(pack_s[0], pack_s[1]),
+        forward_s=forward_s,
         advantage_s=(advantage_s[0], advantage_s[1]),
         report_s=(report_s[0], report_s[1]),
         sync_s=sync_s,

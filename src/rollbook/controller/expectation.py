@@ -19,6 +19,7 @@ import numpy as np
 
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.calibrate import (
+    Rehearsal,
     TypicalWork,
     announce,
     forget_prefixes,
@@ -47,6 +48,8 @@ SAMPLE_GROUPS = 64
 """Most groups generated to learn how long responses are."""
 SAMPLE_S = 2.0
 """Most seconds of a sample of a whole step, which then says what a step's trajectories cost the host."""
+FORWARDS = ("proximal", "reference", "teacher", "values")
+"""Stages that are a forward over the step's sequences."""
 SWITCHES: dict[str, tuple[Half, ...]] = {
     "to_trainer": ("to_trainer",),
     "to_rollout": ("make_room", "to_engine"),
@@ -375,13 +378,14 @@ async def _rehearsed(
 
     What a trajectory costs besides the engine's steps (requests, environment, score) is seen by neither side alone,
     for engine and event loop share the interpreter: it is what samples took longer than their decode steps should
-    take, in the median. Samples that took less show that the fit was made in a slower moment, and scale it. A sample
-    is a whole step where that is short, so that nothing is extrapolated.
+    take, in the median. Samples that took less show that the fit was made in a slower moment, and scale it. So do
+    forwards over what was just generated, to whom nothing is warm yet. A sample is a whole step where that is short,
+    so that nothing is extrapolated.
     """
     groups, elapsed_s = await _sample(controller, seed=1)  # the warm-up
     whole = min(controller.config.run.groups_per_step, len(controller.train_prompts))
     size = whole if groups and elapsed_s * whole / len(groups) <= SAMPLE_S else SAMPLE_GROUPS
-    ratios, beyond_s, rehearsals = [], [], []
+    ratios, forward_ratios, beyond_s, rehearsals = [], [], [], []
     for round_idx, _ in rounds([size], warm_up=size):
         if round_idx > 0:
             groups, elapsed_s = await _sample(controller, seed=2 + round_idx, most_groups=size)
@@ -394,12 +398,37 @@ async def _rehearsed(
             ratios.append(elapsed_s / engine_s)
             beyond_s.append((elapsed_s - engine_s) / (len(groups) * work.group_size))
             rehearsals.append(rehearsal)
+            forward_ratios.append(rehearsal.forward_s / _forward_s(model, machine, work, rehearsal, lengths))
     if not rehearsals:
         return machine
     every = max(controller.config.observe.trajectories_every_steps, 1)
     machine = with_rehearsals(machine, rehearsals, reports_every=every)
+    if controller.remote_teacher is None and all(ratio > 0 for ratio in forward_ratios):
+        machine = _with_forwards(machine, float(np.median(forward_ratios)))
     ratio = float(np.median(ratios))
     if ratio >= 1:
         return replace(machine, reward_s=max(float(np.median(beyond_s)), 0.0))
     assert machine.decode is not None
     return replace(machine, reward_s=0.0, decode=machine.decode.scaled(ratio))
+
+
+def _forward_s(
+    model: ModelSpec, machine: MachineSpec, work: StepWork, rehearsal: Rehearsal, lengths: Sequence[int]
+) -> float:
+    """Seconds that the forwards before an update should take over the sequences of a rehearsal."""
+    rehearsed = replace(
+        work,
+        num_groups=max(round(rehearsal.num_sequences[0] / work.group_size), 1),
+        trained_frac=1.0,
+        lengths=LengthDistribution.from_samples(lengths, max_tokens=work.lengths.max_tokens),
+    )
+    stages = stages_after_rollout(model, machine, rehearsed)
+    passes = [stages[name].seconds for name in FORWARDS if name in stages]
+    return sum(passes) or float("inf")  # no forward, no ratio
+
+
+def _with_forwards(machine: MachineSpec, ratio: float) -> MachineSpec:
+    """`machine` with forwards `ratio` times as long; updates as they were measured."""
+    assert machine.train is not None
+    passes = {name: fit.scaled(ratio) if name in FORWARDS else fit for name, fit in machine.passes.items()}
+    return replace(machine, train=machine.train.with_forwards_scaled(ratio), passes=passes)

@@ -207,6 +207,14 @@ class TrainFit:
     """One optimizer update, clipping included, per parameter."""
     error_frac: float = 0.0
 
+    def with_forwards_scaled(self, factor: float) -> TrainFit:
+        """Every forward alone `factor` times as long."""
+        return replace(
+            self,
+            forward_per_micro_batch_s=self.forward_per_micro_batch_s * factor,
+            forward_tokens_per_s=self.forward_tokens_per_s / factor,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassFit:
@@ -215,6 +223,12 @@ class PassFit:
     per_micro_batch_s: float
     tokens_per_s: float
     """Tokens that the model computes, shared prompts once."""
+
+    def scaled(self, factor: float) -> PassFit:
+        """Every second `factor` times as long."""
+        return PassFit(
+            per_micro_batch_s=self.per_micro_batch_s * factor, tokens_per_s=self.tokens_per_s / factor
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
