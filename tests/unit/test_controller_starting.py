@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -220,3 +221,9 @@ def test_sides_that_take_turns_do_not_slow_each_other(tiny_run: TinyRun) -> None
     plan = json.loads((run.folder / "plan.json").read_text())
     assert plan["machine"]["coefficients"]["contention"] is None
     assert plan["stages"]["rollout"]["low"] > 0
+
+
+def test_what_a_run_kept_from_the_collector_is_given_back_at_its_end(tiny_run: TinyRun) -> None:
+    """Else each run of a process would keep its models."""
+    tiny_run(num_steps=1)
+    assert gc.get_freeze_count() == 0

@@ -303,6 +303,7 @@ class Controller:
 
     async def close(self) -> None:
         """Wait for what the trainer's thread is computing, and end it."""
+        gc.unfreeze()  # what this run held may go, where the process goes on to another
         await asyncio.to_thread(self._thread.shutdown, wait=True)
 
     async def _collect(self) -> Taken:
