@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from rollbook.algos.config import CorrectionConfig
-from rollbook.algos.correction import correct
+from rollbook.algos.correction import bounded, correct, kept_by_bounds
 from rollbook.algos.gap import LogprobGap, logprob_gap
 from rollbook.errors import DataError
 from rollbook.types import TrainSequence
@@ -250,3 +251,11 @@ def test_fresh_sequences_tell_the_gap_of_numerics_when_the_whole_batch_is_stale(
 def test_gap_of_no_tokens_is_none() -> None:
     one = sequence([0.5], [0.5], mask=[0])
     assert logprob_gap([one], staleness=lambda v: 0, clip_eps_low=0.2, clip_eps_high=0.2) is None
+
+
+def test_both_bounds_hold_a_weight_or_leave_it_out() -> None:
+    """0.2 below and 5 above [0.5, 2]: set to the nearer bound, or masked; the bounds themselves are inside."""
+    weights = torch.tensor([0.2, 0.5, 1.0, 2.0, 5.0])
+    config = CorrectionConfig(level="token", lower=0.5, upper=2.0)
+    assert bounded(weights, config).tolist() == [0.5, 0.5, 1.0, 2.0, 2.0]
+    assert kept_by_bounds(weights, config).tolist() == [False, True, True, True, False]
