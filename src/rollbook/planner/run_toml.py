@@ -237,7 +237,9 @@ def _rollout(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
     longest = r.workload.prompt_tokens + r.workload.max_response_tokens + r.workload.observation_tokens
     in_use = done.num_slots * math.ceil(longest)
     pool_tokens = max(int(done.kv_pool_bytes // per_token), _LEAST_POOL_TOKENS)
-    if _is_cpu(plan):  # a pool is memory that is taken at once: no more than all slots can fill
+    if (
+        _is_cpu(plan) or done.kind == "ray"
+    ):  # the native engine takes its pool at once: what all slots can fill
         pool_tokens = min(pool_tokens, in_use)
     table.put(
         "kv_pool_tokens",
