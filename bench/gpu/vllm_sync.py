@@ -426,6 +426,7 @@ async def measure(
             rows.add("level 2: served before a publication", str(early.done()), "False", not early.done())
             await publish(tensors_a, "direct")
             await early
+            await engine.reset_prefix_cache()  # of its prompt, computed in a batch of one (vllm_sleep.py)
         same = sum(a == b for a, b in zip(first, await greedy(f"sleep-{level}"), strict=True))
         rows.add(
             f"sleep {level} / wake",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from sync_fakes import FakeSource, live_digests
-from test_sync_wire import CONFIG, Remote, remote, shm  # noqa: F401 (a fixture)
+from test_sync_wire import CONFIG, Remote, frame, remote, shm  # noqa: F401 (a fixture)
 
 from rollbook.errors import SyncError
 from rollbook.sync.broadcast import BroadcastReceiver, BroadcastSender
@@ -115,6 +116,30 @@ async def test_a_publication_that_is_cancelled_while_buckets_travel_leaves_the_o
     assert [engine.version for engine in remote.engines] == [1, 1]
     assert (await publisher.publish(2)).committed == (0, 1)
     assert holds_the_trainers_bits(remote)
+
+
+async def test_an_abort_that_is_read_late_does_not_end_the_next_publication(
+    remote: Remote,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Its trainer has given up waiting for it, and opened another one meanwhile."""
+    await remote.connect(await shm(remote.source, tmp_path))
+    server, port = remote.servers[0], remote.ports[0]
+    specs = remote.source.weight_specs()
+    await port.open(Manifest(weight_version=1, base_version=None, tensors=specs))
+    held = set(server._channels)
+    with socket.create_connection(("127.0.0.1", remote.addresses[0])) as late:
+        server._in_turn.acquire()  # the replica is at work
+        late.sendall(frame({"protocol": 1}) + frame({"do": "abort"}))
+        late.shutdown(socket.SHUT_WR)
+        server._in_turn.release()
+        answers = b""
+        while b"{}" not in answers:  # nothing was to be done
+            answers += await asyncio.to_thread(late.recv, 1 << 16)
+    while set(server._channels) != held:
+        await asyncio.sleep(0)
+    with pytest.raises(SyncError, match="did not arrive whole"):  # it is open still
+        await port.prove({})
 
 
 # ---- a bucket that is announced before its copies end

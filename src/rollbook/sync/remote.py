@@ -245,9 +245,8 @@ class ReplicaServer:
             self._owner = None
             return report_to_json(report)
         if action == "abort":
-            if (
-                self._owner is channel or not channel.has_ended()
-            ):  # else another publication may be open by now
+            is_late = self._owner is not channel and channel.has_ended()
+            if not is_late:  # else another publication may be open by now
                 self._owner = None
                 self._on_loop(self.port.abort())
             return {}
