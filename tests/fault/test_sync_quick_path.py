@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from sync_fakes import FakeSource, live_digests
+from sync_engine import StepEngine
+from sync_fakes import FakeSource, fused_engine, live_digests, tiny_tensors
 from test_sync_wire import CONFIG, Remote, frame, remote, shm  # noqa: F401 (a fixture)
 
 from rollbook.errors import SyncError
 from rollbook.sync.broadcast import BroadcastReceiver, BroadcastSender
 from rollbook.sync.digest import digest
 from rollbook.sync.disk import DiskSender
-from rollbook.sync.shm import ShmSender
+from rollbook.sync.inproc import Copied, InprocPort
+from rollbook.sync.remote import RemotePort, ReplicaServer
+from rollbook.sync.shm import ShmReceiver, ShmSender
 from rollbook.sync.transaction import ReplicaTransaction
 from rollbook.sync.transport import InlineSender
 from rollbook.weights import Bucket, BucketEntry, Manifest
@@ -249,3 +252,72 @@ def test_a_replica_that_came_later_refuses_a_broadcast_that_it_cannot_meet() -> 
     with pytest.raises(SyncError, match="this replica is in no group"):
         receiver.take(late_bucket(torch.zeros(16, dtype=torch.uint8)), {"num_bytes": 16, "slot_idx": 0})
     assert not receiver.is_quick
+
+
+# ---- buckets that have to go the other way
+
+
+class SlowPort:
+    """Takes even buckets on its event loop, slowly, and odd ones at once."""
+
+    replica_id = 0
+
+    def __init__(self) -> None:
+        self.under_way = 0
+        self.overtaken: list[str] = []
+
+    async def open(self, manifest: Manifest) -> None: ...
+
+    async def abort(self) -> None: ...
+
+    def begin(self, bucket: Bucket) -> Any:
+        if bucket.bucket_idx % 2 == 0:
+            self.under_way += 1
+            return None
+        if self.under_way:
+            self.overtaken.append(f"bucket {bucket.bucket_idx}")
+        return Copied(None)
+
+    async def receive(self, bucket: Bucket) -> None:
+        for _ in range(500):
+            await asyncio.sleep(0)
+        self.under_way -= 1
+
+    async def prove(self, digests: Any) -> None:
+        if self.under_way:
+            self.overtaken.append("prove")
+
+
+async def test_nothing_overtakes_a_bucket_that_is_taken_in_on_the_event_loop(tmp_path: Path) -> None:
+    port: Any = SlowPort()
+    server = ReplicaServer(port, ShmReceiver(str(tmp_path)))
+    sender = ShmSender(str(tmp_path))
+    remote_port = RemotePort(0, sender, port=await server.start())
+    await remote_port.open(Manifest(weight_version=1, base_version=None, tensors=()))
+    data = sender.buffer(0, 16, torch.device("cpu"))
+    arrivals = []
+    for bucket_idx in range(3):
+        bucket = Bucket(weight_version=1, bucket_idx=bucket_idx, entries=(), data=data)
+        arrivals.append(await asyncio.to_thread(remote_port.begin, bucket))
+    await remote_port.prove({})
+    assert port.overtaken == []
+    for arrival in arrivals:
+        assert arrival is not None
+        arrival.result(10)
+    await remote_port.close()
+    await server.close()
+    sender.close()
+
+
+async def test_what_touches_live_weights_is_left_to_the_engines_thread() -> None:
+    engine = StepEngine(fused_engine(is_tied=False))
+    source = FakeSource(tiny_tensors())
+    whole = BucketEntry(name="w", offset_bytes=0, num_bytes=16)
+    for staging, entry in (("direct", whole), ("staged", replace(whole, encoding="delta_positions"))):
+        port = InprocPort(engine, staging=staging)  # type: ignore[arg-type]
+        await port.open(Manifest(weight_version=1, base_version=None, tensors=source.weight_specs()))
+        bucket = Bucket(
+            weight_version=1, bucket_idx=0, entries=(entry,), data=torch.zeros(16, dtype=torch.uint8)
+        )
+        assert port.begin(bucket) is None
+    engine.close()
