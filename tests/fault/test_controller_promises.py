@@ -604,6 +604,16 @@ def test_what_is_sampled_does_not_depend_on_neighbors_replicas_or_memory(
     assert all(tensor.equal(crowded.parameters[name]) for name, tensor in alone.parameters.items())
 
 
+def test_another_seed_draws_other_tokens_for_the_same_prompts(tiny_run: TinyRun) -> None:
+    same = {"data.shuffle": False, "model.seed": 3, "rollout.batch_invariant": True}
+    runs = [tiny_run(name=f"seed-{seed}", num_steps=1, **same, **{"run.seed": seed}) for seed in (0, 1)]
+    prompts, tokens = (
+        [[row[name] for row in run.trajectories(0)] for run in runs] for name in ("prompt_id", "token_ids")
+    )
+    assert prompts[0] == prompts[1]
+    assert tokens[0] != tokens[1]
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
 def test_br061_engine_trainer_and_reference_divide_by_the_same_temperature(
     tiny_run: TinyRun, temperature: float
