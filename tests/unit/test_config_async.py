@@ -112,3 +112,37 @@ def test_engines_and_trainer_that_run_at_once_share_the_cores(
 def test_where_they_take_turns_each_keeps_what_torch_gives() -> None:
     config = tiny_config(trainer={"lr": 0.01})
     assert with_threads(config, num_cores=8) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_devices"),
+    [
+        ({"model.device": "cuda", "rollout.device": "cuda:0"}, 1),
+        ({"model.device": "cuda:1", "rollout.device": "cuda"}, 2),
+        ({"model.device": "cuda", "rollout.device": "cpu"}, 1),
+        (
+            {
+                "rollout.engine": "vllm",
+                "rollout.vllm.tp_size": 4,
+                "model.device": "cuda",
+                "rollout.device": "cuda",
+            },
+            4,
+        ),
+        ({"cluster.kind": "ray", "cluster.num_trainer_ranks": 2, "rollout.num_replicas": 3}, 3),
+        (
+            {
+                "cluster.kind": "ray",
+                "cluster.num_trainer_ranks": 2,
+                "rollout.num_replicas": 3,
+                "run.schedule": "separate_async",
+            },
+            5,
+        ),
+    ],
+)
+def test_devices_are_counted_once_whoever_computes_there(
+    changes: dict[str, object], num_devices: int
+) -> None:
+    """Throughput a GPU and the whole-step MFU are over all of them."""
+    assert tiny_config(**changes).pools.num_devices == num_devices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from rollbook.algos.config import AlgorithmConfig
 from rollbook.buffer.config import BufferConfig
@@ -23,6 +24,21 @@ from rollbook.trainer.config import CriticConfig, TrainerConfig
 
 DEVICE = r"cpu|cuda(:\d+)?"
 """What a device is called."""
+
+
+class Pools(NamedTuple):
+    """How many devices a run has, by who computes there."""
+
+    num_trainer_devices: int
+    num_engine_devices: int
+    """0 where GPUs train and a CPU samples."""
+    is_shared: bool
+    """Engines and trainer have the same ones, as far as they go."""
+
+    @property
+    def num_devices(self) -> int:
+        both = (self.num_trainer_devices, self.num_engine_devices)
+        return max(both) if self.is_shared else sum(both)
 
 
 class RunConfig(Section):
@@ -68,6 +84,17 @@ class RunConfig(Section):
     """Where readings go."""
     plan: PlanSection = PlanSection()
     """Where expectations come from."""
+
+    @property
+    def pools(self) -> Pools:
+        if self.cluster.kind == "ray":
+            is_beside = self.run.schedule == "separate_async"
+            return Pools(self.cluster.num_trainer_ranks, self.rollout.num_replicas, is_shared=not is_beside)
+        engine, trainer = (_first_is_0(section.device) for section in (self.rollout, self.model))
+        num_engine_devices = self.rollout.vllm.tp_size if self.rollout.engine == "vllm" else 1
+        if engine == "cpu" and trainer != "cpu":
+            num_engine_devices = 0
+        return Pools(1, num_engine_devices, is_shared=engine == trainer)
 
     def check(self, further: Iterable[tuple[str, str]] = ()) -> None:
         """Relations between sections, all problems at once, before any device is touched.
@@ -303,3 +330,7 @@ class RunConfig(Section):
                 f"(model.new.max_position) is {self.model.new.max_position}",
                 "leave room for the prompt: lower the response limit or raise the context",
             )
+
+
+def _first_is_0(device: str) -> str:
+    return "cuda:0" if device == "cuda" else device

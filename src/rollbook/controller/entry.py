@@ -97,7 +97,7 @@ def _attempt(config: RunConfig, folder: Path, *, resume: bool, on_built: OnBuilt
             resolved=config.model_dump(mode="json"),
             num_steps=config.run.num_steps,
             resume=resume,
-            num_gpus=0 if config.model.device == "cpu" else 1,
+            num_gpus=0 if config.model.device == "cpu" else config.pools.num_devices,
             config_toml=config_to_toml(config),
             is_held=on_built is None,  # how a drill's run fails is its result, also before the first step
         )

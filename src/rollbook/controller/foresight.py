@@ -42,8 +42,8 @@ def derive(config: RunConfig, *, gpu: str = "", num_gpus: int = 0) -> Derivation
             f"the mean response is taken as half of the limit of {limit} tokens (plan.response_tokens says it)"
         )
     prompt_tokens = _prompt_tokens(config, notes)
-    trainer, engines, is_shared = _pools(config)
-    devices = num_gpus or (trainer if is_shared else trainer + engines)
+    trainer = config.pools.num_trainer_devices
+    devices = num_gpus or config.pools.num_devices
     is_beside = config.run.schedule == "separate_async"
     split = None
     if is_beside and devices > 1:
@@ -83,16 +83,6 @@ def derive(config: RunConfig, *, gpu: str = "", num_gpus: int = 0) -> Derivation
         stages={name: (e.seconds, e.low, e.high) for name, e in expected.stages.items()},
         step_s=expected.step_s,
     )
-
-
-def _pools(config: RunConfig) -> tuple[int, int, bool]:
-    """(devices of the trainer, devices of the engines, whether they are the same)."""
-    ranks = config.cluster.num_trainer_ranks if config.cluster.kind == "ray" else 1
-    is_beside = config.run.schedule == "separate_async"
-    is_shared = (
-        not is_beside if config.cluster.kind == "ray" else config.rollout.device == config.model.device
-    )
-    return ranks, config.rollout.num_replicas if config.cluster.kind == "ray" else 1, is_shared
 
 
 def _model(config: RunConfig) -> ModelSpec:
