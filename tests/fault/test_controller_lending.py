@@ -106,10 +106,19 @@ def test_a_response_taken_back_in_the_middle_is_one_response(tiny_run: TinyRun) 
             return taken
 
         controller.rollout.collect = collect  # type: ignore[method-assign]
+        put_away = lending._put_away
 
+        async def nothing_stays_behind() -> None:
+            await put_away()
+            left.append((await lending.engine.stats()).waiting_requests)
+
+        lending._put_away = nothing_stays_behind  # type: ignore[method-assign]
+
+    left: list[tuple[str, ...]] = []
     run = tiny_run(num_steps=5, faults=[weights, takes_early], **LENT, **{"buffer.max_staleness_steps": 2})
     assert label_gaps(run, weights).max() < 2e-5
     assert sum(m.get("lending/num_returned", 0) for m in run.metrics) > 0
+    assert left and not any(left), "a response waits in an engine that may never serve again"
     moved = [row for row in rows(run) if len(set(versions_of(row))) > 1]
     assert all(len(row["turns"]) == 1 for row in moved)
     assert max(len(versions_of(row)) for row in rows(run)) == 20
