@@ -313,9 +313,10 @@ def test_a_run_holds_no_more_in_the_object_store_as_it_goes_on(tmp_path: Path) -
 
         trainer.update = update
 
-    run_tiny(tmp_path, num_steps=15, faults=[watch], **{**ON_RAY, "rollout.num_replicas": 1})
-    assert len(held) == 15
-    assert max(held[10:]) <= max(held[:5]) + 4, f"a step leaves something behind: {held}"
+    run_tiny(tmp_path, num_steps=20, faults=[watch], **{**ON_RAY, "rollout.num_replicas": 1})
+    assert len(held) == 20
+    # Ray frees in batches: two objects a step are there for about seven steps, 14 at most. Kept, they would be 40.
+    assert max(held[10:]) <= max(held[:10]) + 4, f"a step leaves something behind: {held}"
 
 
 def store_usage() -> str:
