@@ -314,7 +314,7 @@ def test_moves_stand_beside_the_ledgers_on_a_device_of_its_table(tmp_path: Path)
     "moves", [{"memory.offload": True, "memory.sleep_level": 1}, {"memory.offload": True}]
 )
 def test_each_owners_bytes_stand_beside_the_ledgers_and_agree(tmp_path: Path, moves: dict[str, Any]) -> None:
-    """Parameters x bytes of ModelSpec against every tensor that the run holds: equal on this model, to the byte."""
+    """Parameters x bytes of ModelSpec against every tensor that the run holds: equal on this model within 2 %."""
     kl = {"algorithm.kl": {"placement": "loss", "coef": 0.01}}
     run = run_tiny(tmp_path, num_steps=1, **BF16, **kl, **moves)
     metrics = run.metrics[0]
