@@ -141,6 +141,26 @@ def test_a_lone_metrics_file_of_verl_will_do(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["# notes\n", "step:1 - critic/rewards/mean:0.5\n", '[1]\n{"step": 1}\n'])
+def test_a_file_without_a_step_is_refused_and_not_shown_empty(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(text)
+    with pytest.raises(RunError, match="is not a metrics.jsonl") as refused:
+        RunHistory(path)
+    assert f"rollbook diagnose {path}" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"step": 1, "da', 'cut\n{"step": 1, "data": {"critic/rewards/mean": 0.5}}\n']
+)
+def test_a_file_that_begins_or_is_damaged_is_shown(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "exp.jsonl"
+    path.write_text(text)
+    history = RunHistory(path)
+    history.refresh_all()
+    assert len(history.steps) == text.count("}}")
+
+
 def test_a_folder_that_is_no_run_names_the_runs_beside_it(tmp_path: Path) -> None:
     write_lines(tmp_path / "runs" / "demo" / "metrics.jsonl", [])
     for name in ("missing", "empty"):

@@ -91,6 +91,8 @@ class RunHistory:
             raise RunError(f"there is no run directory {path}", _nearby(path))
         if not metrics.exists() and not (path / EVENTS).exists():
             raise RunError(f"{path} is not a run directory: it holds no {METRICS}", _nearby(path))
+        if path.is_file():
+            _require_steps(path)
         self._metrics = AppendedLines(metrics)
         self._events = AppendedLines(path / EVENTS)
         self._tokens = AppendedLines(path / TOKENS)
@@ -345,6 +347,18 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def _require_steps(path: Path) -> None:
+    """Refuse a file whose first whole lines hold no step; one that is still empty may be a run that begins."""
+    with path.open("rb") as file:
+        lines = [line for line in file.readlines(CHUNK_BYTES) if line.endswith(b"\n")]
+    if lines and not any(isinstance((_parsed(line) or {}).get("data"), dict) for line in lines):
+        raise RunError(
+            f'{path} is not a {METRICS}: no line of it is {{"step": N, "data": {{...}}}}',
+            "the page shows run directories and verl's file logger; for other logs there is "
+            f"rollbook diagnose {path} --html page.html",
+        )
 
 
 def _nearby(path: Path) -> str:
