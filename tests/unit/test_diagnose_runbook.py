@@ -66,7 +66,7 @@ def test_the_record_holds_the_plan_of_a_run_that_has_begun(
     (run / "plan.json").write_text(
         json.dumps({"stages": {"train": stage, "rollout": {**stage, "seconds": 2.0}}})
     )
-    text = manual(capsys, str(run))
+    text = manual(capsys, str(run), is_named=False)
     assert "| train | 1.25 | 1 to 1.5 | 6 N tokens / rate | calibration |" in text
     assert "| together | 3.25 |" in text
     assert f"rollbook train --resume {run}" in text
@@ -106,12 +106,28 @@ def test_before_the_run_the_record_is_derived_from_the_config(capsys: pytest.Cap
 
 
 def test_a_job_whose_device_is_not_here_has_a_manual_that_says_how_to_derive_the_rest(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    on_gpu = ["--set", "model.device=cuda", "--set", "rollout.device=cuda"]
+    on_gpu = ["--set", "model.device=cuda", "--set", "rollout.device=cuda", "--set", f"run.dir={tmp_path}"]
     text = manual(capsys, ADDITION, *on_gpu, is_named=False)
     record = text.split("## Derivation record")[1].split("## The four signals")[0]
     assert "name it with --gpu" in record
     assert "Derived from the config for 1 x H100" in manual(capsys, ADDITION, *on_gpu, "--gpu", "H100")
+
+
+def test_a_named_device_is_used_for_a_config_whose_run_has_begun_and_refused_for_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "addition"
+    run.mkdir()
+    (run / "config.toml").write_text(Path(ADDITION).read_text())
+    (run / "plan.json").write_text(json.dumps({"stages": {}}))
+    text = manual(capsys, ADDITION, "--set", f"run.dir={tmp_path}", "--gpu", "H100", "--num-gpus", "8")
+    assert "8 x H100" in text
+    for option in (("--gpu", "H100"), ("--num-gpus", "8")):
+        with pytest.raises(SystemExit) as ended:
+            main(["runbook", str(run), *option])
+        assert ended.value.code == 2
+        assert f"{option[0]} is given for {run}, which has begun" in capsys.readouterr().err

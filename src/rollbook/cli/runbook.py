@@ -40,7 +40,7 @@ def command(
     from rollbook.config.loading import load_config
     from rollbook.config.run_config import RunConfig
     from rollbook.diagnose.runbook import to_html, to_markdown
-    from rollbook.errors import RunError
+    from rollbook.errors import ConfigError, RunError
     from rollbook.observe.run_dir import storage_error
 
     path = config / "config.toml" if config.is_dir() else config
@@ -48,6 +48,17 @@ def command(
     loaded.check()
     job = _job(loaded, path)
     plan = _plan(config if config.is_dir() else Path(job.run_dir))
+    if plan is not None and (gpu or num_gpus):
+        given = "--gpu" if gpu else "--num-gpus"
+        if config.is_dir():
+            raise ConfigError(
+                f"{given} is given for {config}, which has begun: its plan.json is the record",
+                f"leave {given} out, or give the config instead of the run directory",
+            )
+        typer.echo(
+            f"derived as {given} says; {job.run_dir} has begun on another record: its plan.json", err=True
+        )
+        plan = None
     derivation, why_not = None, ""
     if plan is None:
         from rollbook.controller.foresight import derive
