@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,9 @@ import typer
 
 def command(
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write to.")] = Path("alerts"),
-    max_staleness_steps: Annotated[int, typer.Option(help="The job's buffer.max_staleness_steps.")] = 1,
+    max_staleness_steps: Annotated[
+        int, typer.Option(help="The job's buffer.max_staleness_steps.", min=0)
+    ] = 1,
     max_logprob_gap_nats: Annotated[
         float, typer.Option(help="Mean gap that wakes somebody: 0.05 suits bf16, 0.001 fp32.")
     ] = 0.05,
@@ -20,10 +23,16 @@ def command(
 
     Example: rollbook alerts -o monitoring
     """
+    from rollbook.errors import ConfigError
     from rollbook.observe import grafana
     from rollbook.observe.alerts import Thresholds, to_rules
     from rollbook.observe.run_dir import storage_error
 
+    if not 0.0 < max_logprob_gap_nats < math.inf:
+        raise ConfigError(
+            f"--max-logprob-gap-nats is {max_logprob_gap_nats}",
+            "give a number above 0: 0.05 suits bf16, 0.001 fp32",
+        )
     thresholds = Thresholds(
         max_staleness_steps=max_staleness_steps, max_logprob_gap_nats=max_logprob_gap_nats
     )
