@@ -302,21 +302,26 @@ def test_a_run_holds_no_more_in_the_object_store_as_it_goes_on(tmp_path: Path) -
     """`bench/cluster.py` shows the same over 1,000 steps."""
     held: list[int] = []
 
+    def num_objects() -> int:
+        found = re.search(r"Plasma memory usage [0-9.]+ MiB, ([0-9]+) objects", store_usage())
+        return int(found[1]) if found else 0
+
     def watch(controller: Controller) -> None:
         trainer: Any = controller.trainer
         plain = trainer.update
 
         def update(batch: Any, objective: Any, **keywords: Any) -> Any:
-            found = re.search(r"Plasma memory usage [0-9.]+ MiB, ([0-9]+) objects", store_usage())
-            held.append(int(found[1]) if found else 0)
+            ends_at_s = time.monotonic() + 30
+            while len(held) == 19 and num_objects() > 4 and time.monotonic() < ends_at_s:
+                pass  # objects are freed in batches, a moment later
+            held.append(num_objects())
             return plain(batch, objective, **keywords)
 
         trainer.update = update
 
     run_tiny(tmp_path, num_steps=20, faults=[watch], **{**ON_RAY, "rollout.num_replicas": 1})
     assert len(held) == 20
-    # Ray frees in batches: two objects a step are there for about seven steps, 14 at most. Kept, they would be 40.
-    assert max(held[10:]) <= max(held[:10]) + 4, f"a step leaves something behind: {held}"
+    assert held[-1] <= 4, f"two objects a step are kept: {held}"
 
 
 def store_usage() -> str:

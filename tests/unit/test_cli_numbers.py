@@ -18,34 +18,41 @@ NOT_NUMBERS = ("nan", "inf", "-inf")
 COUNTS = (
     "num-gpus", "prompts", "group-size", "prompt-tokens", "response-tokens", "max-response-tokens",
 )  # fmt: skip
-COUNTS_OR_ZERO = ("observation-tokens", "max-context")
+COUNTS_OR_ZERO = ("observation-tokens", "max-context", "reward-tokens", "prefill-chunk")
 INTEGERS = {  # option -> values that cannot be meant
     "gpus-per-node": ("-3", "-1", "2000"),
     "mini-batches": ("0", "-2", "1e3"),
     "rollout-tp": ("-1", "3000"),
     "max-staleness": ("-1", "5000"),
     "lora-rank": ("-1", "1e3", "99999"),
+    "epochs": ("0", "-1", "1e3"),
+    "sleep-level": ("-1", "0", "3", "1e3"),
 }
 FLOATS = {
     "length-sigma": ("-0.1", "99", "1e300"),
     "turns": ("0", "-2", "0.5", "1e300"),
     "env-seconds": ("-5", "1e300"),
-    "env-p99-seconds": ("-5", "1e300", "3"),  # three seconds, where the mean is zero
+    "env-p50-seconds": ("-5", "1e300", "3"),  # three seconds, where the mean is zero
+    "env-p99-seconds": ("-5", "1e300", "3"),
+    "sandbox-start-seconds": ("-1", "1e300"),
+    "cores-per-sandbox": ("-1", "0", "1e300"),
+    "changed-frac": ("-0.1", "1.1"),
+    "lend": ("-1",),
+    "length-growth": ("-1", "9"),
 }
 PLAN_ONLY = {
     "top": ("0", "-1", *NOT_NUMBERS),
     "checkpoint-every": ("-1", "1e3", "9999999", *NOT_NUMBERS),
     "storage-gb-per-s": ("-1", "1e300", *NOT_NUMBERS),
+    "horizon": ("-1", "0", "1e3", *NOT_NUMBERS),
 }
 SIMULATE_ONLY = {
     "steps": ("-1", "1e9", "99999999"),
     "seed": ("-1",),
     "sync-every": ("0", "-1"),
-    "lend": ("-1", "nan", "inf"),
     "failure-frac": ("-0.1", "1", "2", "nan", "inf"),
     "replica-mtbf-hours": ("-1", "nan", "inf"),
     "replica-recovery-seconds": ("-1", "nan", "inf"),
-    "length-growth": ("-1", "9", "nan", "inf"),
 }
 
 
@@ -92,6 +99,7 @@ def test_the_table_covers_every_number_option() -> None:
     told = {*COUNTS, *COUNTS_OR_ZERO, *INTEGERS, *FLOATS, *PLAN_ONLY, *SIMULATE_ONLY, "split"}
     words = "model gpu lengths algorithm reward reference proximal rollout-dtype offload assume output html emit json"
     words += " mode take on-stale on-publish recompute-kv recompute keep-prefix lora-publish checkpoint-async"
+    words += " reward-model share-prompts stack rebuild-engine"
     for command in (plan_command.command, simulate_command.command):
         signature = inspect.signature(command, eval_str=True)
         for parameter in signature.parameters.values():
