@@ -22,6 +22,7 @@ from rollbook.ledger.workload import AgentWork, Workload
 from rollbook.planner.emit import EMITTERS, emitter
 from rollbook.planner.emit_verl import verl_overrides
 from rollbook.planner.execution import execution
+from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import Plan, make_plan
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.run_toml import run_toml
@@ -264,6 +265,60 @@ def test_kubernetes_manifests_match_their_schemas_and_start_as_one_gang(name: st
         for template in templates:
             pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {**template["metadata"], "name": "x"}}
             kubernetes_validate.validate({**pod, "spec": template["spec"]}, "1.31", strict=True)
+
+
+def planned(**values: Any) -> Plan:
+    """A plan of the command line's options for Qwen3-8B on 32 GPUs."""
+    return make_plan(PlanOptions(model="Qwen3-8B", num_gpus="32", **values).request(), is_brief=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "clause", "systems"),
+    [
+        ({"algorithm": "ppo"}, "a critic", {"areal"}),
+        ({"reward": "generative"}, "a reward by generative", {"verl", "slime", "areal"}),
+        ({"turns": 4.0, "env_seconds": 5.0}, "4 turns with an environment", {"verl", "slime", "areal"}),
+        ({"epochs": 2}, "2 passes of training over a step", {"slime", "areal"}),
+        ({"rollout_dtype": "float8"}, "engine weights in float8", {"slime", "areal"}),
+        ({"offload": "optimizer"}, "master weights and moments in host memory", {"areal"}),
+        ({"checkpoint_async": True}, "checkpoints written beside training", {"verl", "slime", "areal"}),
+    ],
+)
+def test_what_an_exporter_leaves_out_of_the_plan_heads_its_output(
+    options: dict[str, Any], clause: str, systems: set[str]
+) -> None:
+    of = planned(**options)
+    heads = {name: EMITTERS[name](of) for name in ("verl", "slime", "areal")}
+    assert {name for name, text in heads.items() if f"# - {clause}" in text} == systems
+
+
+def test_a_plan_without_extras_is_exported_whole() -> None:
+    for name in ("verl", "slime", "areal"):
+        assert "not set here" not in EMITTERS[name](planned())
+
+
+def test_exporters_take_checkpoints_chunks_and_engine_memory_from_the_plan() -> None:
+    of = planned(checkpoint_every=7, prefill_chunk="2048")
+    side = of.require_chosen().account.rollout
+    assert of.require_chosen().mode == "sync"  # engine and trainer share each GPU
+    verl = {o.key: o.value for o in verl_overrides(of)}
+    rollout = "actor_rollout_ref.rollout"
+    assert verl["trainer.save_freq"] == 7
+    assert verl[f"{rollout}.max_num_batched_tokens"] == 2048  # vLLM counts running sequences among them
+    slime = EMITTERS["slime"](of)
+    prompts = 2048 - side.slots_per_replica
+    assert "--save-interval 7\n" in slime and f"--sglang-chunked-prefill-size {prompts}\n" in slime
+    areal = yaml.safe_load(EMITTERS["areal"](of))
+    assert areal["saver"]["freq_steps"] == 7 and areal["sglang"]["chunked_prefill_size"] == prompts
+    share = verl[f"{rollout}.gpu_memory_utilization"]
+    assert (
+        areal["sglang"]["mem_fraction_static"] == share and f"--sglang-mem-fraction-static {share}\n" in slime
+    )
+
+
+def test_slime_trains_on_the_engines_logprobs_where_none_are_computed_again() -> None:
+    assert "--use-rollout-logprobs" in EMITTERS["slime"](planned(proximal=False))
+    assert "--use-rollout-logprobs" not in EMITTERS["slime"](planned())
 
 
 def test_an_unknown_exporter_names_the_nearest() -> None:

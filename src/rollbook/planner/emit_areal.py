@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
+from rollbook.planner.emit_engine import engine_memory_frac, prompt_tokens_of_chunk
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.search import Candidate
 from rollbook.planner.words import MODE_TITLES, seconds, split
@@ -50,6 +51,13 @@ def areal_yaml(plan: Plan) -> str:
         "recompute_logprob": work.uses_proximal,
         "use_decoupled_loss": work.uses_proximal and bound > 0,
     }
+    sglang: dict[str, object] = {
+        "model_path": "${actor.path}",
+        "dtype": "${actor.dtype}",
+        "context_length": longest,
+        "mem_fraction_static": round(engine_memory_frac(r, chosen), 2),
+        "max_running_requests": max(chosen.account.rollout.slots_per_replica, 1),
+    }
     data: dict[str, object] = {
         "experiment_name": f"{r.model.name.lower().replace('_', '-')}-{r.cluster.num_gpus}gpu",
         "trial_name": "trial0",
@@ -70,12 +78,11 @@ def areal_yaml(plan: Plan) -> str:
         },
         "rollout": rollout,
         "actor": actor,
-        "sglang": {
-            "model_path": "${actor.path}",
-            "dtype": "${actor.dtype}",
-            "context_length": longest,
-            "mem_fraction_static": round(1 - r.assumptions.memory_overhead_frac, 2),
-            "max_running_requests": max(chosen.account.rollout.slots_per_replica, 1),
+        "sglang": sglang,
+        "saver": {
+            **names,
+            "fileroot": "${cluster.fileroot}",
+            "freq_steps": plan.beside.checkpoint.every_steps,
         },
         "train_dataset": {
             "path": "train.jsonl",
@@ -84,6 +91,8 @@ def areal_yaml(plan: Plan) -> str:
             "shuffle": True,
         },
     }
+    if prompts := prompt_tokens_of_chunk(r, chosen):
+        sglang["chunked_prefill_size"] = prompts
     if work.uses_reference:
         data["ref"] = {
             **names,

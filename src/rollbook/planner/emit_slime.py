@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from rollbook.planner.emit_engine import engine_memory_frac, prompt_tokens_of_chunk
 from rollbook.planner.plan import Plan
 from rollbook.planner.search import Candidate
 from rollbook.planner.words import MODE_TITLES, seconds, split
@@ -62,7 +63,7 @@ def _checkpoint(plan: Plan) -> list[str]:
     arguments = [f"--hf-checkpoint {path}"]
     if plan.request.workload.uses_reference:
         arguments.append(f"--ref-load {path}_torch_dist")
-    return [*arguments, "--save checkpoints/", "--save-interval 20"]
+    return [*arguments, "--save checkpoints/", f"--save-interval {plan.beside.checkpoint.every_steps}"]
 
 
 def _rollout(plan: Plan, chosen: Candidate) -> list[str]:
@@ -119,21 +120,21 @@ def _algorithm(plan: Plan, chosen: Candidate) -> list[str]:
     arguments = [f"--advantage-estimator {work.algorithm}", "--eps-clip 0.2", "--entropy-coef 0.00"]
     if work.uses_reference:
         arguments += ["--use-kl-loss", "--kl-loss-coef 0.001", "--kl-loss-type low_var_kl"]
-    if not chosen.is_on_policy:
+    if not work.uses_proximal:
+        arguments.append("--use-rollout-logprobs")
+    elif not chosen.is_on_policy:
         arguments.append("--use-tis")
     return arguments
 
 
 def _sglang(plan: Plan, chosen: Candidate) -> list[str]:
-    assumptions = plan.request.assumptions
-    memory_frac = 1 - assumptions.memory_overhead_frac
-    if not chosen.mode.startswith("separate"):
-        memory_frac = min(memory_frac, assumptions.engine_memory_frac)
     layout = chosen.rollout_layout
     arguments = [
-        f"--sglang-mem-fraction-static {memory_frac:.2f}",
+        f"--sglang-mem-fraction-static {engine_memory_frac(plan.request, chosen):.2f}",
         f"--sglang-max-running-requests {max(chosen.account.rollout.slots_per_replica, 1)}",
     ]
+    if prompts := prompt_tokens_of_chunk(plan.request, chosen):
+        arguments.append(f"--sglang-chunked-prefill-size {prompts}")
     if layout.ep_size > 1:
         arguments.append(f"--sglang-ep-size {layout.ep_size}")
     if layout.attention_copies > 1:

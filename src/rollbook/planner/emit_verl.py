@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rollbook.errors import PlanError
+from rollbook.planner.emit_engine import engine_memory_frac
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.search import Candidate
 from rollbook.planner.words import MODE_TITLES, format_bytes, seconds, split
@@ -179,9 +180,6 @@ def _updates_per_sync(plan: Plan, chosen: Candidate) -> int:
 def _rollout(plan: Plan, chosen: Candidate) -> list[Override]:
     r, layout, side = plan.request, chosen.rollout_layout, chosen.account.rollout
     rollout = "actor_rollout_ref.rollout"
-    memory_frac = 1 - r.assumptions.memory_overhead_frac
-    if not chosen.mode.startswith("separate"):
-        memory_frac = min(memory_frac, r.assumptions.engine_memory_frac)
     overrides = [
         Override(f"{rollout}.name", "vllm"),
         Override(f"{rollout}.n", r.workload.group_size),
@@ -192,10 +190,16 @@ def _rollout(plan: Plan, chosen: Candidate) -> list[Override]:
         ),
         Override(f"{rollout}.data_parallel_size", layout.num_gpus // layout.tp_size),
         Override(f"{rollout}.expert_parallel_size", layout.ep_size),
-        Override(f"{rollout}.gpu_memory_utilization", round(memory_frac, 2)),
+        Override(f"{rollout}.gpu_memory_utilization", round(engine_memory_frac(r, chosen), 2)),
         Override(f"{rollout}.max_num_seqs", max(side.slots_per_replica, 1), "slots of a replica"),
         Override(f"{rollout}.calculate_log_probs", True),
     ]
+    if chunk := r.workload.prefill_chunk_tokens:
+        why = "tokens of an engine's step, running sequences included"
+        overrides += [
+            Override(f"{rollout}.enable_chunked_prefill", True),
+            Override(f"{rollout}.max_num_batched_tokens", math.ceil(chunk), why),
+        ]
     if layout.weight_dtype == "float8":
         overrides.append(Override(f"{rollout}.quantization", "fp8"))
     if chosen.mode.startswith("separate"):
@@ -245,6 +249,7 @@ def _trainer(plan: Plan, chosen: Candidate) -> list[Override]:
     overrides = [
         Override("trainer.use_v1", True),
         Override("trainer.v1.trainer_mode", mode, plan.choice_because),
+        Override("trainer.save_freq", plan.beside.checkpoint.every_steps, "steps between checkpoints"),
         Override("trainer.nnodes", math.ceil(train.num_gpus / per_node)),
         Override("trainer.n_gpus_per_node", per_node),
     ]
