@@ -212,6 +212,31 @@ def test_staleness_of_a_steady_stream() -> None:
     assert looser.over_bound_frac < account.over_bound_frac
 
 
+@pytest.mark.parametrize("bound", [1, 2, 8])
+def test_no_mean_age_is_beyond_its_bound(bound: int) -> None:
+    """Without a bound 2,000 tokens of 0.1 s are 4 updates of 50 s old, and half of one more."""
+    account = async_account(
+        LengthDistribution(8192, 2000.0), num_sequences=1024, token_s=0.1, update_s=50.0, publish_s=5.0,
+        max_staleness_steps=bound,
+    )  # fmt: skip
+    assert account.mean_staleness_steps == pytest.approx(4.5)
+    assert account.bounded_staleness_steps <= min(bound, account.mean_staleness_steps)
+    if bound == 1:  # nearly all wait for it
+        assert account.bounded_staleness_steps == pytest.approx(1.0, abs=0.01)
+
+
+def test_kv_of_all_sequences_counts_windows_and_states() -> None:
+    """P + L / 2 = 1,500 tokens: Gemma's 52 windowed layers hold 1,024 of them, and linear layers their state."""
+    sequences = WORK.num_sequences
+    gemma = load_model("Gemma-3-27B")
+    memory = step_account(gemma, WORK, CLUSTER, DEFAULT).memory
+    assert memory["kv_total_bytes"] == pytest.approx(sequences * 8192 * (10 * 1500 + 52 * 1024))
+    hybrid = load_model("Qwen3-Next-80B-A3B")
+    memory = step_account(hybrid, WORK, CLUSTER, DEFAULT).memory
+    state = 36 * 32 * 128 * 128 * 4
+    assert memory["kv_total_bytes"] == pytest.approx(sequences * (24_576 * 1500 + state))
+
+
 def test_experts_touched_by_a_batch() -> None:
     """8 of 128 experts: one token touches 8, two touch 8 + 8 x 120/128, many touch all."""
     assert float(experts_touched(QWEN_MOE, 1.0)) == pytest.approx(8.0)

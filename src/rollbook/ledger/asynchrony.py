@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from rollbook.errors import PlanError
 from rollbook.ledger.lengths import LengthDistribution
+
+_NUM_AGES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +19,9 @@ class AsyncAccount:
     sync_frac: float
     """Publication over the time between two: T_sync / (k T_update)."""
     mean_staleness_steps: float
-    """Versions between a trajectory's first token and its use."""
+    """Versions between a trajectory's first token and its use, if nothing bounded them."""
+    bounded_staleness_steps: float
+    """The same where the trainer waits for what the bound would forbid."""
     max_generation_steps: float
     """Updates that the longest response spans."""
     over_bound_frac: float
@@ -56,9 +62,12 @@ def async_account(
     allowed_tokens = max(max_staleness_steps + 1 - waits, 0.0) * version_s / token_s
     # Without partial rollout a running response is restarted or finished before the weights change.
     over = float(lengths.survival(allowed_tokens)) if partial_rollout else 0.0
+    ages = np.minimum(lengths.spread(_NUM_AGES) * token_s / version_s + waits, max_staleness_steps)
+    bounded = float(ages.mean())
     return AsyncAccount(
         sync_frac=publish_s / (version_s + publish_s),
         mean_staleness_steps=mean if partial_rollout else min(mean, 1.0),
+        bounded_staleness_steps=bounded if partial_rollout else min(bounded, 1.0),
         max_generation_steps=longest,
         over_bound_frac=over,
         max_in_flight=num_sequences * (max_staleness_steps + 1),

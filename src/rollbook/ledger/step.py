@@ -255,7 +255,10 @@ def memory_account(
     `kv_total_bytes` is the KV that all sequences of the step would hold half-grown at once; over the pools of
     all replicas it gives the waves. A critic's state stands apart from `train_state_bytes`.
     """
-    per_token = model.kv_bytes_per_token(assumptions.kv_bytes_per_number)
+    number = assumptions.kv_bytes_per_number
+    per_token, tokens = model.kv_bytes_per_token(number), half_grown_tokens(workload)
+    # Windows cap their layers, and linear layers hold a state; the paper account has one KV for every token.
+    per_sequence = tokens * per_token if assumptions.method == "paper" else model.kv_bytes(tokens, number)
     return {
         "weights_bytes": assumptions.weight_bytes_per_param * model.params,
         "train_state_bytes": train.train_state_bytes_per_gpu * train.num_gpus,
@@ -265,7 +268,7 @@ def memory_account(
         "reward_model_bytes_per_gpu": train.reward_model_bytes_per_gpu,
         "rollout_weights_bytes_per_gpu": rollout.weights_bytes_per_gpu,
         "kv_bytes_per_token": per_token,
-        "kv_total_bytes": workload.num_sequences * half_grown_tokens(workload) * per_token,
+        "kv_total_bytes": workload.num_sequences * per_sequence,
         "kv_pool_bytes": rollout.kv_pool_bytes,
         "activation_bytes_per_gpu": train.activation_bytes_per_gpu,
     }

@@ -407,7 +407,7 @@ def _publication(
         outputs |= {
             "max_staleness_steps": request.max_staleness_steps,
             "sync_frac": ages.sync_frac,
-            "mean_staleness_steps": ages.mean_staleness_steps,
+            "mean_staleness_steps": ages.bounded_staleness_steps,
             "over_bound_frac": ages.over_bound_frac,
             "max_in_flight": ages.max_in_flight,
             "step_s_by_bound": {str(bound): step_s for bound, step_s in by_bound.items()},
@@ -415,7 +415,7 @@ def _publication(
         plural = "s" if request.max_staleness_steps > 1 else ""
         because += (
             f" With a bound of {request.max_staleness_steps} version{plural} at most {count(ages.max_in_flight)} "
-            f"trajectories are under way; a token is {ages.mean_staleness_steps:.1f} versions old on average when it "
+            f"trajectories are under way; a token is {ages.bounded_staleness_steps:.1f} versions old on average when it "
             "trains, and the importance weights correct for it."
         )
         if ages.max_generation_steps > 1:
