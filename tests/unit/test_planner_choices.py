@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from rollbook.errors import ConfigError, PlanError
-from rollbook.ledger.hardware import MachineSpec
+from rollbook.ledger.hardware import DecodeFit, HostFit, MachineSpec, TrainFit
 from rollbook.planner.options import PlanOptions, option_name
 from rollbook.planner.plan import Plan, make_plan
 from rollbook.planner.report import html_report
@@ -144,6 +144,67 @@ def test_a_page_of_a_plan_that_fits_nowhere_says_so_first_and_prices_nothing() -
 CPU = MachineSpec(
     name="a desk", device="cpu", gemm_flops_per_s={"float32": 1e11}, copy_bytes_per_s=2e10, memory_bytes=2**34
 )  # fmt: skip
+
+
+def processor_plan(tmp_path: Path, machine: MachineSpec) -> Plan:
+    """Of a small model in the folder "tiny", on that machine."""
+    (tmp_path / "tiny").mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512, "intermediate_size": 128,
+        "max_position_embeddings": 1024,
+    }  # fmt: skip
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
+    machine.write(tmp_path / "hw.toml")
+    return plan(
+        model=str(tmp_path / "tiny"), gpu=str(tmp_path / "hw.toml"), num_gpus="1", prompts="8", group_size="4",
+        prompt_tokens="11", response_tokens="16", max_response_tokens="16", length_sigma=0.0, reference=False,
+    )  # fmt: skip
+
+
+FITTED = replace(
+    CPU,
+    model="models/tiny",
+    decode=DecodeFit(base_s=2e-3, per_row_s=1e-5, per_row_token_s=1e-6, prefill_tokens_per_s=1e5),
+    train=TrainFit(per_micro_batch_s=8e-3, tokens_per_s=25e3, forward_tokens_per_s=100e3),
+    host=HostFit(report_s=1e-4),
+    reward_s=1e-3,
+)
+
+
+def test_a_processor_that_was_measured_with_the_model_is_planned_with_what_was_measured(
+    tmp_path: Path,
+) -> None:
+    """32 rows: 2 ms + 0.32 ms and 1 us a token they hold. 8 x (11 + 4 x 15) = 568 tokens in one micro batch: 8 ms and
+    22.7 ms of training, 5.68 ms of one forward. 32 x 1.1 ms of scoring and reports."""
+    found = processor_plan(tmp_path, FITTED)
+    account = found.base.account
+    held = 11 + 8
+    assert account.rollout.decode_step_s == pytest.approx(2.32e-3 + 32 * held * 1e-6, rel=0.02)
+    assert account.seconds.generate_throughput + account.seconds.generate_tail == pytest.approx(
+        16 * account.rollout.decode_step_s, rel=0.05
+    )
+    assert account.seconds.train == pytest.approx(8e-3 + 568 / 25e3)
+    assert account.seconds.forward == pytest.approx(568 / 100e3)
+    assert account.seconds.other == pytest.approx(32 * 1.1e-3)
+    assert not found.warnings
+
+
+def test_a_processor_that_was_measured_without_the_model_says_so_and_is_not_sure(tmp_path: Path) -> None:
+    sure = processor_plan(tmp_path, FITTED).base.account.step_s
+    for i, machine in enumerate((CPU, replace(FITTED, model="models/other"))):
+        (tmp_path / str(i)).mkdir()
+        found = processor_plan(tmp_path / str(i), machine)
+        assert any("measured without this model" in note for note in found.warnings)
+        unsure = found.base.account.step_s
+        assert unsure.high / unsure.value > 3 * sure.high / sure.value
+
+
+def test_a_plan_of_several_processors_says_that_it_runs_on_one(tmp_path: Path) -> None:
+    CPU.write(tmp_path / "hw.toml")
+    one, two = (plan(model="Qwen3-0.6B", gpu=str(tmp_path / "hw.toml"), num_gpus=n) for n in ("1", "2"))
+    assert "planned 2 machines like this one; the file runs on one" in " ".join(run_toml(two).split("\n# "))
+    assert "machines like this one" not in run_toml(one)
 
 
 def test_a_plan_of_a_processor_names_no_gpu(tmp_path: Path) -> None:

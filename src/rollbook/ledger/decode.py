@@ -8,7 +8,7 @@ All functions take arrays of rows, so a whole curve of running sequences costs o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -126,12 +126,22 @@ def decode_step(
         attention_flops / attention_flops_per_s,
     )
     kv_s = kv_s + prompt_attention_flops / (prompts_per_s * accelerator.peak("bfloat16"))
-    return DecodeStep(
+    step = DecodeStep(
         weights_s=dense_s + experts_s,
         kv_s=kv_s,
         exchange_s=_exchange_s(model, cluster, assumptions, layout, rows),
         fixed_s=assumptions.step_s + _layer_s(model, assumptions, layout),
         bytes_per_gpu=dense / layout.tp_size + experts / num_gpus + kv,
+    )
+    if accelerator.fitted is None or accelerator.fitted.decode is None:
+        return step
+    fit = accelerator.fitted.decode
+    return replace(
+        step,
+        weights_s=fit.per_row_s * rows + prompt_tokens / fit.prefill_tokens_per_s,
+        kv_s=fit.per_row_token_s * rows * context,
+        exchange_s=np.zeros_like(rows),
+        fixed_s=fit.base_s,
     )
 
 
@@ -192,6 +202,9 @@ def prefill_s(
     frac = assumptions.prefill_frac_of(cluster.accelerator, model)
     in_attention = np.asarray(attention_flops, np.float64)
     in_matrices = np.asarray(flops, np.float64) - in_attention
+    if (machine := cluster.accelerator.fitted) is not None and machine.decode is not None:
+        tokens = in_matrices / (2.0 * (model.body_params + model.active_routed_params))
+        return np.asarray(tokens / machine.decode.prefill_tokens_per_s)
     peak = cluster.accelerator.peak
     busy = in_matrices / peak(layout.weight_dtype) + in_attention / peak("bfloat16")
     return np.asarray(busy / (frac * layout.num_gpus))

@@ -20,6 +20,7 @@ from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import DTYPE_BYTES, ReplicaLayout
 from rollbook.ledger.lengths import Curve, LengthDistribution
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.own_machine import own_seconds_width
 from rollbook.ledger.prefill import prefill_account
 from rollbook.ledger.quantity import format_bytes
 from rollbook.ledger.workload import Workload
@@ -256,6 +257,8 @@ def _reliability(model: ModelSpec, cluster: Cluster, assumptions: Assumptions) -
     notes, error_frac = list(model.assumed), assumptions.rollout_error_frac
     if model.assumed:
         error_frac *= 2
+    if cluster.accelerator.is_cpu:
+        return notes, error_frac * own_seconds_width(cluster)
     if cluster.accelerator.name not in assumptions.decode.hbm_frac:
         notes.append(
             f"no published decode measurement on {cluster.accelerator.name}: the range is twice as wide"

@@ -48,6 +48,8 @@ class Accelerator:
     """Of a publication within the process, measured; a processor only."""
     publish_bytes_per_s: float = 0.0
     """Of the same; 0: not measured."""
+    fitted: MachineSpec | None = None
+    """Measured seconds of the planned model's own engine and trainer on a processor; None: its ceilings alone."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of `dtype`; a dtype without its own units runs at the rate of the next wider one."""
@@ -98,14 +100,18 @@ class Cluster:
         return self.num_gpus * self.accelerator.peak("bfloat16")
 
 
-def load_accelerator(name_or_path: str) -> Accelerator:
+def load_accelerator(name_or_path: str, model_path: str = "") -> Accelerator:
     """An accelerator by name or alias, or this machine from a `hardware.toml` of `rollbook calibrate`.
 
+    Args:
+        model_path: of the planned model, whose seconds a `hardware.toml` may hold.
     Raises:
         ConfigError: unknown name (the nearest are named), unreadable file, or facts that nobody published.
     """
     if name_or_path.endswith(".toml"):
-        return MachineSpec.read(Path(name_or_path)).as_accelerator()
+        spec = MachineSpec.read(Path(name_or_path))
+        accelerator = spec.as_accelerator()
+        return replace(accelerator, fitted=spec) if spec.is_cpu and spec.knows(model_path) else accelerator
     by_name = _published_accelerators()
     entry = by_name.get(_key(name_or_path))
     if entry is None:
@@ -301,6 +307,11 @@ class MachineSpec:
     @property
     def is_cpu(self) -> bool:
         return self.device in ("cpu", *_CPU_NAMES)
+
+    def knows(self, model_path: str) -> bool:
+        """Whether `decode` and `train` are of the model in this folder."""
+        same = bool(model_path) and Path(self.model).name == Path(model_path).name
+        return same and self.decode is not None and self.train is not None
 
     def as_accelerator(self) -> Accelerator:
         """This machine as a device whose peaks are what was measured."""

@@ -17,6 +17,7 @@ from rollbook.ledger.generation import default_rollout_side
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.own_machine import own_host_s
 from rollbook.ledger.paper import (
     half_grown_tokens,
     paper_flops,
@@ -209,7 +210,9 @@ def join_sides(
         switch_s=sum(move.seconds for move in moves),
         sync_s=published.seconds,
         overlaps_sync=False,
-        other_s=0.0 if cluster.accelerator.is_cpu else assumptions.step_base_s,
+        other_s=own_host_s(model, workload, cluster, assumptions)
+        if cluster.accelerator.is_cpu
+        else assumptions.step_base_s,
         sync_error_frac=published.error_frac,
     )
 

@@ -19,6 +19,7 @@ from rollbook.ledger.hardware import Accelerator, Cluster
 from rollbook.ledger.layout import TrainLayout
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.own_machine import own_seconds_width, own_training_s
 from rollbook.ledger.quantity import format_bytes
 from rollbook.ledger.workload import Workload
 
@@ -191,6 +192,9 @@ def default_train_side(
     forward_s = forwards * tokens_per_gpu * seconds_of_token(False)
     if workload.has_reward_model:
         forward_s += tokens_per_gpu * seconds_of_token(False, workload.reward_model or model)
+    if (measured := own_training_s(model, workload, cluster, assumptions, num_gpus=num_gpus)) is not None:
+        forward_s += measured.forward_s - forwards * tokens_per_gpu * seconds_of_token(False)
+        train_s = measured.train_s
     memory = train_memory(model, workload, assumptions, num_gpus=num_gpus, layout=layout)
     usable = cluster.accelerator.hbm_bytes * (1 - assumptions.memory_overhead_frac)
     why_not = []
@@ -221,7 +225,7 @@ def default_train_side(
         reward_model_bytes_per_gpu=memory.reward_model,
         activation_bytes_per_gpu=memory.activations,
         mfu_frac=num_models * model_flops / (train_s * peak),
-        error_frac=assumptions.train_error_frac,
+        error_frac=assumptions.train_error_frac * own_seconds_width(cluster),
         why_not=tuple(why_not),
     )
 

@@ -415,8 +415,8 @@ def _publication(
         plural = "s" if request.max_staleness_steps > 1 else ""
         because += (
             f" With a bound of {request.max_staleness_steps} version{plural} at most {count(ages.max_in_flight)} "
-            f"trajectories are under way; a token is {ages.bounded_staleness_steps:.1f} versions old on average when it "
-            "trains, and the importance weights correct for it."
+            f"trajectories are under way; a token is {ages.bounded_staleness_steps:.1f} versions old on average when "
+            "it trains, and the importance weights correct for it."
         )
         if ages.max_generation_steps > 1:
             because += f" The longest responses span {ages.max_generation_steps:.1f} steps"

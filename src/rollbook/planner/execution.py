@@ -51,7 +51,9 @@ def execution(request: PlanRequest, chosen: Candidate) -> Execution:
         kv_pool_bytes=rollout.kv_pool_bytes,
     )
     if request.cluster.accelerator.is_cpu:
-        return _with(plain, _of_the_workload(request, chosen) + _checkpoint(request))
+        return _with(
+            plain, _of_the_workload(request, chosen) + _checkpoint(request) + _on_one_processor(request)
+        )
     on_ray = None
     if chosen.split[1] > 1 and not request.workload.lora_rank:
         on_ray = _on_ray(request, chosen)
@@ -135,6 +137,15 @@ def _always(request: PlanRequest, chosen: Candidate) -> list[str]:
             f"rollout.dtype: planned as {chosen.rollout_layout.weight_dtype} weights; engines hold bfloat16 at least"
         )
     return found
+
+
+def _on_one_processor(request: PlanRequest) -> list[str]:
+    if (planned := request.cluster.num_gpus) == 1:
+        return []
+    return [
+        f"cluster: planned {planned} machines like this one; the file runs on one, where a step takes about {planned} "
+        "times as long. Plan with --num-gpus 1 for its seconds"
+    ]
 
 
 def _checkpoint(request: PlanRequest) -> list[str]:

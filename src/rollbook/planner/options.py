@@ -209,7 +209,7 @@ class PlanOptions:
             hardware_path=str(Path(self.gpu).resolve()) if self.gpu.endswith(".toml") else "",
             workload=workload,
             cluster=Cluster(
-                accelerator=load_accelerator(self.gpu),
+                accelerator=load_accelerator(self.gpu, _model_path(self.model)),
                 num_gpus=self._count("num_gpus", most=_MOST_GPUS),
                 gpus_per_node=self.gpus_per_node,
             ),

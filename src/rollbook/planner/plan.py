@@ -12,6 +12,7 @@ from rollbook.errors import PlanError
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import ReplicaLayout
 from rollbook.ledger.lengths import DEFAULT_SIGMA
+from rollbook.ledger.own_machine import own_seconds_note
 from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
 from rollbook.planner.beside import Beside, beside
@@ -280,6 +281,8 @@ def _warnings(request: PlanRequest, base: Candidate) -> list[str]:
     """What a reader must know before believing the numbers."""
     notes = [f"{request.model.name}: {note}" for note in request.model.assumed]
     notes += [f"{request.cluster.accelerator.name}: {note}" for note in request.cluster.accelerator.assumed]
+    if request.cluster.accelerator.is_cpu and request.assumptions.method != "paper":
+        notes += own_seconds_note(request.cluster)
     work = request.workload
     num_cut = sum(length > work.max_response_tokens for length in work.length_samples)
     if num_cut:

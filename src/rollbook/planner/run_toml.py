@@ -399,6 +399,8 @@ def _plan(plan: Plan) -> _Table:
     table = _Table("plan")
     table.put("response_tokens", float(plan.request.workload.response_tokens), "What the plan assumed.")
     path = plan.request.hardware_path
-    if path and _measured_model(path) in ("", Path(plan.request.model_path).name):
+    if path and plan.request.cluster.accelerator.fitted is not None:
         table.put("hardware", path, "Measured already: `train` need not measure it again.")
+    elif path and not _measured_model(path):
+        table.put("hardware", path, "The machine, measured already; `train` measures the model on it.")
     return table
