@@ -11,6 +11,7 @@ import pytest
 
 from rollbook.cli.main import main
 from rollbook.errors import ConfigError, DataError
+from rollbook.ledger.hardware import load_accelerator
 from rollbook.planner.options import PlanOptions, read_options
 from rollbook.planner.reconcile import (
     Expectation,
@@ -180,11 +181,18 @@ def test_a_reward_that_hides_behind_generation_is_not_part_of_the_expected_step(
     assert expectation_of_run(tmp_path).step_s == 67.0
 
 
-def test_the_stages_of_a_workload_add_up_to_the_ledgers_step() -> None:
-    options = PlanOptions(model="Qwen3-8B", num_gpus="16", prompts="64", algorithm="ppo", reward="model")
+def _of(workload: Path) -> Expectation:
+    """What the file describes, with lengths of 500 tokens."""
+    values = {**read_options(workload), "response_tokens": "500"}
+    return expectation_of_request(PlanOptions(**values).request(), mode="sync")[0]
+
+
+@pytest.mark.parametrize("reward", ["model", "generative"])
+def test_the_stages_of_a_workload_add_up_to_the_ledgers_step(reward: str) -> None:
+    options = PlanOptions(model="Qwen3-8B", num_gpus="16", prompts="64", algorithm="ppo", reward=reward)
     found, candidate = expectation_of_request(options.request(), mode="sync")
-    other_s = options.request().assumptions.step_base_s
-    assert sum(s.seconds for s in found.stages.values()) + other_s == pytest.approx(candidate.step_s)
+    assert sum(s.seconds for s in found.stages.values()) == pytest.approx(candidate.step_s)
+    assert found.stages["other"].seconds == options.request().assumptions.step_base_s
     assert {"rollout", "proximal", "reference", "values", "train", "critic", "sync"} <= set(found.stages)
     assert sum(s.flops for s in found.stages.values()) == pytest.approx(candidate.account.flops.total)
 
@@ -290,6 +298,13 @@ def test_reconcile_reads_a_trl_state_with_nothing_but_step_times(
     data = json.loads(out)
     assert data["step"]["measured_s"] == 40.0 and data["step"]["ratio"] is not None
     assert any("not timed by the log" in note for note in data["notes"])
+    # All that was planned is in the one row that was measured, and the FLOPs of the step are known all the same.
+    (only,) = data["stages"]
+    assert only["stage"] == "other" and only["planned_s"] == pytest.approx(data["step"]["planned_s"])
+    assert only["verdict"] == data["step"]["verdict"] != "not planned"
+    peak = 8 * load_accelerator("H100").peak("bfloat16")
+    flops = data["mfu_frac"] * peak * 40.0
+    assert flops == pytest.approx(sum(s.flops for s in _of(workload).stages.values()), rel=1e-6)
 
 
 def test_mistakes_are_told_with_a_remedy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -296,18 +296,25 @@ def _stages(request: PlanRequest, account: StepAccount) -> dict[str, Expected]:
     if account.mode == "separate_async":
         # The step loop times its own wait for groups, on the training GPUs.
         parts["rollout"] = (
-            max(s.total - account.train.total_s - s.sync, 0.0),
+            max(s.total - account.train.total_s - s.sync - s.other, 0.0),
             0.0,
             rollout_error,
             train_gpus,
         )
     else:
         gpus = everyone if is_colocated(account.mode) else account.rollout.num_gpus
-        parts["rollout"] = (rollout_s + s.env, f.generate + f.prefill, rollout_error, gpus)
+        # A reward model that writes its verdict is served by the same engines.
+        verdicts = f.reward_model if s.reward else 0.0
+        parts["rollout"] = (
+            rollout_s + s.env + s.reward,
+            f.generate + f.prefill + verdicts,
+            rollout_error,
+            gpus,
+        )
     forwards = {
         "proximal": f.proximal,
         "reference": f.reference,
-        "reward": f.reward_model,
+        "reward": 0.0 if s.reward else f.reward_model,
         "values": f.critic_values,
     }
     total = sum(forwards.values())
@@ -322,6 +329,8 @@ def _stages(request: PlanRequest, account: StepAccount) -> dict[str, Expected]:
         parts["to_trainer"] = (s.switch / 2, 0.0, 0.5, everyone)
         parts["to_rollout"] = (s.switch / 2, 0.0, 0.5, everyone)
     parts["sync"] = (s.sync, 0.0, 0.5, everyone if account.mode != "separate_async" else train_gpus)
+    if s.other:
+        parts["other"] = (s.other, 0.0, 0.5, everyone if account.mode != "separate_async" else train_gpus)
     return {
         name: Expected(
             seconds=value, low=value / (1 + error), high=value * (1 + error), flops=flops, num_gpus=gpus
@@ -505,8 +514,29 @@ def _stage_results(before: Expectation, expectation: Expectation, means: Means) 
     covered = sum(s.measured_s for s in found if s.stage not in STAGES_OUTSIDE_STEP)
     other = step_s - covered
     if other > _NO_DIFFERENCE * step_s:
-        found.append(result("other", other))
+        timed = {s.stage for s in found}
+        found.append(
+            replace(
+                result("other", other),
+                planned=_untimed(before, timed),
+                expected=_untimed(expectation, timed),
+            )
+        )
     return found
+
+
+def _untimed(expectation: Expectation, timed: set[str]) -> Expected | None:
+    """What the rest of a step was expected to hold: what is between the stages, and stages the log does not time."""
+    rest = [e for name, e in expectation.stages.items() if name not in timed and _is_in_step(name)]
+    if not rest:
+        return None
+    return Expected(
+        seconds=sum(e.seconds for e in rest),
+        low=sum(e.low for e in rest),
+        high=sum(e.high for e in rest),
+        flops=sum(e.flops for e in rest),
+        num_gpus=max(e.num_gpus for e in rest),
+    )
 
 
 def _waterfall(
@@ -602,10 +632,13 @@ _LEVERS = {
     "proximal": 'algorithm.proximal = "behavior" needs no forward',
     "reference": "no KL term needs no reference",
     "sync": "a delta, or publishing less often",
+    "other": "after a log that times its stages",
 }
 
 
 def _notes(expectation: Expectation, stages: list[StageResult]) -> list[str]:
     measured = {s.stage for s in stages}
     silent = [n for n in expectation.stages if n not in measured | _INSIDE_ROLLOUT | {"other"}]
-    return [f"planned but not timed by the log: {', '.join(silent)}"] if silent else []
+    if not measured - {"other"}:
+        return ["stages are not timed by the log: where a step's seconds went is not known"]
+    return [f"planned but not timed by the log, and counted as other: {', '.join(silent)}"] if silent else []
