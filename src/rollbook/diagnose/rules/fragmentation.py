@@ -34,7 +34,13 @@ def judge(view: View) -> Finding | NotJudged | None:
     grown = late - early
     flat = abs(used_after - used_before) <= 0.6 * grown
     after_warmup = late - third >= 0.4 * grown
-    if grown < 0.07 * top or late < 1.4 * early or not flat or not after_warmup or _is_one_piece(view, grown):
+    if (
+        grown < 0.07 * top
+        or late < 1.4 * early
+        or not flat
+        or not after_warmup
+        or _is_one_piece(view, part, grown)
+    ):
         return None
     idx = _left_at(view, view.level(HELD, 0, part), late)
     slower = view.rise("timing_s/update_actor")
@@ -83,8 +89,8 @@ def _left_at(view: View, first: float, late: float) -> int:
     return int(known[min(int(low[-1]) + 1, len(known) - 1)]) if len(low) else 0
 
 
-def _is_one_piece(view: View, grown: float) -> bool:
-    """Whether half of the growth came at one step: a first validation or checkpoint does that."""
-    values = view.values[HELD]
+def _is_one_piece(view: View, start: int, grown: float) -> bool:
+    """Whether half of the growth since `start` came at one step: a first validation or checkpoint does that."""
+    values = view.values[HELD][start:]
     values = values[np.isfinite(values)]
-    return bool(np.max(values[3:] - values[:-3]) >= 0.5 * grown)
+    return bool(np.max(values[3:] - values[:-3], initial=0.0) >= 0.5 * grown)
