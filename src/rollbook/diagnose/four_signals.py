@@ -83,7 +83,9 @@ def _gap(view: View) -> Signal:
     metric = gap.metrics[0]
     level, last = view.level(metric, 0, max(3, view.n // 10)), view.last(metric)
     moved = gap.rise is not None and gap.rise.peak_ratio >= 1.6 and gap.rise.score >= 6
-    verdict: Verdict = "moved" if moved or gap.num_bad > gap.num_fine else "well"
+    verdict: Verdict = (
+        "moved" if moved or gap.num_bad > gap.num_fine or gap.num_bad >= max(2, gap.num_fine) else "well"
+    )
     return Signal(name=name, verdict=verdict, says=f"{metric} {num(level)} at first, {num(last)} now")
 
 

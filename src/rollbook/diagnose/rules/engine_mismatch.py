@@ -53,8 +53,11 @@ def judge(view: View) -> Finding | NotJudged | None:
             return _finding(view, 0, 0.7, "from the first step, and grows")
     if view.n < LEAST_STEPS or signs.own_gap_is_fine(view):
         return None
-    if gap.num_bad >= 2 and gap.num_bad > gap.num_fine:
-        return _finding(view, 0, 0.85 if gap.num_bad >= 3 else 0.75, "from the first step")
+    if gap.num_bad >= 2 and gap.num_bad >= gap.num_fine:
+        divided = gap.num_bad == gap.num_fine
+        return _finding(
+            view, 0, 0.6 if divided else 0.85 if gap.num_bad >= 3 else 0.75, "from the first step"
+        )
     if gap.num_bad == 1 and gap.num_fine == 0 and len(gap.metrics) == 1:
         return _finding(view, 0, 0.65, "from the first step")
     return None
