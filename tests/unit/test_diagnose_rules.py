@@ -215,6 +215,12 @@ def test_memory_that_follows_length_is_not_fragmentation_and_the_reverse() -> No
     assert diagnose(_run(**held)).verdict == "fragmentation"
 
 
+def test_fragmentation_that_slows_down_is_found_though_the_first_steps_take_most() -> None:
+    """The first three steps take half as much as all that come after the first sixth of the run."""
+    held = {"perf/max_memory_reserved_gb": 50 + 28 * (T / N) ** 0.4}
+    assert diagnose(_run(**held)).verdict == "fragmentation"
+
+
 def test_an_allocator_that_warms_up_or_jumps_once_is_well() -> None:
     warm = {"perf/max_memory_reserved_gb": 56 + 12 * (1 - np.exp(-T / 8))}
     once = {"perf/max_memory_reserved_gb": np.where(T >= 70, 70.0, 60.0)}
@@ -309,3 +315,60 @@ def test_a_restart_after_which_the_reward_is_higher_lost_nothing() -> None:
     assert diagnose(_run((resumed,), critic__rewards__mean=better)).verdict == "well"
     worse = 0.30 - np.where(T < AT, 0.0, 0.08) + noise
     assert diagnose(_run((resumed,), critic__rewards__mean=worse)).verdict == "discontinuity_after_resume"
+
+
+def _fades(size: float) -> NDArray[np.float64]:
+    return 1 + np.where(T >= AT, size * np.exp(-np.clip(T - AT, 0, None) / 12), 0.0)
+
+
+def test_an_optimizer_without_moments_is_found_where_nothing_marks_the_restart() -> None:
+    """One log without a seam, a constant learning rate; reward, gradients and step KL are back twenty steps later."""
+    lost = {
+        "actor/grad_norm": _noisy(0.2, 4, 0.1) * _fades(3),
+        "actor/ppo_kl": _noisy(2e-4, 6, 0.3) * _fades(4),
+        "critic/rewards/mean": (0.3 + 0.2 * T / N + np.random.default_rng(1).normal(0, 0.01, N))
+        * _fades(-0.4),
+    }
+    finding = diagnose(_run(**lost)).findings[0]
+    assert (finding.rule, finding.step) == ("discontinuity_after_resume", AT + 1)
+    # Harder data: gradients rise and the reward falls, the step KL stays.
+    harder = diagnose(_run(**{**lost, "actor/ppo_kl": _noisy(2e-4, 6, 0.1)}))
+    assert "discontinuity_after_resume" not in [f.rule for f in (*harder.findings, *harder.consequences)]
+
+
+def test_a_schedule_that_begins_anew_marks_a_restart_and_cycles_do_not() -> None:
+    lost = {
+        "actor/grad_norm": _noisy(0.2, 4, 0.1) * _fades(3),
+        "actor/entropy": _noisy(0.4, 5, 0.02) * _fades(0.3),
+    }
+    fell = 2e-6 * (1 - 0.5 * T / N)
+    anew = np.where(T >= AT, fell[0] * (1 - 0.5 * (T - AT) / N), fell)
+    cycles = 1e-6 * (1 - 0.5 * ((T - AT) % 15) / 15)
+    assert diagnose(_run(**lost, **{"actor/lr": anew})).verdict == "discontinuity_after_resume"
+    assert diagnose(_run(**lost, **{"actor/lr": cycles})).is_well
+    assert diagnose(_run(**lost, **{"actor/lr": fell})).is_well
+
+
+def test_other_data_that_lengthen_the_answers_are_no_restart() -> None:
+    """The reward falls and the lengths grow at one step; the entropy moves by its noise only."""
+    other = {
+        "critic/rewards/mean": 0.3
+        + 0.2 * T / N
+        + np.random.default_rng(1).normal(0, 0.01, N)
+        - 0.12 * (T >= AT),
+        "response_length/mean": _noisy(800.0, 8) * np.where(T >= AT, 1.5, 1.0),
+        "actor/entropy": _noisy(0.4, 5, 0.005) * np.where(T >= AT, 1.03, 1.0),
+    }
+    assert diagnose(_run(**other)).is_well
+
+
+def test_probabilities_far_apart_from_the_first_step_are_a_mismatch_though_the_kl_is_small() -> None:
+    """0.06 and a correlation of 0.92 are wrong for any pair of engines, whatever a KL of 0.007 says."""
+    apart = {
+        GAP: _noisy(0.06, 2),
+        "training/rollout_actor_probs_pearson_corr": 1 - _noisy(0.08, 30),
+        "rollout_corr/kl": _noisy(0.007, 3, 0.1),
+        "rollout_corr/rollout_is_eff_sample_size": _noisy(0.95, 31, 0.003),
+    }
+    diagnosis = diagnose(_run(**apart))
+    assert (diagnosis.verdict, diagnosis.signals[2].verdict) == ("engine_mismatch", "moved")

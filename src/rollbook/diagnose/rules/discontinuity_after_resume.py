@@ -10,6 +10,7 @@ import numpy as np
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.series import Series
 from rollbook.diagnose.view import View
 
 RULE = "discontinuity_after_resume"
@@ -121,6 +122,9 @@ def _restarts(view: View) -> list[Restart]:
             idx = int(known[i + 1])
             if 4 < idx < view.n - 4 and np.nanmax(lr[idx : idx + 40]) >= 1.3 * lr[idx]:
                 restarts.append(Restart(idx, "actor/lr", "falls at once and warms up again", False))
+        anew = _schedule_begins_anew(lr)
+        if anew is not None:
+            restarts.append(Restart(anew, "actor/lr", "rises at once to what it was earlier", False))
     restarts += _unmarked(view)
     pause = _pauses(view)
     restarts += [Restart(i, "clock", f"{num(s)} s without a step", False) for i, s in pause]
@@ -151,13 +155,54 @@ def _unmarked(view: View) -> list[Restart]:
         idx = reward.fall.idx
         entropy = view.contrast("actor/entropy", idx, width=8)
         jumps = (
-            entropy is not None and abs(entropy.score) >= 6 and abs(entropy.jump) >= 0.6 * abs(entropy.diff)
+            entropy is not None
+            and abs(entropy.score) >= 6
+            and abs(entropy.jump) >= max(0.6 * abs(entropy.diff), 0.08 * abs(entropy.before))
         )
         if jumps and _was_there_before(view, idx):
             restarts.append(
                 Restart(idx, reward.metric, "falls at the step at which the entropy jumps", False)
             )
+    without = _without_moments(view)
+    if without is not None:
+        says = "gradients and step KL rise and the reward falls at one step, while the engine still agrees"
+        restarts.append(Restart(without, "actor/grad_norm", says, False))
     return restarts
+
+
+def _without_moments(view: View) -> int | None:
+    """Position at which gradients and the step KL jump together and the reward falls to one it had before: an
+    optimizer that begins without its moments, from older weights. A bad batch takes the reward only after its update,
+    other data leave the step KL, and a learning rate that is too high raises it over many steps."""
+    rise = view.rise("actor/grad_norm")
+    metric = signs.reward(view).metric
+    if rise is None or metric is None or rise.rise_steps > 2 or rise.peak_ratio < 1.8 or rise.score < 6:
+        return None
+    for idx in (rise.idx, rise.idx + 1):
+        jumps = [_jump(view, m, idx) for m in ("actor/grad_norm", "actor/ppo_kl", metric)]
+        if not 4 < idx < view.n - 4 or None in jumps:
+            continue
+        (g0, _, g, g_score), (k0, _, k, k_score), (r0, _, r, r_score) = (j for j in jumps if j is not None)
+        together = g >= 0.8 * g0 and k >= k0 and r <= -0.1 * abs(r0)
+        # A step KL is noisy by itself: that it doubles at this very step is what counts.
+        if together and min(g_score, 2 * k_score, r_score) >= 4 and _was_there_before(view, idx):
+            return idx
+    return None
+
+
+def _schedule_begins_anew(lr: Series) -> int | None:
+    """Position of the one step at which a learning rate that no longer rose goes back up to what it was earlier. What
+    does so twice is a schedule with cycles."""
+    known = np.flatnonzero(np.isfinite(lr))
+    steps = lr[known]
+    if len(steps) < 16:
+        return None
+    anew = [
+        int(known[i])
+        for i in np.flatnonzero(steps[1:] >= 1.15 * steps[:-1]) + 1
+        if i > 8 and np.all(np.diff(steps[i - 6 : i]) <= 0) and steps[i] <= 1.02 * steps[:i].max()
+    ]
+    return anew[0] if len(anew) == 1 else None
 
 
 def _was_there_before(view: View, idx: int) -> bool:
