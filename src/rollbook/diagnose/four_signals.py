@@ -9,7 +9,7 @@ import numpy as np
 
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Signal
-from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.rules.wording import many, num
 from rollbook.diagnose.view import View
 
 Verdict = Literal["well", "moved", "not collected"]
@@ -30,7 +30,9 @@ def _reward(view: View) -> Signal:
     zero = [m for m in sources if view.last(m, 3) == 0 and view.level(m) > 0]
     fell = signs.reward(view).fall
     which = (
-        f"{len(sources)} sources logged" if sources else "not logged by source: one at zero would not show"
+        f"{many(len(sources), 'source')} logged"
+        if sources
+        else "not logged by source: one at zero would not show"
     )
     says = f"mean {num(first)} at first, {num(last)} now; {which}"
     if fell is not None:
@@ -47,7 +49,9 @@ def _too_few(view: View, metrics: Sequence[str], what: str) -> str:
     """Why a signal cannot be judged: it is not there, or has fewer values than a level needs."""
     some = next((m for m in metrics if view.count(m)), None)
     return (
-        f"no {what} in the log" if some is None else f"{some} has {view.count(some)} values: too few to judge"
+        f"no {what} in the log"
+        if some is None
+        else f"{some} has {many(view.count(some), 'value')}: too few to judge"
     )
 
 
@@ -66,7 +70,7 @@ def _version(view: View) -> Signal:
         return Signal(name=name, verdict="moved", says=f"publications {publications.how} since step {at}")
     parts = []
     if replicas:
-        parts.append(f"{len(replicas)} replicas advance")
+        parts.append(f"{many(len(replicas), 'replica')} advance" + "s" * (len(replicas) == 1))
     if publications.seconds is not None:
         parts.append(f"a publication takes {num(view.level(publications.seconds))} s")
     return Signal(

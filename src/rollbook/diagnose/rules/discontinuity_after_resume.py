@@ -9,7 +9,7 @@ import numpy as np
 
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.rules.wording import many, num, share
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.view import View
 
@@ -96,7 +96,7 @@ def _restarts(view: View) -> list[Restart]:
         Restart(
             view.idx_of(seam.step),
             "log",
-            f"the log takes up again at step {seam.step} ({seam.num_replaced} steps run twice)",
+            f"the log takes up again at step {seam.step} ({many(seam.num_replaced, 'step')} run twice)",
             True,
         )
         for seam in view.run.seams
