@@ -146,6 +146,28 @@ CPU = MachineSpec(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("response_tokens", ["1k", "4k", "8k"])
+def test_no_recomputation_that_is_asked_for_makes_a_faster_step_than_the_chosen_one(
+    response_tokens: str,
+) -> None:
+    chosen, selective, full = (
+        plan(recompute=recompute, response_tokens=response_tokens).base.step_s
+        for recompute in ("auto", "selective", "full")
+    )
+    assert chosen == min(selective, full)
+
+
+def test_what_is_split_to_recompute_less_is_trained_undivided_with_more() -> None:
+    """At 4k + 16k tokens a layer over two GPUs keeps its activations; over one it recomputes them, and fits as well."""
+    found = plan()
+    layout = found.require_chosen().train.layout
+    assert (layout.cp_size, layout.recompute) == (2, "selective")
+    assert "would have to recompute everything otherwise" in found.derivation[4].because
+    text = run_toml(found)
+    assert 'kind = "ray"' in text and "gradient_checkpointing = true" in text
+    assert "- trainer.gradient_checkpointing: planned selective recomputation" in text
+
+
 def processor_plan(tmp_path: Path, machine: MachineSpec) -> Plan:
     """Of a small model in the folder "tiny", on that machine."""
     (tmp_path / "tiny").mkdir()

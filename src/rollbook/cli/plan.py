@@ -64,7 +64,7 @@ StalenessOption = Annotated[
     int, typer.Option("--max-staleness", help="Versions a trained token may be old; 0: on-policy only.")
 ]
 RecomputeOption = Annotated[
-    str, typer.Option("--recompute", help="Activations: selective, full, auto (full only if needed).")
+    str, typer.Option("--recompute", help="Activations: selective, full, auto (the faster that fits).")
 ]
 PrefixOption = Annotated[
     bool,

@@ -24,6 +24,7 @@ from rollbook.planner.search import (
     node_unit,
     rollout_layout_json,
     rollout_s,
+    smallest_layouts,
     train_layout_json,
 )
 from rollbook.planner.words import (
@@ -339,10 +340,16 @@ def _layout_sentence(request: PlanRequest, chosen: Candidate) -> str:
         for name, size in (("TP", layout.tp_size), ("PP", layout.pp_size), ("CP", layout.cp_size))
         if size > 1
     ]
+    # The fewest GPUs a layer is split over may fit too, when it recomputes everything, and be slower.
+    least = smallest_layouts(request, chosen.account.train.num_gpus)[0]
+    is_faster = least.model_parallel_size < layout.model_parallel_size
+    otherwise = (
+        "have to recompute everything otherwise, which takes longer" if is_faster else "not fit otherwise"
+    )
     how = (
         "shards its state over all of its GPUs"
         if not degrees
-        else f"splits by {', '.join(degrees)}, because one micro batch of the longest sequence would not fit otherwise,"
+        else f"splits by {', '.join(degrees)}, because one micro batch of the longest sequence would {otherwise},"
     )
     engine = f"An engine replica takes {replica.num_gpus} GPU{'s' if replica.num_gpus > 1 else ''}"
     if replica.num_gpus > 1:

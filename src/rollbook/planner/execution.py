@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rollbook.ledger.decode import replica_weight_bytes
-from rollbook.ledger.layout import ReplicaLayout, TrainLayout
+from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.step import is_colocated
 from rollbook.planner.request import PlanRequest
@@ -35,6 +35,8 @@ class Execution:
     num_slots: int
     kv_pool_bytes: float
     """Of one replica."""
+    recompute: Recompute
+    """Of the trainer's activations."""
     differences: tuple[str, ...] = ()
     """To the plan, each beginning with the key that carries it; empty: it is carried out as planned."""
 
@@ -49,6 +51,7 @@ def execution(request: PlanRequest, chosen: Candidate) -> Execution:
         replica_gpus=chosen.rollout_layout.num_gpus,
         num_slots=rollout.slots_per_replica,
         kv_pool_bytes=rollout.kv_pool_bytes,
+        recompute=chosen.train.layout.recompute,
     )
     if request.cluster.accelerator.is_cpu:
         return _with(
@@ -70,13 +73,21 @@ def _on_ray(request: PlanRequest, chosen: Candidate) -> Execution | None:
     """Ranks and replicas of one GPU each; None where one of them does not fit."""
     num_rollout, num_train = chosen.split
     usable = request.cluster.accelerator.hbm_bytes * (1 - request.assumptions.memory_overhead_frac)
-    trainer = train_memory(
-        request.model,
-        request.workload,
-        request.assumptions,
-        num_gpus=num_train,
-        layout=TrainLayout(recompute=chosen.train.layout.recompute),
-    ).total
+    recompute = chosen.train.layout.recompute
+
+    def trainer_bytes(recompute: Recompute) -> float:
+        return train_memory(
+            request.model,
+            request.workload,
+            request.assumptions,
+            num_gpus=num_train,
+            layout=TrainLayout(recompute=recompute),
+        ).total
+
+    # What the plan splits by CP or TP, FSDP2 alone may hold when it recomputes more.
+    if trainer_bytes(recompute) > usable:
+        recompute = "full"
+    trainer = trainer_bytes(recompute)
     weights = replica_weight_bytes(request.model, ReplicaLayout())
     beside = trainer if is_colocated(chosen.mode) else 0.0
     pool = usable - weights - beside
@@ -95,6 +106,7 @@ def _on_ray(request: PlanRequest, chosen: Candidate) -> Execution | None:
         replica_gpus=1,
         num_slots=max(min(slots, share, request.assumptions.max_slots), 1),
         kv_pool_bytes=pool,
+        recompute=recompute,
     )
 
 
@@ -207,6 +219,11 @@ def _over_ray(request: PlanRequest, chosen: Candidate, on_ray: Execution) -> lis
         )
     if degrees := _degrees(chosen):
         found.append(f"trainer: planned with {degrees}; FSDP2 alone divides it over the same GPUs")
+    if on_ray.recompute != chosen.train.layout.recompute:
+        found.append(
+            f"trainer.gradient_checkpointing: planned {chosen.train.layout.recompute} recomputation; undivided, the "
+            "longest sequence fits only when everything is computed again"
+        )
     if is_colocated(chosen.mode):
         found.append(
             f"memory: planned hand-overs of every GPU; on Ray engine and trainer stay on it together, which leaves "

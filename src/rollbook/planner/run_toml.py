@@ -318,7 +318,7 @@ def _trainer(plan: Plan, chosen: Candidate) -> _Table:
     )
     table.put("num_mini_batches", r.workload.num_mini_batches)
     table.put("num_epochs", r.workload.num_epochs)
-    if layout.recompute == "full":
+    if execution(r, chosen).recompute == "full":
         table.put("gradient_checkpointing", True, "Activations of whole layers would not fit.")
     return table
 

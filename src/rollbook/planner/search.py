@@ -193,8 +193,12 @@ class Search:
         assumptions = r.assumptions
         if is_offloaded:
             assumptions = with_offload(assumptions)
-        layout = smallest_layout(replace(r, assumptions=assumptions), num_gpus)
-        side = train_side(r.model, r.workload, r.cluster, assumptions, num_gpus=num_gpus, layout=layout)
+        layouts = smallest_layouts(replace(r, assumptions=assumptions), num_gpus)
+        sides = [
+            train_side(r.model, r.workload, r.cluster, assumptions, num_gpus=num_gpus, layout=layout)
+            for layout in layouts
+        ]
+        side, layout = min(zip(sides, layouts, strict=True), key=lambda pair: pair[0].total_s)
         if is_offloaded:
             side = replace(
                 side,
@@ -354,11 +358,12 @@ def rollout_s(side: RolloutSide, mode: Mode) -> float:
     return side.prefill_s + (side.steady_s or side.throughput_s)
 
 
-def smallest_layout(request: PlanRequest, num_gpus: int) -> TrainLayout:
+def smallest_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:
     """The trainer layout with the fewest model-parallel GPUs whose memory fits; else the most thorough one.
 
-    Splitting a layer or a pipeline costs exchange or bubbles and never saves time, so it is done for memory
-    alone; among equals recomputing less is faster, and context parallelism splits what grows with length.
+    Splitting a layer or a pipeline costs exchange or bubbles, so it is done for memory alone; among equals recomputing
+    less is faster, and context parallelism splits what grows with length. Where the smallest recomputes everything,
+    the smallest in as many stages that does not stands beside it: splitting more can cost less than computing twice.
     """
     r = request
     usable = r.cluster.accelerator.hbm_bytes * (1 - r.assumptions.memory_overhead_frac)
@@ -367,13 +372,18 @@ def smallest_layout(request: PlanRequest, num_gpus: int) -> TrainLayout:
         key=lambda la: (la.model_parallel_size, la.pp_size, la.tp_size, la.recompute == "full"),
     )
     best, least = layouts[0], float("inf")
+    found: list[TrainLayout] = []
     for layout in layouts:
+        if found and (layout.recompute == "full" or layout.pp_size != found[0].pp_size):
+            continue
         memory = train_memory(r.model, r.workload, r.assumptions, num_gpus=num_gpus, layout=layout)
         if memory.total <= usable:
-            return layout
-        if memory.total < least:
+            found.append(layout)
+            if layout.recompute != "full":
+                return found
+        elif memory.total < least:
             best, least = layout, memory.total
-    return best
+    return found or [best]
 
 
 def host_bytes_per_node(request: PlanRequest, choice: TrainChoice) -> float:
