@@ -168,6 +168,14 @@ def test_what_is_split_to_recompute_less_is_trained_undivided_with_more() -> Non
     assert "- trainer.gradient_checkpointing: planned selective recomputation" in text
 
 
+@pytest.mark.parametrize(("response_tokens", "is_floor"), [("4k", False), ("512", True)])
+def test_the_reason_of_a_deadline_is_its_own(response_tokens: str, is_floor: bool) -> None:
+    """600 s at least: four times the few seconds of short responses is no fault."""
+    text = run_toml(plan(response_tokens=response_tokens))
+    assert ("response_deadline_s = 600.0" in text) == is_floor
+    assert ("four times that is a fault" not in text) == is_floor
+
+
 def processor_plan(tmp_path: Path, machine: MachineSpec) -> Plan:
     """Of a small model in the folder "tiny", on that machine."""
     (tmp_path / "tiny").mkdir()

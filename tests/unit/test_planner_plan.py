@@ -273,6 +273,19 @@ def test_a_question_that_cannot_be_meant_is_an_error_with_a_remedy(
     assert len(caught.value.remedy) > 10
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "rollout_tp", "remedy"),
+    [(32, 3, "use TP 2 or 4"), (8, 16, "use TP 4 or 8, or 16 GPUs"), (40, 16, "use TP 4 or 8, or 32 GPUs")],
+)
+def test_what_a_degree_that_does_not_fit_is_told_to_be_fits(
+    num_gpus: int, rollout_tp: int, remedy: str
+) -> None:
+    """Degrees divide the heads too, 32 of them, and numbers of GPUs are whole nodes."""
+    with pytest.raises(PlanError) as caught:
+        make_plan(request(num_gpus=num_gpus, rollout_tp=rollout_tp))
+    assert caught.value.remedy == remedy
+
+
 def test_a_group_of_one_is_fine_with_a_critic() -> None:
     assert make_plan(request(work={"group_size": 1, "algorithm": "ppo"}), is_brief=True).chosen is not None
 

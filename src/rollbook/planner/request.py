@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -103,11 +104,17 @@ class PlanRequest:
         if tp < 0:
             raise PlanError(f"rollout_tp is {tp}", "give at least 1, or leave it out")
         if tp and gpus % tp:
-            fitting = [d for d in range(1, gpus + 1) if gpus % d == 0]
+            heads, per_node = self.model.num_heads, cluster.gpus_per_node
+            fitting = [d for d in range(1, gpus + 1) if gpus % d == 0 and heads % d == 0]
             nearest = sorted(fitting, key=lambda d: abs(d - tp))[:2]
+            remedy = f"use TP {' or '.join(str(d) for d in sorted(nearest))}"
+            if heads % tp == 0:
+                unit = (
+                    math.lcm(tp, per_node) if max(gpus, tp) > per_node else tp
+                )  # whole nodes, whole replicas
+                remedy += f", or {unit * max(gpus // unit, 1)} GPUs"
             raise PlanError(
-                f"rollout TP {tp} does not divide {gpus} GPUs: {gpus % tp} would stay idle",
-                f"use TP {' or '.join(str(d) for d in sorted(nearest))}, or {tp * max(gpus // tp, 1)} GPUs",
+                f"rollout TP {tp} does not divide {gpus} GPUs: {gpus % tp} would stay idle", remedy
             )
         if tp > 1 and self.model.num_heads % tp:
             raise PlanError(

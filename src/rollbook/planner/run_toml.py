@@ -267,7 +267,12 @@ def _rollout(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
     table.put(
         "response_deadline_s",
         _deadline(latency_s),
-        f"A step's responses take about {seconds(latency_s)}; four times that is a fault.",
+        f"A step's responses take about {seconds(latency_s)}; "
+        + (
+            "four times that is a fault."
+            if 4 * latency_s > _LEAST_DEADLINE_S
+            else "no shorter wait is a fault."
+        ),
     )
     if _is_cpu(plan) or done.kind == "ray":
         return [table]
@@ -277,8 +282,12 @@ def _rollout(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
     return [table, vllm]
 
 
+_LEAST_DEADLINE_S = 600
+"""A first step compiles and loads, whatever the plan says of a later one."""
+
+
 def _deadline(expected_s: float) -> float:
-    return float(max(600, math.ceil(4 * expected_s / 60) * 60))
+    return float(max(_LEAST_DEADLINE_S, math.ceil(4 * expected_s / 60) * 60))
 
 
 def _algorithm(plan: Plan, chosen: Candidate) -> list[_Table]:
