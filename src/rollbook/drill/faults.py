@@ -722,7 +722,11 @@ FAULTS: dict[str, Fault] = {
             expects=("stale_samples",),
             inject=loose_bound,
             needs={"run.schedule": "separate_async"},
-            least={"buffer.max_staleness_steps": 1},
+            least={  # slots for all that is admitted: what waits for one is sampled late, under a newer version
+                "buffer.max_staleness_steps": 1,
+                "rollout.num_slots": 256,
+                "rollout.kv_pool_tokens": 16_384,
+            },
         ),
         Fault(
             name="samples_held_back",
