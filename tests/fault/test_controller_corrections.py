@@ -60,6 +60,16 @@ def test_every_option_of_a_correction_trains_other_parameters(tiny_run: TinyRun)
         assert_the_mask_shows(name, run)
 
 
+def test_a_correction_that_rejects_everything_is_said_once_with_what_to_do(tiny_run: TinyRun) -> None:
+    """Every weight of int4 is off by more than 1e-9: three steps without an update, and the run says so by itself."""
+    run = tiny_run(num_steps=3, **BASE, **{STATISTIC: "sequence_max", UPPER_NATS: 1e-9})
+    (finding,) = [f for f in run.events_of("finding") if f["rule"] == "all_rejected"]
+    assert "algorithm.correction left out every token of step 0" in finding["summary"]
+    assert "widen its bounds" in finding["remedy"]
+    assert [m["batch/num_loss_tokens"] for m in run.metrics] == [0, 0, 0]
+    assert [m["rollout_corr/rollout_rs_masked_fraction"] for m in run.metrics] == [1, 1, 1]
+
+
 def assert_the_mask_shows(name: str, run: RunResult) -> None:
     """What left the loss left its denominator, and the run says how much that was."""
     metrics = run.metrics[0]

@@ -41,9 +41,15 @@ class BufferMachine(RuleBasedStateMachine):
         taking=st.sampled_from([("admission", "wait"), ("arrival", "wait"), ("arrival", "drop")]),
         groups_per_step=st.integers(1, 3),
         refill_failed=st.booleans(),
+        num_steps=st.none() | st.integers(0, 4),
     )
     def start(
-        self, staleness: int, taking: tuple[str, str], groups_per_step: int, refill_failed: bool
+        self,
+        staleness: int,
+        taking: tuple[str, str],
+        groups_per_step: int,
+        refill_failed: bool,
+        num_steps: int | None,
     ) -> None:
         order, when_stale = taking
         config = BufferConfig(
@@ -53,7 +59,7 @@ class BufferMachine(RuleBasedStateMachine):
             refill_failed=refill_failed,
             max_refills_per_step=10**6,
         )
-        self.buffer = GroupBuffer(config, groups_per_step)
+        self.buffer = GroupBuffer(config, groups_per_step, num_steps)
         self.admitted_under: dict[int, int] = {}
         self.ended: set[int] = set()
         self.trained: list[int] = []
@@ -138,7 +144,8 @@ class BufferMachine(RuleBasedStateMachine):
     def kill_and_resume(self) -> None:
         """What was under way is forgotten, and its prompts are asked again; what ended stays ended."""
         state, self.trained, self.ended_prompts = self.saved[0], [*self.saved[1]], [*self.saved[2]]
-        self.buffer = GroupBuffer(self.buffer.config, self.buffer.groups_per_step)
+        held = self.buffer
+        self.buffer = GroupBuffer(held.config, held.groups_per_step, held.num_steps)
         self.buffer.restore(state)
         self.admitted_under, self.ended, self.oldest = {}, set(), {}
         self.publish_step(self.buffer.step)
@@ -160,6 +167,13 @@ class BufferMachine(RuleBasedStateMachine):
             assert sum(ended) == len(self.ended_prompts) + len(self.buffer._prompts_done)
             assert self.buffer.failures.total() == self.buffer.counts[GroupState.FAILED]
 
+    @invariant()
+    def no_group_is_for_a_step_after_the_last(self) -> None:
+        if hasattr(self, "buffer") and self.buffer.num_steps is not None:
+            under_way = self.buffer.num_running + self.buffer.num_finished
+            assert self.buffer.step <= self.buffer.num_steps
+            assert under_way <= (self.buffer.num_steps - self.buffer.step) * self.buffer.groups_per_step
+
 
 BufferMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestBufferMachine = BufferMachine.TestCase
@@ -177,6 +191,19 @@ def test_on_policy_admits_nothing_while_a_step_trains() -> None:
     assert buffer.capacity() == 0
     buffer.published(1, 1)
     assert buffer.capacity() == 2
+
+
+def test_a_bound_beyond_the_end_of_the_run_admits_what_its_steps_take() -> None:
+    """A bound of a million versions, three steps of two groups: six, whatever is published meanwhile."""
+    config = BufferConfig(max_staleness_steps=10**6)
+    buffer = GroupBuffer(config, groups_per_step=2, num_steps=3)
+    assert buffer.capacity() == 6
+    for idx in range(6):
+        buffer.finish(group(buffer.admit(prompt(idx), now_s=0.0), version=0))
+    for step in range(3):
+        assert (buffer.capacity(), len(buffer.take().groups)) == (0, 2)
+        buffer.published(step + 1, step + 1)
+    assert (buffer.capacity(), buffer.num_running + buffer.num_finished) == (0, 0)
 
 
 def test_a_version_on_its_way_admits_nothing_before_every_replica_holds_it() -> None:

@@ -69,6 +69,17 @@ def test_flatness_is_judged_by_the_raw_score_by_default() -> None:
         ({"correction": {"mode": "mask"}}, "no effect"),
         ({"correction": {"upper": 5.0}}, "no effect"),
         ({"correction": {"level": "token", "lower": 3.0}}, "not below"),
+        ({"correction": {"level": "token", "upper": 0.5}}, "leave out 1, the weight of every on-policy"),
+        ({"correction": {"level": "sequence", "mode": "mask", "lower": 1.5}}, "leave out 1"),
+        (
+            {"correction": {"reject": {"statistic": "token", "upper_nats": -5.0}}},
+            "upper_nats is -5.0: where behavior and proximal policy agree",
+        ),
+        ({"correction": {"reject": {"statistic": "sequence_max", "upper_nats": 0.0}}}, "would be rejected"),
+        (
+            {"correction": {"reject": {"statistic": "token", "estimator": "k1", "lower_nats": 0.0}}},
+            "lower_nats is 0.0: where behavior and proximal policy agree",
+        ),
         ({"correction": {"reject": {"upper_nats": 1.0}}}, "nothing would be rejected"),
         ({"correction": {"reject": {"statistic": "token"}}}, "nothing would be rejected"),
         (

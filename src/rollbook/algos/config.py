@@ -158,6 +158,16 @@ class RejectConfig(Section):
             )
         if self.lower_nats is not None and self.upper_nats is not None and self.lower_nats >= self.upper_nats:
             raise ValueError(f"correction.reject bounds {bounds} leave nothing between them; swap them")
+        for name, excludes in (
+            ("upper_nats", self.upper_nats is not None and not self.upper_nats > 0),
+            ("lower_nats", self.lower_nats is not None and not self.lower_nats < 0),
+        ):
+            if excludes:
+                raise ValueError(
+                    f"correction.reject.{name} is {getattr(self, name)}: where behavior and proximal policy agree the "
+                    "statistic is 0, so that all on-policy tokens would be rejected; use an upper_nats above 0 and a "
+                    "lower_nats below 0"
+                )
         return self
 
 
@@ -183,6 +193,11 @@ class CorrectionConfig(Section):
         if self.lower >= self.upper:
             raise ValueError(
                 f"correction.lower {self.lower} is not below correction.upper {self.upper}; swap them"
+            )
+        if not self.lower <= 1 <= self.upper:
+            raise ValueError(
+                f"correction bounds [{self.lower}, {self.upper}] leave out 1, the weight of every on-policy token, "
+                "which would be scaled or masked like a stale one; use a lower of at most 1 and an upper of at least 1"
             )
         if self.level == "none" and (self.mode, self.lower, self.upper) != ("truncate", 0.0, 2.0):
             raise ValueError(

@@ -13,9 +13,10 @@ admission on; a group that fails or is dropped either keeps its place (the step 
 back (a *refill*: another prompt is admitted instead).
 
 Staleness. A group admitted while every serving replica holds the version of step p holds one of the first
-(p + max_staleness_steps + 1) x groups_per_step places. In `admission` order it is therefore used at step
-p + max_staleness_steps at the latest, whatever the timing; `take` proves it again on the oldest token. In
-`arrival` order groups overtake, so `take` either evicts what is too old or waits for what is about to be.
+(p + max_staleness_steps + 1) x groups_per_step places, and none beyond the run's last step. In `admission`
+order it is therefore used at step p + max_staleness_steps at the latest, whatever the timing; `take` proves it
+again on the oldest token. In `arrival` order groups overtake, so `take` either evicts what is too old or waits
+for what is about to be.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ class GroupBuffer:
 
     config: BufferConfig
     groups_per_step: int
+    num_steps: int | None = None
+    """Of the run: no group is admitted for a step after them. None: there is no last step."""
     next_group_id: int = 0
     step: int = 0
     """The next step to take; steps before it have been trained."""
@@ -171,7 +174,10 @@ class GroupBuffer:
 
     def capacity(self) -> int:
         """Groups that may be admitted now."""
-        places = (self.serving_step + self.config.max_staleness_steps + 1) * self.groups_per_step
+        num_steps = self.serving_step + self.config.max_staleness_steps + 1
+        if self.num_steps is not None:
+            num_steps = min(num_steps, self.num_steps)
+        places = num_steps * self.groups_per_step
         free = places - self._num_places_taken - len(self._entries)
         if self.config.max_running_groups:
             free = min(free, self.config.max_running_groups - self.num_running)

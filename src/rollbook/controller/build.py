@@ -95,7 +95,7 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
             return SingleTurnEnv(prompt, tokenizer=tokenizer, scorer=scorer)
 
         stream = PromptStream.of(prompts.train, config.data, seed=config.run.seed)
-        buffer = GroupBuffer(config.buffer, config.run.groups_per_step)
+        buffer = GroupBuffer(config.buffer, config.run.groups_per_step, config.run.num_steps)
         controller = Controller(
             config=config,
             schedule=schedule,

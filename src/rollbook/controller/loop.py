@@ -102,6 +102,8 @@ class Controller:
     """The newest published version."""
     has_moved: bool = False
     """The trainer's weights changed since the last publication; a step of flat rewards changes nothing."""
+    has_said_rejection: bool = False
+    """The correction left nothing of a step to train, and the run said so."""
     is_stepping: bool = False
     """The loop has begun: a Ctrl-C waits for the end of the step."""
     is_stop_requested: bool = False
@@ -358,8 +360,23 @@ class Controller:
                 self.recorder.metrics(await fill(batch))
                 span.set(tokens=batch.num_tokens)
         with self.recorder.span("adv", expected_s=self._expected_s("adv")):
+            has_loss = any(s.loss_mask.any() for s in batch.sequences)
             self.recorder.metrics(self.correct_and_estimate(batch))
+        if has_loss and not any(s.loss_mask.any() for s in batch.sequences):
+            self._say_all_rejected(step)
         return batch
+
+    def _say_all_rejected(self, step: int) -> None:
+        """The step makes no update. Said once, since it will be so again; the metrics hold the share of every step."""
+        if self.has_said_rejection:
+            return
+        self.has_said_rejection = True
+        self.recorder.finding(
+            "all_rejected",
+            f"algorithm.correction left out every token of step {step}: it makes no update",
+            remedy="widen its bounds, or lower buffer.max_staleness_steps or the learning rate; "
+            "rollout_corr/rollout_rs_masked_fraction is the share it leaves out, training/logprob_gap_all/... why",
+        )
 
     def forward_passes(self) -> list[tuple[str, FillBatch]]:
         """What this algorithm reads of the networks beside the sampled tokens, by stage, in the order of a step. The
