@@ -17,7 +17,10 @@ TEACHER = {"new": {"hidden_size": 32, "num_heads": 2, "alphabet": "0123456789+="
     ("overrides", "words"),
     [
         ({"buffer.max_staleness_steps": 1}, "'sync' and buffer.max_staleness_steps is 1"),
-        ({"run.schedule": "colocate_async"}, "'colocate_async' and buffer.max_staleness_steps is 0"),
+        (
+            {"run.schedule": "colocate_async", "buffer.max_staleness_steps": 0},
+            "'colocate_async' and buffer.max_staleness_steps is 0",
+        ),
         (
             {"run.schedule": "separate_async", "sync.every_steps": 2},
             "sync.every_steps is 2 and buffer.max_staleness_steps is 0",
@@ -146,3 +149,12 @@ def test_devices_are_counted_once_whoever_computes_there(
 ) -> None:
     """Throughput a GPU and the whole-step MFU are over all of them."""
     assert tiny_config(**changes).pools.num_devices == num_devices
+
+
+def test_every_schedule_is_chosen_by_one_line() -> None:
+    bounds = {}
+    for schedule in ("sync", "colocate_async", "separate_async"):
+        config = tiny_config(**{"run.schedule": schedule})
+        config.check()
+        bounds[schedule] = config.buffer.max_staleness_steps
+    assert bounds == {"sync": 0, "colocate_async": 1, "separate_async": 0}

@@ -14,7 +14,8 @@ class BufferConfig(Section):
 
     max_staleness_steps: int = Field(default=0, ge=0)
     """Steps the trainer may be ahead of the oldest token it trains on. 0 is on-policy (and all that `sync` can
-    do); 1 already brings most of the throughput of asynchrony."""
+    do, and what `separate_async` does without a bound of its own: the same parameters as `sync`); 1, the default under
+    `colocate_async`, already brings most of the throughput of asynchrony."""
     order: Literal["admission", "arrival"] = "admission"
     """Which finished groups a step takes. `admission`: in the order of their prompts, so that the batch does not
     depend on timing and long responses are not disfavoured. `arrival`: the first to finish."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pydantic import model_validator
 
 from rollbook.algos.config import AlgorithmConfig
 from rollbook.buffer.config import BufferConfig
@@ -84,6 +86,17 @@ class RunConfig(Section):
     """Where readings go."""
     plan: PlanSection = PlanSection()
     """Where expectations come from."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bound_of_the_schedule(cls, data: Any) -> Any:
+        """`colocate_async` has a staleness of at least 1, so that choosing it is one line."""
+        match data:
+            case {"run": {"schedule": "colocate_async"}, **others}:
+                buffer = others.get("buffer", {})
+                if isinstance(buffer, Mapping):
+                    return {**data, "buffer": {"max_staleness_steps": 1, **buffer}}
+        return data
 
     @property
     def pools(self) -> Pools:
