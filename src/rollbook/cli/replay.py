@@ -24,8 +24,8 @@ def command(
 
     Example: rollbook replay runs/reverse
 
-    `rollbook demo --set rollout.batch_invariant=true` makes a runs/reverse that is equal. Without batch-invariant
-    numerics logprobs differ in their last digits, and replay says so.
+    `rollbook demo` makes runs/reverse, with `--set rollout.batch_invariant=true` one that is equal: without
+    batch-invariant numerics logprobs differ in their last digits, and replay says so.
 
     Exits with 0 when everything is the same, with 1 when not; the first differences are named.
     """
