@@ -95,7 +95,8 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
             return SingleTurnEnv(prompt, tokenizer=tokenizer, scorer=scorer)
 
         stream = PromptStream.of(prompts.train, config.data, seed=config.run.seed)
-        buffer = GroupBuffer(config.buffer, config.run.groups_per_step, config.run.num_steps)
+        # One step more than there are: what it samples shows the gap of the last version.
+        buffer = GroupBuffer(config.buffer, config.run.groups_per_step, config.run.num_steps + 1)
         controller = Controller(
             config=config,
             schedule=schedule,
