@@ -140,8 +140,10 @@ def test_a_signal_while_the_command_is_imported_is_one_message(
 
 SELF_INTERRUPTING_CALIBRATION = """
 import os, signal
+signals = [signal.SIGINT]  # one: a second one ends the process at once
 def score(response, task):
-    os.kill(os.getpid(), signal.SIGINT)
+    if signals:
+        os.kill(os.getpid(), signals.pop())
     return 0.0
 """
 
