@@ -260,7 +260,8 @@ def test_every_contradiction_is_reported_at_once(refused: Any) -> None:
     assert hint == "mend each of them"
     arrival = {"run.schedule": "separate_async", "buffer.order": "arrival"}
     assert "on-policy every step takes exactly what was admitted" in refused(**arrival)[1]
-    assert "responses that continue" in refused(**{"run.schedule": "colocate_async"})[1]
+    on_policy = {"run.schedule": "colocate_async", "buffer.max_staleness_steps": 0}
+    assert "responses that continue" in refused(**on_policy)[1]
     narrow = {
         "run.schedule": "separate_async",
         "buffer.max_running_groups": 2,
