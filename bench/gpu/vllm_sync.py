@@ -120,6 +120,9 @@ class ModelSource:
 class FlippingPort(InprocPort):
     """One bit of one tensor changes between the trainer's digest and the replica."""
 
+    def begin(self, bucket: Any) -> None:
+        """Every bucket goes through `receive`."""
+
     async def receive(self, bucket: Any) -> None:
         shared = dict(bucket.shared)
         name = next(iter(shared))

@@ -365,6 +365,9 @@ async def test_reset_prefix_cache_ends_all_sharing(bench: Bench) -> None:
 class DamagingPort(InprocPort):
     """One bit of one tensor changes between the trainer's digest and the replica."""
 
+    def begin(self, bucket: Bucket) -> None:
+        """Every bucket goes through `receive`."""
+
     async def receive(self, bucket: Bucket) -> None:
         assert bucket.shared is not None
         damaged = dict(bucket.shared)
