@@ -13,7 +13,7 @@ admission on; a group that fails or is dropped either keeps its place (the step 
 back (a *refill*: another prompt is admitted instead).
 
 Staleness. A group admitted while every serving replica holds the version of step p holds one of the first
-(p + max_staleness_steps + 1) x groups_per_step places, and none beyond the run's last step. In `admission`
+(p + max_staleness_steps + 1) x groups_per_step places, and none beyond those of `num_steps` steps. In `admission`
 order it is therefore used at step p + max_staleness_steps at the latest, whatever the timing; `take` proves it
 again on the oldest token. In `arrival` order groups overtake, so `take` either evicts what is too old or waits
 for what is about to be.
@@ -102,7 +102,7 @@ class GroupBuffer:
     config: BufferConfig
     groups_per_step: int
     num_steps: int | None = None
-    """Of the run: no group is admitted for a step after them. None: there is no last step."""
+    """No group is admitted for a step after so many. None: there is no last step."""
     next_group_id: int = 0
     step: int = 0
     """The next step to take; steps before it have been trained."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -205,6 +206,10 @@ class DeviceSwitch:
 
     # ---- what is recorded
 
+    @cached_property
+    def _model(self) -> ModelSpec:
+        return ModelSpec.from_hf_config(self.trainer.model.hf_config())
+
     async def _carry_out(self, half: Half) -> None:
         recorded = [
             self._recorded(move, self._expected_of(half, place, move.name))
@@ -232,7 +237,7 @@ class DeviceSwitch:
             accelerator = load_accelerator(device_name)
         except ConfigError:
             return {}
-        model = ModelSpec.from_hf_config(self.trainer.model.hf_config())
+        model = self._model
         parked = {parking.name: parking.num_bytes for parking in self._parked()}
         moves = expected_moves(
             model,
@@ -270,7 +275,7 @@ class DeviceSwitch:
         trainer, memory, rollout = self.trainer, self.config.memory, self.config.rollout
         if trainer.model.lora is not None:
             return {}
-        model = ModelSpec.from_hf_config(trainer.model.hf_config())
+        model = self._model
         expected: dict[Owner, float] = {"weights": model.params * trainer.model.dtype.itemsize}
         if point == "train" or not memory.offload:
             if _masters(trainer):
