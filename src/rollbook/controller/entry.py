@@ -177,6 +177,7 @@ async def _main(
         with interrupts.attached():
             await asyncio.sleep(0)  # a signal that came before the loop ends it here
             with recorder.span("import"):
+                from rollbook.controller.begin import begin
                 from rollbook.controller.build import build
 
                 if config.observe.trajectories_every_steps:
@@ -188,7 +189,7 @@ async def _main(
                 interrupts.controller = controller
                 interrupts.take()
                 try:
-                    await controller.begin(resume=resume)
+                    await begin(controller, resume=resume)
                     if resume and controller.is_complete:
                         done = f"{controller.num_steps_done} of {config.run.num_steps} steps"
                         print(

@@ -32,6 +32,7 @@ from torch import Tensor
 from rollbook.buffer.buffer import Taken
 from rollbook.config.loading import load_config
 from rollbook.config.run_config import RunConfig
+from rollbook.controller.begin import warm_up
 from rollbook.controller.build import build
 from rollbook.controller.config import LendingSection
 from rollbook.controller.loop import Controller
@@ -275,7 +276,7 @@ class _Replay:
         for publication in start:
             await self._publish(publication, step=0)
         if self.controller.config.warmup.num_updates and warm:
-            await self.controller._warm_up()
+            await warm_up(self.controller)
             self._compare_digest(warm[-1], step=0)
         for publication in first[-1:]:
             await self._sample_again(publication.weight_version)

@@ -1,0 +1,108 @@
+"""What the ledger expects of the step in progress: the plan's figures, then those of the work that the step really got.
+
+A filter drops groups, responses grow, micro batches fill differently: each of the `..._of` methods takes what became
+known and puts the same coefficients to it. Nothing is measured here, and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from rollbook.controller.expectation import Plan
+from rollbook.ledger.entry import Entry
+from rollbook.observe.values import Values
+from rollbook.observe.whole_step import Work
+from rollbook.types import Group, TrainSequence
+
+OF_A_BATCH = frozenset({"proximal", "reference", "teacher", "values", "adv", "train", "critic"})
+"""Stages that a step without a batch has not."""
+
+
+@dataclass(kw_only=True)
+class StepPlan:
+    """Expected seconds and FLOPs of each stage; of none, where a run has no plan."""
+
+    plan: Plan | None = None
+    """What was expected of each stage before the run."""
+    stages: Mapping[str, Entry] = field(default_factory=dict)
+    """Of this step: the plan's, and from the moment the work is known, what that should take."""
+
+    def begin_step(self) -> None:
+        """Expect what the plan says."""
+        self.stages = {} if self.plan is None else self.plan.stages
+
+    def rollout_of(self, groups: Sequence[Group]) -> None:
+        """Expect the rollout of the responses which the step got."""
+        if self.plan is not None:
+            in_order = sorted(groups, key=lambda group: group.group_id)
+            lengths = [max(t.num_response_tokens, 1) for group in in_order for t in group.scored]
+            self.stages = {**self.stages, "rollout": self.plan.rollout_for(lengths)}
+
+    def batch_of(self, num_sequences: int, num_tokens: int) -> None:
+        """Expect the stages after the rollout of so many sequences with so many tokens in all."""
+        if self.plan is not None:
+            self.stages = {**self.stages, **self.plan.stages_for(num_sequences, num_tokens / num_sequences)}
+
+    def updates_of(self, values: Values, fresh: Sequence[TrainSequence]) -> None:
+        """Expect the updates of the micro batches that they had, and of what was scored beside them.
+
+        Args:
+            values: metrics of the updates.
+            fresh: sequences that were scored between them.
+        """
+        if self.plan is None:
+            return
+        counts = {
+            name: values[metric].result() if metric in values else 0.0
+            for name, metric in (
+                ("num_micro_batches", "trainer/actor_micro_batches"),
+                ("num_tokens", "trainer/actor_tokens"),
+                ("num_updates", "trainer/actor_updates"),
+            )
+        }
+        num_fresh_tokens = sum(sequence.num_tokens for sequence in fresh)
+        train = self.plan.update_for(**counts, num_fresh_tokens=num_fresh_tokens)
+        self.stages = {**self.stages, "train": train}
+
+    def leave_out(self, stages: Set[str]) -> None:
+        """Expect a step that does not have these stages."""
+        self.stages = {name: entry for name, entry in self.stages.items() if name not in stages}
+
+    def seconds(self, stage: str) -> float | None:
+        """Of a stage of every step."""
+        entry = self.stages.get(stage)
+        return None if entry is None else entry.seconds
+
+    def occasional_s(self, stage: str) -> float | None:
+        """Of an evaluation or a checkpoint."""
+        entry = None if self.plan is None else self.plan.occasional.get(stage)
+        return None if entry is None else entry.seconds
+
+    def step_s(self, *, saves: bool = False) -> float | None:
+        """Of the stages one after the other. Of a rollout beside the training, only the wait for it is a stage.
+
+        Args:
+            saves: the step writes a checkpoint.
+        """
+        if not self.stages:
+            return None
+        checkpoint_s = (self.occasional_s("checkpoint") or 0.0) if saves else 0.0
+        return sum(entry.seconds for entry in self.stages.values()) + checkpoint_s
+
+    def work(self, num_generated: float, *, num_gpus: int) -> Work | None:
+        """FLOPs of the step: what was expected of its batch, and of the tokens that were sampled. None without a plan.
+
+        Args:
+            num_generated: response tokens of everything that ended in the step.
+            num_gpus: that the run has; 0 on a host without.
+        """
+        if self.plan is None:
+            return None
+        machine, work = self.plan.machine, self.plan.work
+        flops = {stage: entry.flops for stage, entry in self.stages.items() if entry.flops}
+        planned = work.num_sequences * work.lengths.mean_tokens
+        if "rollout" in flops and planned:
+            flops["rollout"] *= num_generated / planned
+        peak = machine.gemm_flops_per_s.get(machine.dtype, 0.0)
+        return Work(flops=flops, peak_flops_per_s=peak * max(num_gpus, 1))
