@@ -37,8 +37,8 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep: int) -> Path
     return commit_checkpoint(folder, step, keep=keep)
 
 
-def prepare_checkpoint(folder: Path, step: int, state: State) -> None:
-    """Write `folder/step_N.partial`, which no reader takes for a checkpoint yet.
+def prepare_checkpoint(folder: Path, step: int, state: State) -> int:
+    """Write `folder/step_N.partial`, which no reader takes for a checkpoint yet; returns its bytes.
 
     Raises:
         CheckpointError: the disk is full or cannot be written; nothing that was there is lost.
@@ -52,7 +52,7 @@ def prepare_checkpoint(folder: Path, step: int, state: State) -> None:
         digests = {name: _sha256(aside / name) for name in ("tensors.safetensors", "state.json")}
         (aside / "manifest.json").write_text(json.dumps({"step": step, "sha256": digests}), encoding="utf-8")
 
-    write_aside(folder / f"step_{step}", write)
+    return write_aside(folder / f"step_{step}", write)
 
 
 def commit_checkpoint(folder: Path, step: int, *, keep: int) -> Path:
@@ -67,8 +67,8 @@ def commit_checkpoint(folder: Path, step: int, *, keep: int) -> Path:
     return final
 
 
-def write_aside(final: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder beside `final`, and see that all of it reaches the disk.
+def write_aside(final: Path, write: Callable[[Path], None]) -> int:
+    """Let `write` fill a folder beside `final`, and see that all of it reaches the disk; returns its bytes.
 
     Raises:
         CheckpointError: the disk is full or cannot be written.
@@ -80,6 +80,7 @@ def write_aside(final: Path, write: Callable[[Path], None]) -> None:
         write(aside)
         for path in aside.iterdir():
             _flush(path)
+        return sum(path.stat().st_size for path in aside.iterdir())
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise _cannot_write(final, error) from error

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from rollbook.controller.expectation import Plan, can_plan, make_plan
 from rollbook.controller.preflight import preflight
-from rollbook.controller.saving import last_span_s
 from rollbook.controller.step_plan import StepPlan
 from rollbook.controller.warmup import answer_sequences, warmup_lr
 from rollbook.errors import ConfigError
@@ -66,7 +65,7 @@ async def begin(controller: Controller, *, resume: bool) -> None:
     if step is None:
         await controller.write_checkpoint(0)
     else:
-        controller.saver.last_write_s = last_span_s(recorder.run_dir.events.path, "checkpoint")
+        controller.saver.take_up_last_write(recorder.run_dir.events.path)
     gc.collect()
     gc.freeze()  # what was imported and built stays: a full collection no longer goes through all of it
     if can_plan(config):

@@ -43,7 +43,7 @@ from rollbook.controller.step_metrics import (
     teacher_values,
     trajectory_values,
 )
-from rollbook.controller.step_plan import OF_A_BATCH, StepPlan
+from rollbook.controller.step_plan import NOTHING, OF_A_BATCH, Expected, StepPlan, expected
 from rollbook.controller.switching import DeviceSwitch, Half
 from rollbook.envs.rewards.scorer import Scorer
 from rollbook.errors import CheckpointError, EngineError, SyncError
@@ -143,7 +143,7 @@ class Controller:
 
     async def _collect(self) -> Taken:
         """Wait for the groups of this step. The engines generate them; scoring happens as they finish."""
-        with self.recorder.span("rollout", expected_s=self.expected.seconds("rollout")) as span:
+        with self.recorder.span("rollout", **self.expected.of("rollout")) as span:
             if self.lending is None:
                 taken = await self.rollout.collect()
             else:
@@ -151,11 +151,11 @@ class Controller:
             if not self.runs_ahead:
                 span.set(tokens=self._num_generated(taken))
                 self.expected.rollout_of([*taken.groups, *taken.dropped])
-                span.set(expected_s=self.expected.seconds("rollout"))
+                span.set(**self.expected.of("rollout"))
         if taken.starved is not None:
             self.recorder.finding("starved", taken.starved.what, remedy=taken.starved.remedy)
         if self.schedule.pauses_for_training:
-            with self.recorder.span("to_trainer", expected_s=self._switch_s("to_trainer")):
+            with self.recorder.span("to_trainer", **self._of_switch("to_trainer")):
                 await self.switch.to_trainer()
         return taken
 
@@ -170,7 +170,7 @@ class Controller:
         """Sequences with everything the loss reads: trainer's logprobs, corrections, advantages. None when the
         filters left nothing to train."""
         algorithm = self.config.algorithm
-        with self.recorder.span("pack", expected_s=self.expected.seconds("pack")) as span:
+        with self.recorder.span("pack", **self.expected.of("pack")) as span:
             sequences = train_sequences(taken.groups, algorithm.filter)
             if not sequences:
                 self.recorder.event("empty_batch", evictions=len(taken.evictions))
@@ -178,12 +178,12 @@ class Controller:
                 return None
             batch = self.trainer.make_batch(sequences, step=step, weight_version=self.weight_version)
             self.expected.batch_of(len(sequences), batch.num_tokens)
-            span.set(expected_s=self.expected.seconds("pack"))
+            span.set(**self.expected.of("pack"))
         for stage, fill in self.forward_passes():
-            with self.recorder.span(stage, expected_s=self.expected.seconds(stage)) as span:
+            with self.recorder.span(stage, **self.expected.of(stage)) as span:
                 self.recorder.metrics(await fill(batch))
                 span.set(tokens=batch.num_tokens)
-        with self.recorder.span("adv", expected_s=self.expected.seconds("adv")):
+        with self.recorder.span("adv", **self.expected.of("adv")):
             has_loss = any(s.loss_mask.any() for s in batch.sequences)
             self.recorder.metrics(self.correct_and_estimate(batch))
         if has_loss and not any(s.loss_mask.any() for s in batch.sequences):
@@ -234,17 +234,17 @@ class Controller:
         objective = PolicyObjective(self.config.algorithm, proximal_is_current=not self.needs_proximal)
         fresh: list[TrainSequence] = []
         before_step = self._fresh_scorer(batch, taken, fresh)
-        with self.recorder.span("train", expected_s=self.expected.seconds("train")) as span:
+        with self.recorder.span("train", **self.expected.of("train")) as span:
             values = await self.compute(
                 lambda: self.trainer.update(batch, objective, before_step=before_step)
             )
             self.note_movement(values)
             self.recorder.metrics(values)
             self.expected.updates_of(values, fresh)
-            span.set(tokens=batch.num_tokens, expected_s=self.expected.seconds("train"))
+            span.set(tokens=batch.num_tokens, **self.expected.of("train"))
         if self.config.algorithm.needs_values:
             critic = ValueObjective(self.config.algorithm)
-            with self.recorder.span("critic", expected_s=self.expected.seconds("critic")):
+            with self.recorder.span("critic", **self.expected.of("critic")):
                 self.recorder.metrics(await self.compute(lambda: self.trainer.update_critic(batch, critic)))
         for idx in batch.mini_batches[0]:  # the others were seen by weights that had moved already
             if idx in objective.noted:
@@ -254,14 +254,14 @@ class Controller:
     async def _publish(self, step: int, *, moved: bool) -> None:
         """Prove the new weights on every replica; then they, and only they, serve."""
         if self.schedule.pauses_for_training and self.config.memory.moves_anything:
-            with self.recorder.span("to_rollout", expected_s=self._switch_s("make_room")):
+            with self.recorder.span("to_rollout", **self._of_switch("make_room")):
                 await self.switch.make_room()
         if self._is_publication_due(step):
             if moved or self.rollout.buffer.serving_step < step or self.switch.needs_publication:
-                with self.recorder.span("sync", expected_s=self.expected.seconds("sync")) as span:
+                with self.recorder.span("sync", **self.expected.of("sync")) as span:
                     self.rollout.buffer.offered(self.weight_version + 1, step + 1)
                     report = await self.publish(self.weight_version + 1)
-                    span.set(bytes=report.num_bytes)
+                    span.set(bytes=report.num_bytes * len(report.replicas))
                     self.recorder.metrics(report.values())
             else:
                 self.expected.leave_out({"sync"})
@@ -269,7 +269,7 @@ class Controller:
         else:
             self.expected.leave_out({"sync"})
         if self.schedule.pauses_for_training:
-            with self.recorder.span("to_rollout", expected_s=self._switch_s("to_engine")):
+            with self.recorder.span("to_rollout", **self._of_switch("to_engine")):
                 await self.switch.to_engine()
         if self._is_publication_due(step) and self.probes:
             with self.recorder.span("sync"):
@@ -337,7 +337,7 @@ class Controller:
         """Held-out prompts, before the next step's groups take the engine; before the first step, `step` is -1."""
         is_first = step < 0
         if self.evaluator.is_due(step + 1, is_last=is_first or self._is_last(step)):
-            with self.recorder.span("eval", expected_s=self.expected.occasional_s("eval")):
+            with self.recorder.span("eval", **self.expected.of("eval")):
                 values = await self.evaluator.run(self.router)
             if is_first and self.evaluator.baseline is not None:
                 with self.recorder.span("baseline"):
@@ -372,12 +372,13 @@ class Controller:
             CheckpointError: it failed twice; earlier checkpoints are untouched.
         """
         counters = self.saver.counters(self, num_steps_done)
-        with self.recorder.span("checkpoint", expected_s=self.expected.occasional_s("checkpoint")) as span:
+        with self.recorder.span("checkpoint", **self.expected.of("checkpoint")) as span:
             try:
                 await self.compute(lambda: self.saver.write(counters, self.switch))
             except CheckpointError as error:
                 self.recorder.event("checkpoint_failed", num_steps_done=num_steps_done, error=error.what)
                 await self.compute(lambda: self.saver.write(counters, self.switch))
+            span.set(bytes=self.saver.last_write_bytes)
         self.saver.last_write_s = span.duration_s
 
     @property
@@ -492,9 +493,9 @@ class Controller:
         )
         return values if report is None else values | report.values()
 
-    def _switch_s(self, half: Half) -> float | None:
+    def _of_switch(self, half: Half) -> Expected:
         wanted = self.switch.expected(half)
-        return None if wanted is None else wanted.seconds
+        return NOTHING if wanted is None else expected(wanted.seconds, wanted.bytes)
 
     async def _engine_values(self) -> Values:
         now_s = time.monotonic()

@@ -42,6 +42,8 @@ class Saver:
         """Steps done of the checkpoint written or taken up last."""
         self.last_write_s: float | None = None
         """Seconds that writing the newest checkpoint took, in this process or an earlier one; None: not known."""
+        self.last_write_bytes = 0
+        """Of that checkpoint; 0: not known."""
         self._prepared: int | None = None
 
     def is_due(self, num_steps_done: int, *, is_last: bool) -> bool:
@@ -60,7 +62,7 @@ class Saver:
     def write(self, counters: dict[str, Any], trainer: StateSource) -> None:
         """Write `checkpoints/step_N` aside. Called on the trainer's thread, at the end of a step."""
         state = counters | {"trainer": trainer.state_dict()}
-        prepare_checkpoint(self.folder, counters["num_steps_done"], state)
+        self.last_write_bytes = prepare_checkpoint(self.folder, counters["num_steps_done"], state)
         self._prepared = counters["num_steps_done"]
 
     def commit(self) -> None:
@@ -69,6 +71,11 @@ class Saver:
         if self._prepared is not None:
             commit_checkpoint(self.folder, self._prepared, keep=self.config.keep)
             self.newest_step, self._prepared = self._prepared, None
+
+    def take_up_last_write(self, events: Path) -> None:
+        """Know of a resumed run what writing its newest checkpoint took."""
+        newest = last_span(events, "checkpoint")
+        self.last_write_s, self.last_write_bytes = newest.get("duration_s"), newest.get("bytes", 0)
 
     def write_model(self, trainer: Trainer) -> Path:
         """Write `model/` beside the checkpoints: the published weights as a Hugging Face folder, whole or not at all.
@@ -94,10 +101,10 @@ class Saver:
         return self.newest_step
 
 
-def last_span_s(events: Path, name: str) -> float | None:
-    """Seconds of the newest whole span of this name in a run's events."""
-    seconds = None
+def last_span(events: Path, name: str) -> dict[str, Any]:
+    """The newest whole span of this name in a run's events; empty where there is none."""
+    newest: dict[str, Any] = {}
     for line in read_json_lines(events):
         if line.get("kind") == "span" and line.get("name") == name and "error" not in line:
-            seconds = float(line["duration_s"])
-    return seconds
+            newest = line
+    return newest

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from rollbook.controller.expectation import Plan
 from rollbook.ledger.entry import Entry
@@ -17,6 +18,22 @@ from rollbook.types import Group, TrainSequence
 
 OF_A_BATCH = frozenset({"proximal", "reference", "teacher", "values", "adv", "train", "critic"})
 """Stages that a step without a batch has not."""
+
+
+class Expected(TypedDict):
+    """Keywords of a span."""
+
+    expected_s: float | None
+    expected_bytes: int | None
+    """None where the ledger counts none."""
+
+
+NOTHING = Expected(expected_s=None, expected_bytes=None)
+
+
+def expected(seconds: float, num_bytes: float) -> Expected:
+    """Both, as a span carries them."""
+    return Expected(expected_s=seconds, expected_bytes=round(num_bytes) or None)
 
 
 @dataclass(kw_only=True)
@@ -69,15 +86,12 @@ class StepPlan:
         """Expect a step that does not have these stages."""
         self.stages = {name: entry for name, entry in self.stages.items() if name not in stages}
 
-    def seconds(self, stage: str) -> float | None:
-        """Of a stage of every step."""
+    def of(self, stage: str) -> Expected:
+        """What the span of a stage carries."""
         entry = self.stages.get(stage)
-        return None if entry is None else entry.seconds
-
-    def occasional_s(self, stage: str) -> float | None:
-        """Of an evaluation or a checkpoint."""
-        entry = None if self.plan is None else self.plan.occasional.get(stage)
-        return None if entry is None else entry.seconds
+        if entry is None and self.plan is not None:
+            entry = self.plan.occasional.get(stage)
+        return NOTHING if entry is None else expected(entry.seconds, entry.bytes)
 
     def step_s(self, *, saves: bool = False) -> float | None:
         """Of the stages one after the other. Of a rollout beside the training, only the wait for it is a stage.
@@ -87,7 +101,7 @@ class StepPlan:
         """
         if not self.stages:
             return None
-        checkpoint_s = (self.occasional_s("checkpoint") or 0.0) if saves else 0.0
+        checkpoint_s = (self.of("checkpoint")["expected_s"] or 0.0) if saves else 0.0
         return sum(entry.seconds for entry in self.stages.values()) + checkpoint_s
 
     def work(self, num_generated: float, *, num_gpus: int) -> Work | None:
