@@ -13,7 +13,7 @@ import gc
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rollbook.controller.expectation import Plan, can_plan, make_plan
+from rollbook.controller.expectation import Plan, make_plan
 from rollbook.controller.preflight import preflight
 from rollbook.controller.step_plan import StepPlan
 from rollbook.controller.warmup import answer_sequences, warmup_lr
@@ -68,13 +68,13 @@ async def begin(controller: Controller, *, resume: bool) -> None:
         controller.saver.take_up_last_write(recorder.run_dir.events.path)
     gc.collect()
     gc.freeze()  # what was imported and built stays: a full collection no longer goes through all of it
-    if can_plan(config):
+    if config.plan.is_on:
         with recorder.span("plan"):
             plan = await make_plan(controller)
         _show_plan(controller, plan)
     if step is None:
         await controller.evaluate(-1)
-        controller.saver.commit()
+        controller.commit_checkpoint()
 
 
 def _show_plan(controller: Controller, plan: Plan) -> None:

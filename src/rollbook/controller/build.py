@@ -89,6 +89,7 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
                 router, publisher = Router(on_ray.pool.engines), on_ray.publisher
                 on_ray.pool.router = router
         router.on_quarantine = lambda who, why: recorder.event("quarantined", replica_id=who, why=why)
+        router.on_return = lambda who: recorder.event("back_in_service", replica_id=who)
         stack.callback(publisher.close)
 
         def make_env(prompt: Prompt) -> SingleTurnEnv:

@@ -42,6 +42,7 @@ from rollbook.controller.step_metrics import (
     staleness_values,
     teacher_values,
     trajectory_values,
+    untrained_events,
 )
 from rollbook.controller.step_plan import NOTHING, OF_A_BATCH, Expected, StepPlan, expected
 from rollbook.controller.switching import DeviceSwitch, Half
@@ -129,7 +130,7 @@ class Controller:
                     await self._save(step)
                     # Expected of the work that the step got, as its stages are.
                     span.expected_s = self.expected.step_s(saves=self._is_save_due(step))
-                self.saver.commit()
+                self.commit_checkpoint()
                 self.num_steps_done = step + 1
                 self.rollout.admit()
             await self._finish()
@@ -325,6 +326,8 @@ class Controller:
             values |= batch_values(batch)
             masks = {f"{s.group_id}/{s.member_idx}": s.loss_mask for s in batch.sequences}
         self.recorder.metrics(values)
+        for kind, event in untrained_events(taken, failed):
+            self.recorder.event(kind, **event)
         work = self.expected.work(self._num_generated(taken), num_gpus=self.recorder.num_gpus)
         if work is not None:
             self.recorder.work(work)
@@ -355,7 +358,7 @@ class Controller:
         """What a run leaves behind: the state it ended in and, if nothing is left to do, the model."""
         if self.saver.newest_step != self.num_steps_done:  # the data ended without a group to train
             await self.write_checkpoint(self.num_steps_done)
-            self.saver.commit()
+            self.commit_checkpoint()
         if self.is_complete and self.config.checkpoint.save_model:
             await self.compute(lambda: self.saver.write_model(self.trainer))
 
@@ -380,6 +383,12 @@ class Controller:
                 await self.compute(lambda: self.saver.write(counters, self.switch))
             span.set(bytes=self.saver.last_write_bytes)
         self.saver.last_write_s = span.duration_s
+
+    def commit_checkpoint(self) -> None:
+        """Make the checkpoint that was written aside, if one was, the run's newest."""
+        if (path := self.saver.commit()) is not None:
+            size = self.saver.last_write_bytes
+            self.recorder.event("checkpoint", path=f"{path.parent.name}/{path.name}", num_bytes=size)
 
     @property
     def is_complete(self) -> bool:

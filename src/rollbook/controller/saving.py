@@ -65,12 +65,14 @@ class Saver:
         self.last_write_bytes = prepare_checkpoint(self.folder, counters["num_steps_done"], state)
         self._prepared = counters["num_steps_done"]
 
-    def commit(self) -> None:
+    def commit(self) -> Path | None:
         """Make what was written aside the newest checkpoint: only once the step's line of metrics is on disk, so that
-        no resumed run begins after a step that left none."""
-        if self._prepared is not None:
-            commit_checkpoint(self.folder, self._prepared, keep=self.config.keep)
-            self.newest_step, self._prepared = self._prepared, None
+        no resumed run begins after a step that left none. Returns its folder; None where nothing was written."""
+        if self._prepared is None:
+            return None
+        path = commit_checkpoint(self.folder, self._prepared, keep=self.config.keep)
+        self.newest_step, self._prepared = self._prepared, None
+        return path
 
     def take_up_last_write(self, events: Path) -> None:
         """Know of a resumed run what writing its newest checkpoint took."""

@@ -6,7 +6,9 @@ Names, units and denominators stand in `observe/catalogue.py`.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,9 @@ from rollbook.buffer.buffer import GroupBuffer, GroupState, Taken
 from rollbook.observe.values import Last, Low, Peak, Ratio, Total, Value, Values
 from rollbook.rollout.engine import EngineStats
 from rollbook.types import TrainBatch, Trajectory
+
+MAX_MESSAGE = 1000
+"""Characters kept of a failure's own words."""
 
 
 def spread(name: str, numbers: Sequence[float], statistics: Sequence[str] = ("mean", "max", "min")) -> Values:
@@ -48,6 +53,9 @@ def trajectory_values(taken: Taken, failed: Iterable[Trajectory]) -> Values:
     values |= spread("generated/response_length", [t.num_response_tokens for t in finished], spreads)
     values |= spread("prompt_length", [len(t.prompt.prompt_ids) for t in trained])
     values |= spread("num_turns", [len(t.turns) for t in finished])
+    values |= spread(
+        "env/turn_s", [s for t in finished for s in t.env_turns_s], ("mean", "p50", "p99", "max")
+    )
     values |= spread("critic/rewards", rewards)
     values |= spread("critic/score", [t.reward_terms.get(RAW_SCORE, t.reward or 0.0) for t in trained])
     values |= {
@@ -60,6 +68,31 @@ def trajectory_values(taken: Taken, failed: Iterable[Trajectory]) -> Values:
     }
     values |= _reward_by_source(finished, failed)
     return values | _tail(finished)
+
+
+def untrained_events(taken: Taken, failed: Iterable[Trajectory]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Kind and fields of an event for every group that left untrained, and for every kind of failure by source."""
+    for eviction in taken.evictions:
+        yield "eviction", asdict(eviction)
+    alike: dict[tuple[str, str], list[Trajectory]] = defaultdict(list)
+    for trajectory in failed:
+        if trajectory.failure is not None:
+            alike[trajectory.failure.kind, trajectory.prompt.source].append(trajectory)
+    for (kind, source), trajectories in alike.items():
+        first, failure = trajectories[0], trajectories[0].failure
+        assert failure is not None
+        yield (
+            "failure",
+            {
+                "failure": str(kind),
+                "source": source,
+                "num_trajectories": len(trajectories),
+                "group_id": first.group_id,
+                "member_idx": first.member_idx,
+                "turn_idx": failure.turn_idx,
+                "message": failure.message[:MAX_MESSAGE],
+            },
+        )
 
 
 def _reward_by_source(scored: Sequence[Trajectory], failed: Sequence[Trajectory]) -> Values:

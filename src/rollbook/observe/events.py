@@ -71,13 +71,24 @@ EVENT_KINDS: dict[str, EventKind] = {
     "quarantined": EventKind(
         ("replica_id", "why"), "A replica is out of service until a publication is proven."
     ),
+    "back_in_service": EventKind(
+        ("replica_id",), "A quarantined replica was re-synced in full and serves again."
+    ),
     "lent": EventKind(
         ("replica_id", "weight_version", "expected_wait_s", "up_s", "num_moved"),
         "An engine on the trainer's device serves while the trainer waits; `num_moved` requests were given to it.",
     ),
     "taken_back": EventKind(
-        ("replica_id", "lent_s", "back_s", "saved_s", "num_tokens", "num_returned"),
-        "The trainer has its device again; unfinished responses go on at other replicas.",
+        ("replica_id", "lent_s", "back_s", "saved_s", "num_tokens", "num_returned", "is_late"),
+        "The trainer has its device again; unfinished responses go on at other replicas. `saved_s` is against the pace of "
+        "waits without a lending, and negative where it made the wait longer.",
+    ),
+    "lending_cut_short": EventKind(
+        ("replica_id", "back_s"), "The groups were there before the engine on the trainer's device served."
+    ),
+    "lending_judged": EventKind(
+        ("pays", "lent_tokens_per_s", "alone_tokens_per_s", "num_lent", "num_alone", "num_waits_held"),
+        "Waits with a lending were compared with waits without; the faster kind is kept for `num_waits_held` waits.",
     ),
     "lending_failed": EventKind(
         ("replica_id", "why"), "The engine on the trainer's device failed: nothing is lent any more."
@@ -103,51 +114,26 @@ EVENT_KINDS: dict[str, EventKind] = {
         "What the ledger expects before the first step: seconds of each stage in the mean of all steps, of a step, and "
         "of all steps that are left.",
     ),
-    "commit": EventKind(
-        ("replica_id", "weight_version", "num_bytes", "write_s", "digest_s"),
-        "One replica proved and serves a version.",
-    ),
-    "engine_state": EventKind(
-        ("replica_id", "state", "weight_version", "reason"),
-        "A replica became `serving`, `paused`, `asleep`, `quarantined` or `dead`.",
-    ),
-    "engine_stats": EventKind(
-        (
-            "replica_id",
-            "weight_version",
-            "num_running",
-            "num_waiting",
-            "num_slots",
-            "kv_used_tokens",
-            "kv_pool_tokens",
-            "decode_tokens",
-            "num_preemptions",
-        ),
-        "A reading of a replica's counters.",
-    ),
     "memory": EventKind(
         ("point", "device", "allocated_bytes", "reserved_bytes", "free_bytes", "owners"),
         "Device memory at one point of a hand-over; `owners` maps owner to bytes.",
     ),
     "eviction": EventKind(
-        ("group_id", "reason", "staleness_steps", "num_response_tokens", "weight_version"),
+        ("group_id", "reason", "staleness_steps", "num_response_tokens"),
         "A group left the buffer untrained.",
     ),
     "failure": EventKind(
-        ("group_id", "member_idx", "source", "failure", "message", "replica_id"),
-        "A trajectory has no reward; `failure` is its kind.",
+        ("failure", "source", "num_trajectories", "group_id", "member_idx", "turn_idx", "message"),
+        "Trajectories of a step that have no reward: one line a kind and source, in the first one's own words.",
     ),
     "drill": EventKind(
         ("fault", "at_step", "says"),
         "This run is a drill: a fault was put in on purpose, there from a step on.",
     ),
-    "fault": EventKind(
-        ("fault", "target", "attrs"), "A drill injected a fault, or a supervisor saw a part die."
-    ),
     "finding": EventKind(
         ("rule", "summary", "remedy", "severity", "evidence", "cost_s"), "A diagnosis made during the run."
     ),
-    "checkpoint": EventKind(("path", "num_bytes", "duration_s"), "The RL state is on disk, whole."),
+    "checkpoint": EventKind(("path", "num_bytes"), "The RL state is on disk, whole."),
     "checkpoint_failed": EventKind(
         ("num_steps_done", "error"), "A checkpoint could not be written; it is tried once more."
     ),

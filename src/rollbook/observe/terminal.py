@@ -34,7 +34,6 @@ _NOTICES = {
     "publication_failed": "error",
     "quarantined": "why",
     "sink_failed": "error",
-    "fault": "fault",
     "interrupted": "effect",
 }
 """Event kinds that are said aloud, and the field that says it. Not a step that failed: the run ends with its error."""
@@ -433,8 +432,10 @@ class TerminalView:
         p = self.progress
         lines = []
         if p.num_done:
-            elapsed = seconds(self.clock.mono_s() - p.started_mono_s)
-            lines.append(f"{p.num_done} steps in {elapsed}")
+            began_mono_s = p.started_mono_s if p.steps_began_mono_s is None else p.steps_began_mono_s
+            before_s = began_mono_s - p.started_mono_s
+            said = f"{p.num_done} steps in {seconds(self.clock.mono_s() - began_mono_s)}"
+            lines.append(f"{said}, after {seconds(before_s)} of preparation" if before_s >= 1 else said)
             for name, value in p.data.items():
                 match = re.fullmatch(r"reward/(.+)/mean|val/(.+)/exact_match", name)
                 if match:

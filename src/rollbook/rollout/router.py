@@ -26,6 +26,7 @@ class Router:
         self.newest_version: int | None = None
         """The newest version that any replica may hold; None: not known, so not checked."""
         self.on_quarantine: Callable[[int, str], None] | None = None
+        self.on_return: Callable[[int], None] | None = None
         """Told which replica serves nothing, and why: once for each reason."""
         self._announced: dict[int, str] = {}
         self.out_of_service: dict[int, str] = {}
@@ -120,8 +121,11 @@ class Router:
                 self.on_quarantine(replica_id, why)
 
     def put_back(self, replica_id: int) -> None:
+        """It serves again."""
         self.out_of_service.pop(replica_id, None)
-        self._announced.pop(replica_id, None)
+        was_announced = self._announced.pop(replica_id, None) is not None
+        if was_announced and self.on_return is not None:
+            self.on_return(replica_id)
 
     async def pause(self, mode: PauseMode) -> None:
         await self._each(lambda engine: engine.pause(mode))

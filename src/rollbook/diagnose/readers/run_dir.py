@@ -28,9 +28,6 @@ _KEPT = frozenset(
         "publication",
         "publication_failed",
         "probe_failed",
-        "engine_state",
-        "failure",
-        "eviction",
         "nonfinite",
         "checkpoint",
     }

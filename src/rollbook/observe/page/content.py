@@ -21,11 +21,11 @@ from rollbook.types import Trajectory
 Json = dict[str, Any]
 
 SHOWN_EVENTS = (
-    "finding", "fault", "step_failed", "publication",
-    "publication_failed", "quarantined", "preflight", "commit", "engine_state", "eviction", "failure",
+    "finding", "drill", "step_failed", "publication",
+    "publication_failed", "quarantined", "back_in_service", "preflight", "eviction", "failure",
     "checkpoint", "nonfinite", "sink_failed", "repair", "run_started", "run_resumed", "run_ended", "memory",
 )  # fmt: skip
-IMPORTANT_EVENTS = ("finding", "fault", "step_failed", "publication_failed", "quarantined")
+IMPORTANT_EVENTS = ("finding", "step_failed", "publication_failed", "quarantined")
 MAX_EVENTS = 80
 MAX_TRAJECTORIES = 256
 
