@@ -372,3 +372,27 @@ def test_probabilities_far_apart_from_the_first_step_are_a_mismatch_though_the_k
     }
     diagnosis = diagnose(_run(**apart))
     assert (diagnosis.verdict, diagnosis.signals[2].verdict) == ("engine_mismatch", "moved")
+
+
+def test_probabilities_without_any_relation_are_noise_even_where_no_reward_is_lost() -> None:
+    pearson = "training/rollout_actor_probs_pearson_corr"
+    moved = {GAP: _step(_noisy(0.006, 2), 40), "rollout_corr/kl": _step(_noisy(0.001, 3, 0.1), 900)}
+    noise = np.where(T >= AT, 0.05, 0.999) + np.random.default_rng(30).normal(0, 0.0005, N)
+    rounded = np.where(T >= AT, 0.8, 0.999) + np.random.default_rng(30).normal(0, 0.0005, N)
+    assert diagnose(_run(**moved, **{pearson: noise})).verdict == "silent_error_after_wake"
+    assert diagnose(_run(**moved, **{pearson: rounded})).verdict == "engine_mismatch"
+
+
+def test_flat_groups_of_a_solved_task_starve_nobody_unless_more_is_generated() -> None:
+    """A solved task: short answers, nearly all right, most groups flat, and fixed costs make a token slower."""
+    solved = {
+        "critic/rewards/mean": np.clip(_grow(_noisy(0.4, 40, 0.02), 2.45, 20), 0, 0.99),
+        "batch/effective_frac": _step(_noisy(0.9, 41), 0.2),
+        "response_length/mean": _grow(_noisy(800.0, 8), 0.12, 20),
+        "response_length/max": _grow(_noisy(3000.0, 9), 0.12, 20),
+        "timing_s/gen": _grow(_noisy(50.0, 10), 0.35, 20),
+    }
+    as_many = {"generated/num_trajectories": np.full(N, 256.0)}
+    assert diagnose(_run(**solved, **as_many)).is_well
+    refilled = {"generated/num_trajectories": _step(np.full(N, 256.0), 4), "timing_s/gen": _noisy(50.0, 10)}
+    assert diagnose(_run(**{**solved, **refilled})).verdict == "filter_starvation"

@@ -59,6 +59,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     costs = slower is not None and slower.peak_ratio >= 1.4 and slower.idx >= idx - max(8, view.n // 10)
     grown, steadiness = view.trend(excess)
     costs |= grown >= 1.4 and steadiness >= 0.6  # with the drops, so slowly that no step stands out
+    costs &= not _asks_for_no_more(view, idx)
     smaller = view.fall(view.first("batch/num_groups", "batch/num_sequences"))
     shrinks = smaller is not None and smaller.ratio <= 0.6 and smaller.score >= 5
     if not (costs or shrinks or starved is not None):
@@ -93,6 +94,13 @@ def judge(view: View) -> Finding | NotJudged | None:
         "cap the refills",
         next_check="share of right answers per prompt over the last steps: how many prompts are neither 0 nor 1?",
     )
+
+
+def _asks_for_no_more(view: View, idx: int) -> bool:
+    """Whether a step generates as many responses as before: flat groups are then left out and nothing is made again,
+    which is what a solved task looks like."""
+    made = view.contrast("generated/num_trajectories", idx, width=20)
+    return made is not None and made.ratio < 1.15
 
 
 def _evicted(view: View) -> str | None:

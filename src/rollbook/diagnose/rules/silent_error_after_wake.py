@@ -17,6 +17,9 @@ from rollbook.diagnose.view import View
 RULE = "silent_error_after_wake"
 BROKEN = 3.5
 """Growth of the disagreement at once beyond which an engine no longer runs these weights."""
+NOISE = 0.35
+"""Correlation of both sides' probabilities below which they have nothing in common, whatever the reward says: on a task
+that a bad policy solves as well as noise does, no reward is lost. Four-bit weights keep 0.75 and more."""
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -37,9 +40,10 @@ def judge(view: View) -> Finding | NotJudged | None:
     lost = signs.lost_reward(view, rise.idx)
     pearson = view.contrast("training/rollout_actor_probs_pearson_corr", rise.idx, width=8)
     unrelated = pearson is not None and pearson.after < 0.6
-    if not (lost >= 0.4 or (unrelated and lost >= 0.15)):
+    noise = pearson is not None and pearson.after < NOISE and pearson.before > 0.8
+    if not (lost >= 0.4 or (unrelated and lost >= 0.15) or noise):
         return None
-    return _finding(view, rise.idx, 0.95 if lost >= 0.4 and rise.peak_ratio >= 5 else 0.8)
+    return _finding(view, rise.idx, 0.95 if (lost >= 0.4 and rise.peak_ratio >= 5) or noise else 0.8)
 
 
 def _in_first_steps(view: View) -> Finding | None:
