@@ -164,6 +164,8 @@ class Trajectory:
     """Named parts of the reward before weights; "raw" parts decide what dynamic sampling filters."""
     failure: Failure | None = None
     replica_id: int = 0
+    env_turns_s: tuple[float, ...] = ()
+    """Seconds that the environment took for each turn it answered with an observation; the last one is scoring."""
     started_at_s: float = 0.0
     finished_at_s: float = 0.0
 

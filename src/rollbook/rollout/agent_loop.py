@@ -49,6 +49,7 @@ async def run_trajectory(
     """
     started_at_s = clock()
     turns: list[Turn] = []
+    env_turns_s: list[float] = []
     trajectory = Trajectory(
         group_id=group_id, member_idx=member_idx, prompt=prompt, started_at_s=started_at_s
     )
@@ -75,7 +76,10 @@ async def run_trajectory(
             trajectory.replica_id = response.replica_id
             first_token_idx += len(response.response_ids)
             context = np.concatenate([context, response.response_ids])
+            asked_at_s = clock()
             observation = await env.observe(response.response_ids, response.finish_reason)
+            if not observation.is_done:
+                env_turns_s.append(clock() - asked_at_s)
             is_last = observation.is_done or len(turns) + 1 >= max_turns
             room = max_context_tokens - len(context) - len(observation.observation_ids)
             observation_ids = (
@@ -95,7 +99,7 @@ async def run_trajectory(
             context = np.concatenate([context, observation_ids])
     finally:
         await env.close()
-    trajectory.turns = tuple(turns)
+    trajectory.turns, trajectory.env_turns_s = tuple(turns), tuple(env_turns_s)
     trajectory.finished_at_s = clock()
     return trajectory
 
