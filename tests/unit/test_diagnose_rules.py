@@ -396,3 +396,17 @@ def test_flat_groups_of_a_solved_task_starve_nobody_unless_more_is_generated() -
     assert diagnose(_run(**solved, **as_many)).is_well
     refilled = {"generated/num_trajectories": _step(np.full(N, 256.0), 4), "timing_s/gen": _noisy(50.0, 10)}
     assert diagnose(_run(**{**solved, **refilled})).verdict == "filter_starvation"
+
+
+def test_much_shorter_responses_that_cost_nearly_as_much_are_no_wait() -> None:
+    """A solved task answers in a few tokens, and a step is then prompts and calls; the same seconds at the old
+    lengths would be nothing either."""
+    short = {
+        "critic/rewards/mean": np.clip(_grow(_noisy(0.4, 40, 0.02), 2.45, 20), 0, 0.99),
+        "response_length/mean": _grow(_noisy(800.0, 8), 0.1, 20),
+        "response_length/max": _grow(_noisy(3000.0, 9), 0.1, 20),
+        "timing_s/gen": _grow(_noisy(50.0, 10), 0.8, 20),
+    }
+    assert diagnose(_run(**short)).is_well
+    waits = {**short, "timing_s/gen": _step(_noisy(50.0, 10), 4)}
+    assert diagnose(_run(**waits)).verdict == "buffer_never_fills"

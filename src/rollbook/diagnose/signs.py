@@ -660,7 +660,10 @@ EXCESS = "gen beyond length"
 
 @once("excess")
 def excess(view: View) -> str | None:
-    """Name of the derived series of generation seconds beyond what mean lengths (and token counts) explain."""
+    """Name of the derived series of generation seconds beyond what mean lengths explain.
+
+    Responses of less than half the usual length make a step no cheaper: what is left then are prompts and calls.
+    """
     gen = view.values.get("timing_s/gen")
     if gen is None or np.isfinite(gen).sum() < 8:
         return None
@@ -671,7 +674,8 @@ def excess(view: View) -> str | None:
         known = np.isfinite(size)
         if known.any():
             size = np.where(known, size, np.median(size[known]))
-            out = out - 1.1 * (size - np.median(size))
+            usual = np.median(size)
+            out = out - 1.1 * (np.maximum(size, usual - np.log(2.0)) - usual)
     known = np.isfinite(out)
     return view.derive(EXCESS, np.exp(out - np.median(out[known])))
 
