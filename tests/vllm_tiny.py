@@ -86,7 +86,7 @@ def random_ids(count: int, seed: int = 0) -> Ids:
 def request(prompt_ids: Ids, name: str = "0/0", **changes: Any) -> GenerateRequest:
     """`name` is "group/member", with "#anything" behind it where the id must differ."""
     group_id, member_idx = (int(part) for part in name.partition("#")[0].split("/"))
-    fields = {key: changes.pop(key) for key in ("seed", "first_token_idx") if key in changes}
+    fields = {key: changes.pop(key) for key in ("seed", "first_token_idx", "num_continued") if key in changes}
     sampling = SamplingParams(**{"max_response_tokens": 8, **changes})
     asked = GenerateRequest(
         request_id=name,

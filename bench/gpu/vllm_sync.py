@@ -120,16 +120,13 @@ class ModelSource:
 class FlippingPort(InprocPort):
     """One bit of one tensor changes between the trainer's digest and the replica."""
 
-    def begin(self, bucket: Any) -> None:
-        """Every bucket goes through `receive`."""
-
-    async def receive(self, bucket: Any) -> None:
+    def receive(self, bucket: Any) -> Any:
         shared = dict(bucket.shared)
         name = next(iter(shared))
         damaged = shared[name].clone()
         damaged.view(torch.int16).view(-1)[7] ^= 1
         object.__setattr__(bucket, "shared", {**shared, name: damaged})
-        await super().receive(bucket)
+        return super().receive(bucket)
 
 
 def make_model(shape: dict[str, int], seed: int, device: str) -> Qwen3ForCausalLM:

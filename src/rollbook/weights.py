@@ -10,9 +10,9 @@ Tensor names are Hugging Face names everywhere; an engine with fused or stacked 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +108,25 @@ class LiveWeights(Protocol):
         """The live bytes of `name`: a view where the layout allows, so that the digest proves them."""
 
 
+class Arrival(Protocol):
+    """A bucket on its way to one replica; a `concurrent.futures.Future` is one."""
+
+    def result(self, timeout: float | None = None) -> object:
+        """Wait until the replica has it.
+
+        Raises:
+            TimeoutError: it has not after `timeout` seconds.
+            RunError: it was not taken.
+        """
+
+    def cancel(self) -> object:
+        """Nobody waits for it any more."""
+
+
+Receiving = Arrival | Coroutine[Any, Any, None]
+"""A bucket that is on its way already, or the coroutine that takes it in."""
+
+
 class WeightPort(Protocol):
     """One replica as the publisher sees it. Every call has a deadline; an error quarantines the replica."""
 
@@ -118,7 +137,10 @@ class WeightPort(Protocol):
     async def open(self, manifest: Manifest) -> None:
         """Begin a publication: names, shapes and dtypes must match, the base version must be held."""
 
-    async def receive(self, bucket: Bucket) -> None: ...
+    def receive(self, bucket: Bucket) -> Receiving:
+        """Take a bucket in: the only way to the replica, called from a thread that waits for many buckets, in their
+        order. Work that may keep that thread goes into a coroutine (`async def` is one), which the caller runs on the
+        event loop; what is begun at once needs no loop."""
 
     async def prove(self, digests: Digests) -> None:
         """Phase one: everything arrived and its digests equal the trainer's; nothing serves it yet."""

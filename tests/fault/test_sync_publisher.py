@@ -19,6 +19,7 @@ from rollbook.sync.config import SyncConfig
 from rollbook.sync.inproc import InprocPort
 from rollbook.sync.publisher import Publisher
 from rollbook.sync.transaction import State
+from rollbook.sync.transport import arrived
 from rollbook.weights import Bucket, CommitReport, Digests, Manifest
 
 pytestmark = pytest.mark.timeout(60)
@@ -49,7 +50,7 @@ class FaultyPort:
 
     async def receive(self, bucket: Bucket) -> None:
         async with self._in_order:
-            await self.inner.receive(await self._before("receive", bucket))
+            await arrived(self.inner.receive(await self._before("receive", bucket)))
 
     async def prove(self, digests: Digests) -> None:
         await self.inner.prove(await self._before("prove", digests))
@@ -390,6 +391,8 @@ async def test_an_export_that_hangs_passes_its_deadline(cluster: Make) -> None:
     with pytest.raises(DeadlineError, match="did not export bucket 0 of version 1 within 0.05 s"):
         await c.publisher.publish(1)
     release.set()
+    await asyncio.to_thread(c.publisher._export.shutdown)
+    assert all("receive" not in port.calls for port in c.ports), "what comes late is sent to nobody"
     c.check(0, 0, trainer_moved=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from rollbook.sync.remote import RemotePort, ReplicaServer
 from rollbook.sync.shm import ShmReceiver, ShmSender
 from rollbook.sync.transaction import ReplicaTransaction
 from rollbook.sync.transport import InlineSender
-from rollbook.weights import Bucket, BucketEntry, Manifest
+from rollbook.weights import Bucket, BucketEntry, Manifest, Receiving
 
 SOON = CONFIG.model_copy(update={"receive_deadline_s": 2.0, "abort_deadline_s": 0.5, "delta": False})
 
@@ -43,18 +43,18 @@ async def test_a_replica_that_takes_no_bucket_misses_its_deadline_and_comes_back
     assert (await publisher.publish(1)).committed == (0, 1)
     publisher.config = SOON
     port: Any = remote.servers[1].port
-    begin, released = port.begin, threading.Event()
+    receive, released = port.receive, threading.Event()
 
     def hang(bucket: Bucket) -> Any:
         released.wait()
-        return begin(bucket)
+        return receive(bucket)
 
-    port.begin = hang
+    port.receive = hang
     remote.source.step()
     report = await publisher.publish(2)
     assert report.committed == (0,)
     assert "replica 1 did not answer to receive of version 2 within 2 s" in report.quarantined[1]
-    port.begin = begin
+    port.receive = receive
     released.set()
     assert remote.engines[1].version == 1, "it serves what it held"
     remote.source.step()
@@ -72,15 +72,15 @@ async def test_a_connection_that_ends_between_two_buckets_costs_one_replica_one_
     publisher = await remote.connect(await shm(remote.source, tmp_path))
     await publisher.publish(1)
     port, server = remote.servers[1].port, remote.servers[1]
-    begin: Callable[[Bucket], Any] = port.begin  # type: ignore[attr-defined]
+    receive = port.receive
 
     def cut(bucket: Bucket) -> Any:
         if bucket.weight_version == 2 and bucket.bucket_idx == bucket_idx:
             for channel in list(server._channels):
                 channel.close()
-        return begin(bucket)
+        return receive(bucket)
 
-    port.begin = cut  # type: ignore[attr-defined]
+    port.receive = cut  # type: ignore[method-assign]
     remote.source.step()
     report = await publisher.publish(2)
     assert report.committed == (0,)
@@ -98,20 +98,20 @@ async def test_a_publication_that_is_cancelled_while_buckets_travel_leaves_the_o
     await publisher.publish(1)
     before = [live_digests(engine.live) for engine in remote.engines]
     port: Any = remote.servers[1].port
-    begin, reached, released = port.begin, threading.Event(), threading.Event()
+    receive, reached, released = port.receive, threading.Event(), threading.Event()
 
     def wait(bucket: Bucket) -> Any:
         reached.set()
         released.wait()
-        return begin(bucket)
+        return receive(bucket)
 
-    port.begin = wait
+    port.receive = wait
     remote.source.step()
     publishing = asyncio.ensure_future(publisher.publish(2))
     await asyncio.to_thread(reached.wait)
     publishing.cancel()
     await asyncio.sleep(0)
-    port.begin = begin
+    port.receive = receive
     released.set()
     with pytest.raises(asyncio.CancelledError):
         await publishing
@@ -270,15 +270,15 @@ class SlowPort:
 
     async def abort(self) -> None: ...
 
-    def begin(self, bucket: Bucket) -> Any:
+    def receive(self, bucket: Bucket) -> Receiving:
         if bucket.bucket_idx % 2 == 0:
             self.under_way += 1
-            return None
+            return self._slowly()
         if self.under_way:
             self.overtaken.append(f"bucket {bucket.bucket_idx}")
         return Copied(None)
 
-    async def receive(self, bucket: Bucket) -> None:
+    async def _slowly(self) -> None:
         for _ in range(500):
             await asyncio.sleep(0)
         self.under_way -= 1
@@ -298,11 +298,11 @@ async def test_nothing_overtakes_a_bucket_that_is_taken_in_on_the_event_loop(tmp
     arrivals = []
     for bucket_idx in range(3):
         bucket = Bucket(weight_version=1, bucket_idx=bucket_idx, entries=(), data=data)
-        arrivals.append(await asyncio.to_thread(remote_port.begin, bucket))
+        arrivals.append(await asyncio.to_thread(remote_port.receive, bucket))
     await remote_port.prove({})
     assert port.overtaken == []
     for arrival in arrivals:
-        assert arrival is not None
+        assert not isinstance(arrival, Coroutine)
         arrival.result(10)
     await remote_port.close()
     await server.close()
@@ -319,5 +319,7 @@ async def test_what_touches_live_weights_is_left_to_the_engines_thread() -> None
         bucket = Bucket(
             weight_version=1, bucket_idx=0, entries=(entry,), data=torch.zeros(16, dtype=torch.uint8)
         )
-        assert port.begin(bucket) is None
+        receiving = port.receive(bucket)
+        assert isinstance(receiving, Coroutine)
+        receiving.close()
     engine.close()

@@ -25,7 +25,7 @@ from rollbook.sync.inproc import InprocPort
 from rollbook.sync.publisher import Publisher
 from rollbook.sync.remote import RemotePort, ReplicaServer
 from rollbook.sync.shm import ShmReceiver, ShmSender
-from rollbook.sync.transport import InlineReceiver, InlineSender, Receiver, Sender
+from rollbook.sync.transport import InlineReceiver, InlineSender, Receiver, Sender, arrived
 from rollbook.weights import Bucket, BucketEntry, CommitReport, Manifest, TensorSpec
 
 pytestmark = pytest.mark.timeout(60)
@@ -143,7 +143,7 @@ async def test_the_next_bucket_is_fetched_while_the_last_one_is_taken_in(
         while fetched[-1] == bucket.bucket_idx and bucket.entries[-1].name != "lm_head.weight":
             await asyncio.sleep(0)  # if the two excluded each other this would wait for ever
         overlaps.append(fetched[-1] > bucket.bucket_idx)
-        await receive(bucket)
+        await arrived(receive(bucket))
 
     server.receiver.take = noted  # type: ignore[method-assign]
     server.port.receive = after_the_next_one_is_fetched  # type: ignore[method-assign]

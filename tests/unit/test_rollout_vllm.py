@@ -22,7 +22,7 @@ from rollbook.rollout.engine import Response
 from rollbook.rollout.vllm.engine import VllmEngine
 from rollbook.sync.inproc import InprocPort
 from rollbook.types import FinishReason, VersionRun
-from rollbook.weights import Bucket
+from rollbook.weights import Bucket, Receiving
 from vllm_tiny import (
     BLOCK,
     gap,
@@ -221,6 +221,27 @@ async def test_a_stop_string_ends_the_response_with_the_token_that_completed_it(
     assert text.startswith(said) and said.endswith(stop) and stop not in said[:-1]
 
 
+async def test_a_stop_string_that_began_before_a_cut_ends_the_continued_response(bench: Bench) -> None:
+    """vLLM is given the first part as a prompt. Greedy, so that the rest is what it would have been."""
+    greedy = {"ignore_eos": True, "temperature": 0.0}
+    free = (await bench.engine.generate(request(PROMPT, max_response_tokens=64, **greedy))).response_ids
+    text = Letters().decode(free.tolist())
+    begin = max(at for at in range(1, 62) if text.index(text[at : at + 2]) == at)
+    cut, stop = begin + 1, text[begin : begin + 2]
+    rest = await bench.engine.generate(
+        request(
+            np.concatenate([PROMPT, free[:cut]]),
+            num_continued=cut,
+            first_token_idx=cut,
+            max_response_tokens=64 - cut,
+            stop_strings=(stop,),
+            **greedy,
+        )
+    )
+    assert rest.response_ids.tolist() == free[cut : begin + 2].tolist()
+    assert rest.finish_reason is FinishReason.STOP
+
+
 async def test_the_context_ends_a_response(bench: Bench) -> None:
     prompt = random_ids(500)
     response = await bench.engine.generate(request(prompt, max_response_tokens=100, ignore_eos=True))
@@ -365,17 +386,14 @@ async def test_reset_prefix_cache_ends_all_sharing(bench: Bench) -> None:
 class DamagingPort(InprocPort):
     """One bit of one tensor changes between the trainer's digest and the replica."""
 
-    def begin(self, bucket: Bucket) -> None:
-        """Every bucket goes through `receive`."""
-
-    async def receive(self, bucket: Bucket) -> None:
+    def receive(self, bucket: Bucket) -> Receiving:
         assert bucket.shared is not None
         damaged = dict(bucket.shared)
         tensor = damaged["model.layers.1.mlp.gate_proj.weight"].clone()
         tensor.view(torch.int32).view(-1)[3] ^= 1
         damaged["model.layers.1.mlp.gate_proj.weight"] = tensor
         object.__setattr__(bucket, "shared", damaged)
-        await super().receive(bucket)
+        return super().receive(bucket)
 
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "bit", "older"])

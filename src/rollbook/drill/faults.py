@@ -32,12 +32,13 @@ from rollbook.observe.values import Last, Peak, Ratio, Total, Value
 from rollbook.rollout.engine import Engine, GenerateRequest, Response
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.rollout.native.mismatch import ROUNDINGS, is_rounded
-from rollbook.sync.transport import QuickPort
+from rollbook.sync.transport import arrived
 from rollbook.types import Failure, FailureKind, Group, Prompt, Trajectory
-from rollbook.weights import Bucket, CommitReport, LiveWeights, Manifest, WeightPort
+from rollbook.weights import Bucket, CommitReport, LiveWeights, Manifest, Receiving, WeightPort
 
 Generate = Callable[[GenerateRequest], Awaitable[Response]]
 Produce = Callable[[Any], Awaitable[Trajectory]]
+Receive = Callable[[Bucket], Receiving]
 
 UNPROVEN: Mapping[str, Any] = {"sync.staging": "direct", "sync.probe": False}
 """Engines with weights of their own, and nothing that compares them after a publication."""
@@ -197,15 +198,15 @@ def _limited(request: GenerateRequest, limit: int) -> GenerateRequest:
 def skipped_bucket(site: Site) -> None:
     """A bucket does not arrive at any replica."""
 
-    def around(receive: Callable[[Bucket], Awaitable[None]]) -> Callable[[Bucket], Awaitable[None]]:
+    def around(receive: Receive) -> Receive:
         async def lost(bucket: Bucket) -> None:
             if not site.is_on:
-                await receive(bucket)
+                await arrived(receive(bucket))
 
         return lost
 
     for port in site.controller.publisher.ports.values():
-        _wrap_receive(port, around)
+        wrap(port, "receive", around)
 
 
 def skipped_bucket_unproven(site: Site) -> None:
@@ -266,11 +267,11 @@ def blocked_publication(site: Site) -> None:
     """A bucket never arrives at the replicas: a collective in which one side has stopped. Its deadline is a second."""
     publisher = site.controller.publisher
 
-    def around(receive: Callable[[Bucket], Awaitable[None]]) -> Callable[[Bucket], Awaitable[None]]:
+    def around(receive: Receive) -> Receive:
         async def hang(bucket: Bucket) -> None:
             if site.is_on:
                 await asyncio.Event().wait()
-            await receive(bucket)
+            await arrived(receive(bucket))
 
         return hang
 
@@ -284,35 +285,25 @@ def blocked_publication(site: Site) -> None:
         return with_deadline
 
     for port in publisher.ports.values():
-        _wrap_receive(port, around)
+        wrap(port, "receive", around)
     wrap(publisher, "publish", around_publish)
 
 
 def oom_in_sync(site: Site) -> None:
     """The replicas have no memory left for the new weights."""
 
-    def around(receive: Callable[[Bucket], Awaitable[None]]) -> Callable[[Bucket], Awaitable[None]]:
-        async def full(bucket: Bucket) -> None:
+    def around(receive: Receive) -> Receive:
+        def full(bucket: Bucket) -> Receiving:
             if site.is_on:
                 raise SyncError(
                     "CUDA out of memory. Tried to allocate 512.00 MiB (simulated by a drill)", "end the drill"
                 )
-            await receive(bucket)
+            return receive(bucket)
 
         return full
 
     for port in site.controller.publisher.ports.values():
-        _wrap_receive(port, around)
-
-
-def _wrap_receive(
-    port: WeightPort,
-    around: Callable[[Callable[[Bucket], Awaitable[None]]], Callable[[Bucket], Awaitable[None]]],
-) -> None:
-    """Every bucket goes through `receive`, also where the port has a quicker way."""
-    wrap(port, "receive", around)
-    if isinstance(port, QuickPort):
-        port.begin = lambda bucket: None  # type: ignore[method-assign]
+        wrap(port, "receive", around)
 
 
 def _keep_old(site: Site, port: WeightPort, *, share: float) -> None:

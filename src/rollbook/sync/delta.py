@@ -24,6 +24,9 @@ from rollbook.errors import SyncError
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 POSITION_BYTES = 4
+WORD_BYTES = 8
+MOST_OF_WORDS = 8
+"""Words are looked into where at most one in so many differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Encoded:
     payload: Tensor
     """[bytes] uint8."""
     num_changed: int
+    where: Tensor | None = None
+    """[num_changed] int64 positions in the part, where they were needed."""
 
 
 class AcknowledgedWeights:
@@ -73,7 +78,10 @@ class AcknowledgedWeights:
         else:
             encoded = Encoded("dense", current.view(torch.uint8), current.numel())
         self.num_changed += encoded.num_changed
-        base.copy_(current)
+        if encoded.where is not None:
+            base[encoded.where] = current[encoded.where]
+        elif encoded.num_changed:
+            base.copy_(current)
         return encoded
 
     def acknowledge(self, weight_version: int) -> None:
@@ -102,8 +110,8 @@ def encode(current: Tensor, base: Tensor) -> Encoded:
     >>> encode(now, base).encoding, encode(base, base).encoding
     ('delta_positions', 'unchanged')
     """
-    changed = current != base
-    num_changed = int(changed.sum())
+    where, changed = _changes(current, base)
+    num_changed = where.numel() if changed is None else int(changed.count_nonzero())
     value_bytes = num_changed * current.element_size()
     sizes = {
         "delta_positions": num_changed * POSITION_BYTES + value_bytes,
@@ -116,10 +124,35 @@ def encode(current: Tensor, base: Tensor) -> Encoded:
     elif encoding == "dense":
         payload = current.view(torch.uint8)
     else:
-        where = changed.nonzero().squeeze(1)
-        index = where.to(torch.int32) if encoding == "delta_positions" else pack_bits(changed)
+        if changed is not None:
+            where = changed.nonzero().squeeze(1)
+        index = where.to(torch.int32) if encoding == "delta_positions" else pack_bits(current != base)
         payload = torch.cat([index.view(torch.uint8), current[where].view(torch.uint8)])
+        return Encoded(encoding, payload, num_changed, where)
     return Encoded(encoding, payload, num_changed)
+
+
+def _changes(current: Tensor, base: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Where they differ: the positions, or (nothing and) a mask where that is many.
+
+    Most elements of a step's update are equal bit for bit: whole words are compared first, and only the elements of
+    words that differ are looked at.
+    """
+    per_word = WORD_BYTES // current.element_size()
+    num_words = current.numel() // per_word
+    if per_word > 1 and num_words and all(_is_aligned(each) for each in (current, base)):
+        whole = num_words * per_word
+        differs = current[:whole].view(torch.int64) != base[:whole].view(torch.int64)
+        if int(differs.count_nonzero()) <= num_words // MOST_OF_WORDS:
+            words = differs.nonzero()
+            at = (words * per_word + torch.arange(per_word, device=words.device)).view(-1)
+            at = torch.cat([at, torch.arange(whole, current.numel(), device=words.device)])
+            return at[current[at] != base[at]], None
+    return current.new_zeros(0, dtype=torch.int64), current != base
+
+
+def _is_aligned(part: Tensor) -> bool:
+    return part.storage_offset() * part.element_size() % WORD_BYTES == 0
 
 
 def apply(encoding: str, payload: Tensor, target: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The port of an engine in this process: the transaction runs beside it, the swap runs on its thread.
 
-Staged: buckets are received on a worker thread while the engine decodes; only the commit runs on the engine's
+Staged: buckets are received on the caller's thread while the engine decodes; only the commit runs on the engine's
 thread, between two steps. Direct: the engine is paused from `open` to `commit`, and every write runs on its thread.
 
 A replica whose live weights are of no version must not take another step. It is put to sleep (level 2: "serves
@@ -21,8 +21,7 @@ import torch
 
 from rollbook.errors import RunError, SyncError
 from rollbook.sync.transaction import ReplicaTransaction, Staging, State
-from rollbook.sync.transport import Arrival
-from rollbook.weights import Bucket, CommitReport, Digests, LiveWeights, Manifest
+from rollbook.weights import Bucket, CommitReport, Digests, LiveWeights, Manifest, Receiving
 
 Result = TypeVar("Result")
 
@@ -97,6 +96,8 @@ class InprocPort:
         self._holds_pause = False
         self._beside_engine: asyncio.Future[Any] | None = None
         self._in_order = asyncio.Lock()
+        self._queued: set[int] = set()
+        """Buckets of the open publication that wait for the engine's thread."""
         self._at_work = threading.Lock()
         """Held by whoever takes a bucket in beside the engine, or drops the publication."""
         self._blocking: asyncio.Future[None] | None = None
@@ -120,6 +121,7 @@ class InprocPort:
                 staging=self.staging,
             )
         transaction = self.transaction
+        self._queued = set()
         if manifest.is_resync and transaction.state in (State.OPEN, State.PROVEN):
             await self.abort()  # left behind by a trainer that is gone
         await self.engine.run_between_steps(lambda: transaction.open(manifest))
@@ -131,22 +133,24 @@ class InprocPort:
         """What the transaction writes and proves; another port may stand something between it and the engine."""
         return await self.engine.live_weights()
 
-    async def receive(self, bucket: Bucket) -> None:
+    def receive(self, bucket: Bucket) -> Receiving:
+        """On the caller's thread, of whose work none is handed to another; what touches live weights is left to the
+        engine's thread, and so is whatever comes behind it."""
         transaction = self._opened()
-        async with self._in_order:  # the next bucket may be on its way already
-            if self._touches_live(bucket):
-                await self.engine.run_between_steps(lambda: transaction.receive(bucket))
-                return
-            copied = await self._beside(lambda: transaction.begin_receive(bucket))
-        if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
-            await asyncio.to_thread(copied.synchronize)
-
-    def begin(self, bucket: Bucket) -> Arrival | None:
-        """`receive` from a thread, where it touches no live weights: none of the thread's work is handed to another."""
-        if self._touches_live(bucket):
-            return None
+        if self._touches_live(bucket) or self._queued:
+            self._queued.add(bucket.bucket_idx)
+            return self._receive_between_steps(transaction, bucket, self._queued)
         with self._at_work:
-            return Copied(self._opened().begin_receive(bucket))
+            return Copied(transaction.begin_receive(bucket))
+
+    async def _receive_between_steps(
+        self, transaction: ReplicaTransaction, bucket: Bucket, queued: set[int]
+    ) -> None:
+        try:
+            async with self._in_order:  # the next bucket may be on its way already
+                await self.engine.run_between_steps(lambda: transaction.receive(bucket))
+        finally:
+            queued.discard(bucket.bucket_idx)
 
     def _touches_live(self, bucket: Bucket) -> bool:
         return self.staging == "direct" or any(entry.encoding != "dense" for entry in bucket.entries)

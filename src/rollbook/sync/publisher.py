@@ -18,7 +18,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar
@@ -31,8 +31,7 @@ from rollbook.sync.bucket import Buffers, PackedViews, Packer
 from rollbook.sync.delta import AcknowledgedWeights
 from rollbook.sync.digest import fold
 from rollbook.sync.handshake import Handshake
-from rollbook.sync.transport import Arrival, QuickPort
-from rollbook.weights import Bucket, CommitReport, Digests, Manifest, WeightPort, WeightSource
+from rollbook.weights import Arrival, Bucket, CommitReport, Digests, Manifest, WeightPort, WeightSource
 
 Result = TypeVar("Result")
 
@@ -177,8 +176,7 @@ class _Sent:
         if self.failed is not None:
             raise self.failed
         assert self.arrival is not None
-        left_s = None if self.ends_at_s == math.inf else max(self.ends_at_s - time.monotonic(), 0.0)
-        self.arrival.result(left_s)
+        self.arrival.result(max(self.ends_at_s - time.monotonic(), 0.0))
 
     def cancel(self) -> None:
         if self.arrival is not None:
@@ -413,7 +411,9 @@ class Publisher:
                 bucket = next(buckets, None)
                 publication.packing_ends_at_s = math.inf
                 publication.export_s += time.perf_counter() - began_at_s
-                if bucket is None:
+                if (
+                    bucket is None or publication.is_over
+                ):  # given up while it was packed: it is sent to nobody
                     break
                 publication.num_buckets += 1
                 travelling.append(self._send(publication, bucket, loop))
@@ -441,17 +441,13 @@ class Publisher:
             arrival: Arrival | None = None
             failed: Exception | None = None
             try:
-                arrival = port.begin(bucket) if isinstance(port, QuickPort) else None
+                receiving = port.receive(bucket)
+                if isinstance(receiving, Coroutine):
+                    receiving = asyncio.run_coroutine_threadsafe(receiving, loop)
+                arrival = receiving
             except Exception as error:
                 failed = error
-            deadline_s = self.config.receive_deadline_s
-            if arrival is None and failed is None:
-                receiving = self._within(
-                    "receive", port.replica_id, port.receive(bucket), deadline_s, publication
-                )
-                arrival = asyncio.run_coroutine_threadsafe(receiving, loop)
-                deadline_s = math.inf  # its own
-            sent.append(_Sent(port, arrival, failed, time.monotonic() + deadline_s))
+            sent.append(_Sent(port, arrival, failed, time.monotonic() + self.config.receive_deadline_s))
         publication.under_way.update(sent)
         return sent
 

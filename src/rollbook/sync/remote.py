@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 
 from rollbook.errors import DeadlineError, EngineError, RunError, SyncError
-from rollbook.sync.transport import Arrival, QuickPort, Receiver, Sender
+from rollbook.sync.transport import Receiver, Sender, arrived
 from rollbook.sync.wire import (
     Channel,
     Frame,
@@ -47,7 +47,7 @@ from rollbook.sync.wire import (
     text_map,
     tokens_match,
 )
-from rollbook.weights import Bucket, CommitReport, Digests, Manifest, WeightPort
+from rollbook.weights import Arrival, Bucket, CommitReport, Digests, Manifest, Receiving, WeightPort
 
 Result = TypeVar("Result")
 
@@ -89,7 +89,8 @@ class ReplicaServer:
         self._owner: Channel | None = None
         """The connection that opened the publication under way: no other one may add to it or commit it."""
         self._receiving: list[Future[None]] = []
-        """Buckets that the port takes in on its event loop."""
+        """Buckets that are taken in on the event loop."""
+        self._in_order = asyncio.Lock()
         self._threads: set[threading.Thread] = set()
         self._channels: set[Channel] = set()
 
@@ -188,8 +189,7 @@ class ReplicaServer:
         held: list[Arrival] = []
 
         def receive() -> None:
-            if (arrival := self._receive(frame, channel)) is not None:
-                held.append(arrival)
+            held.append(self._receive(frame, channel))
 
         def do() -> Json:
             self._wait_for_buckets()
@@ -199,18 +199,26 @@ class ReplicaServer:
             answer = _outcome(receive if frame.header.get("do") == "receive" else do)
         return held[0] if held else answer
 
-    def _receive(self, frame: Frame, channel: Channel) -> Arrival | None:
+    def _receive(self, frame: Frame, channel: Channel) -> Arrival:
         bucket = bucket_from_json(frame.header, frame.payload)
         place = field(frame.header, "place", dict)
         self._require_owner(channel)
         bucket = self.receiver.take(bucket, place)
-        if self.receiver.is_quick and isinstance(self.port, QuickPort):
-            self._wait_for_buckets()  # of this publication, that had to go the other way
-            if (arrival := self.port.begin(bucket)) is not None:
-                return arrival
-        receiving = asyncio.run_coroutine_threadsafe(self.port.receive(bucket), self._loop)
-        self._receiving = [each for each in self._receiving if not each.done()] + [receiving]
-        return receiving
+        receiving: Receiving
+        if self.receiver.is_quick:
+            self._wait_for_buckets()  # of this publication, that are taken in on the event loop
+            receiving = self.port.receive(bucket)
+        else:  # meanwhile this thread fetches the next one
+            receiving = self._receive_beside(bucket)
+        if not isinstance(receiving, Coroutine):
+            return receiving
+        arrival = asyncio.run_coroutine_threadsafe(receiving, self._loop)
+        self._receiving = [each for each in self._receiving if not each.done()] + [arrival]
+        return arrival
+
+    async def _receive_beside(self, bucket: Bucket) -> None:
+        async with self._in_order:
+            await arrived(await asyncio.to_thread(self.port.receive, bucket))
 
     def _require_owner(self, channel: Channel) -> None:
         """Messages of a publication that was given up may be read late, when the next one is open already."""
@@ -276,13 +284,12 @@ class RemotePort:
     async def open(self, manifest: Manifest) -> None:
         await self._ask({"do": "open", **manifest_to_json(manifest)})
 
-    def begin(self, bucket: Bucket) -> Arrival | None:
-        """Announce the bucket and begin its transfer, from a thread; None where that takes a while."""
-        return self._begin(bucket) if self.sender.is_quick else None
+    def receive(self, bucket: Bucket) -> Receiving:
+        """Announce the bucket and take part in its transfer, on another thread where that takes a while. The next
+        bucket may be sent before the replica has it; they are announced in the order of the calls."""
+        return self._begin(bucket) if self.sender.is_quick else self._begin_beside(bucket)
 
-    async def receive(self, bucket: Bucket) -> None:
-        """Announce the bucket and take part in its transfer; returns when the replica has it. The next bucket may be
-        sent before; they are announced in the order of the calls."""
+    async def _begin_beside(self, bucket: Bucket) -> None:
         try:
             async with self._announcing:
                 arriving = await asyncio.to_thread(self._begin, bucket)

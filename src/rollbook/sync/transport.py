@@ -8,11 +8,12 @@ in the message itself.
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,30 +21,7 @@ from torch import Tensor
 from rollbook.errors import SyncError
 from rollbook.sync.bucket import MAX_SLOTS, SlotBuffers
 from rollbook.sync.wire import Json, field
-from rollbook.weights import Bucket
-
-
-class Arrival(Protocol):
-    """A bucket on its way to one replica; a `concurrent.futures.Future` is one."""
-
-    def result(self, timeout: float | None = None) -> object:
-        """Wait until the replica has it.
-
-        Raises:
-            TimeoutError: it has not after `timeout` seconds.
-            RunError: it was not taken.
-        """
-
-    def cancel(self) -> object:
-        """Nobody waits for it any more."""
-
-
-@runtime_checkable
-class QuickPort(Protocol):
-    """A port that can begin to take a bucket in without its event loop."""
-
-    def begin(self, bucket: Bucket) -> Arrival | None:
-        """`receive`, up to where there is something to wait for. None: this bucket has to go through `receive`."""
+from rollbook.weights import Bucket, Receiving
 
 
 class Sender(Protocol):
@@ -118,6 +96,14 @@ def settled(answer: Json) -> Future[Json]:
     outcome: Future[Json] = Future()
     outcome.set_result(answer)
     return outcome
+
+
+async def arrived(receiving: Receiving) -> None:
+    """Wait on the event loop for what a port's `receive` gave: for a port that stands around another one."""
+    if isinstance(receiving, Coroutine):
+        await receiving
+    else:
+        await asyncio.to_thread(receiving.result)
 
 
 def wait_until_packed(bucket: Bucket) -> None:
