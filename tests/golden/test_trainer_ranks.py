@@ -197,7 +197,8 @@ def one_step(trainer: Trainer) -> dict[str, Any]:
         values |= trainer.update_critic(batch, SquaredReturns())
     values |= trainer.update(batch, SupervisedObjective())
     return {
-        "values": {name: value.result() for name, value in values.items()},
+        "values": {n: v.result() for n, v in values.items() if not n.startswith("global_seqlen/")},
+        "rank tokens": {n: v.result() for n, v in values.items() if n.startswith("global_seqlen/")},
         "logprobs": [s.proximal_logprobs for s in batch.sequences],
         "noted": {i: row.float().numpy() for i, row in objective.noted.items()},
         "state": trainer.state_dict(),
@@ -409,6 +410,10 @@ def test_two_ranks_train_as_one_process_does(
         assert ours["values"][metric] == pytest.approx(
             theirs["values"][metric], rel=0.02 if atol > 1e-3 else 1e-5
         )
+    alone, divided = theirs["rank tokens"], ours["rank tokens"]
+    assert alone["global_seqlen/max"] == alone["global_seqlen/min"] == 2 * divided["global_seqlen/mean"]
+    spread = divided["global_seqlen/max"] - divided["global_seqlen/min"]
+    assert divided["global_seqlen/minmax_diff"] == spread
     assert two[1]["steps"][name]["values"] == ours["values"], "every rank reports the same"
 
 
@@ -419,6 +424,11 @@ def test_transformers_models_and_mixtures_are_divided_like_ours(
     ours, theirs = two[0]["families"][name], one["families"][name]
     same(ours["state"]["policy"]["masters"], theirs["state"]["policy"]["masters"], 5e-5)
     same(ours["export"], theirs["export"], 5e-5)
+    loads = [metric for metric in theirs["values"] if metric.startswith("rollout/moe/")]
+    assert len(loads) == (0 if name == "llama" else 3 * (2 + 2)), "two layers, their largest and their mean"
+    for metric in loads:  # a token or two may fall to another expert where rounding decides
+        assert ours["values"][metric] == pytest.approx(theirs["values"][metric], abs=0.2)
+        assert ours["values"][metric] == two[1]["families"][name]["values"][metric]
 
 
 def test_the_gathered_export_has_the_digests_of_one_process_and_two_buckets_at_most(

@@ -11,6 +11,8 @@ arguments, and gets the same answer; where an answer is large (`state_dict`), ra
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollbook.errors import CheckpointError, ConfigError, DataError
+from rollbook.ledger.hardware import MachineSpec
 from rollbook.modeling.config import ModelConfig
 from rollbook.modeling.load import DTYPES, LoadedModel, load_model
 from rollbook.modeling.logprobs import token_logprobs
-from rollbook.observe.values import Last, Ratio, Total, Values, merge
+from rollbook.observe.values import Last, Low, Peak, Ratio, Total, Values, merge
+from rollbook.trainer.ceilings import measure_machine, wait_for
 from rollbook.trainer.config import CriticConfig, TrainerConfig
 from rollbook.trainer.critic import Critic
+from rollbook.trainer.expert_load import ExpertLoad
 from rollbook.trainer.export import gathered
 from rollbook.trainer.objective import (
     CriticObjective,
@@ -119,6 +124,7 @@ class Trainer:
         self.optimizer = AdamW(
             trainable(self.model), config, masters=masters, num_updates=num_updates, ranks=ranks
         )
+        self.expert_load = ExpertLoad(self.model.module, ranks)
 
     # ---- batches -----------------------------------------------------------------------------------------
 
@@ -186,7 +192,7 @@ class Trainer:
     def _fill(self, batch: TrainBatch, name: str, compute: Callable[[ModelInputs], Tensor]) -> Values:
         num_tokens = 0
         rows: dict[int, Floats] = {}
-        for members in self._deal(batch, range(len(batch.sequences)), name):
+        for members in self._deal(batch, range(len(batch.sequences)), name)[self.ranks.rank]:
             inputs, micro = self._pack(batch, members)
             num_tokens += inputs.input_ids.shape[0] if members else 0
             whole = _spread(compute(inputs), inputs, micro).float().cpu().numpy()
@@ -197,8 +203,8 @@ class Trainer:
         self._release()
         return self.ranks.merged({"trainer/num_forward_tokens": Total(num_tokens)})
 
-    def _deal(self, batch: TrainBatch, members: Sequence[int], what: str) -> list[list[int]]:
-        """This rank's micro batches.
+    def _deal(self, batch: TrainBatch, members: Sequence[int], what: str) -> list[list[list[int]]]:
+        """Each rank's micro batches.
 
         Raises:
             DataError: the ranks were not given the same work.
@@ -217,7 +223,7 @@ class Trainer:
             sum(computed_tokens(batch.sequences[i]) for i in members),
         ]
         self.ranks.require_same(f"{what} of step {batch.step} (step, sequences, micro batches, tokens)", work)
-        return dealt[self.ranks.rank]
+        return dealt
 
     def _release(self) -> None:
         backbone = None if self.critic is None else self.critic.backbone
@@ -271,7 +277,9 @@ class Trainer:
         def predict(inputs: ModelInputs) -> Tensor:
             return self._predict(self.model, inputs, with_entropy=False)[0]
 
-        values = self._update(batch, share, predict, self.optimizer, "actor", lr, before_step)
+        with self.expert_load.counting():
+            values = self._update(batch, share, predict, self.optimizer, "actor", lr, before_step)
+        values |= self.expert_load.values()
         if isinstance(objective, NotingObjective) and not self.ranks.is_alone:
             rows = {i: row.float().cpu().numpy() for i, row in objective.noted.items()}
             objective.noted.update({i: torch.from_numpy(r) for i, r in self.ranks.exchange(rows).items()})
@@ -304,10 +312,15 @@ class Trainer:
         """Of this rank's micro batches."""
         reports: Values = {}
         """Of the updates, the same on every rank."""
+        rank_tokens = np.zeros(self.ranks.size)
         for mini_batch in batch.mini_batches:
             members = [i for i in mini_batch if batch.sequences[i].loss_mask.any()]
             counts = self._denominators(batch.sequences, members)
-            plan = self._deal(batch, members, prefix)
+            dealt = self._deal(batch, members, prefix)
+            rank_tokens += [
+                sum(computed_tokens(batch.sequences[i]) for micro in own for i in micro) for own in dealt
+            ]
+            plan = dealt[self.ranks.rank]
             try:
                 for chosen in plan:
                     inputs, micro = self._pack(batch, chosen)
@@ -332,7 +345,7 @@ class Trainer:
         self._release()
         values = self.ranks.merged(values)
         merge(values, reports)
-        return values
+        return values | (_balance(rank_tokens) if prefix == "actor" and rank_tokens.any() else {})
 
     def _denominators(self, sequences: Sequence[TrainSequence], members: Iterable[int]) -> Denominators:
         chosen = [sequences[i] for i in members]
@@ -429,6 +442,35 @@ class Trainer:
             for name, tensor in self.reference.named_tensors().items():
                 self.ranks.local(tensor.detach()).copy_(self.ranks.local(now[name].detach()))
 
+    # ---- what a calibration asks, wherever the trainer computes -------------------------------------------
+
+    @property
+    def num_trained_params(self) -> int:
+        """That the policy's optimizer moves."""
+        return sum(p.numel() for p in trainable(self.model).values())
+
+    @property
+    def num_published_params(self) -> int:
+        """Of one publication to one replica."""
+        return sum(math.prod(spec.shape) for spec in self.weight_specs())
+
+    def measure_machine(self) -> MachineSpec:
+        """Rates of the device that it computes on."""
+        return measure_machine(self.model.device)
+
+    def measure_optimizer(self) -> float:
+        """Seconds of one update at a learning rate of 0; gradients that did not arrive count as zeros."""
+        began_s = time.perf_counter()
+        self.optimizer.step(0.0)
+        wait_for(self.model.device)
+        return time.perf_counter() - began_s
+
+    def carry(self, batch: TrainBatch) -> None:
+        """Take `batch` to where it is computed, and as much back as a forward writes into it; compute nothing. Within
+        one process there is no way to go."""
+
+    # ---- host memory ---------------------------------------------------------------------------------------
+
     def offload(self) -> None:
         """Optimizer state and reference to host memory."""
         self._move_aside(torch.device("cpu"))
@@ -486,6 +528,17 @@ def _check_sequences(sequences: Sequence[TrainSequence], model: LoadedModel, ste
                 f"{name} has token ids from {low} to {high} and the model {model.facts.vocab_size} embeddings",
                 "engine and trainer must use the same tokenizer",
             )
+
+
+def _balance(rank_tokens: NDArray[np.float64]) -> Values:
+    """Tokens of the policy's updates by rank, from the division that every rank knows."""
+    low, high = float(rank_tokens.min()), float(rank_tokens.max())
+    return {
+        "global_seqlen/mean": Ratio(float(rank_tokens.sum()), len(rank_tokens)),
+        "global_seqlen/max": Peak(high),
+        "global_seqlen/min": Low(low),
+        "global_seqlen/minmax_diff": Peak(high - low),
+    }
 
 
 def _report(report: UpdateReport, prefix: str) -> Values:
