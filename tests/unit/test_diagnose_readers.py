@@ -288,6 +288,30 @@ def test_a_compressed_log_is_read(tmp_path: Path) -> None:
     assert load(str(path)).values["critic/rewards/mean"].tolist() == [i / 10 for i in range(1, 9)]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-8"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_log_that_another_shell_wrote_wide_is_read(tmp_path: Path, encoding: str, is_packed: bool) -> None:
+    """What PowerShell's > writes; with more characters than a block holds, one of them of four bytes."""
+    text = "".join(
+        f"step:{i} - critic/rewards/mean:0.{i} - actor/lr:1e-6 😀{'.' * 300_000}\r\n" for i in range(1, 9)
+    )
+    raw = ("\ufeff" + text).encode(encoding)
+    path = tmp_path / "run.log"
+    path.write_bytes(gzip.compress(raw) if is_packed else raw)
+    run = load(str(path))
+    assert run.format == "verl-console"
+    assert run.values["critic/rewards/mean"].tolist() == [i / 10 for i in range(1, 9)]
+    assert not [note for note in run.notes if "cut short" in note]
+
+
+def test_a_wide_log_cut_within_its_last_line_is_read_up_to_it(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": i, "data": {"critic/rewards/mean": i / 10}}) for i in range(1, 9)]
+    (tmp_path / "exp.jsonl").write_bytes(("\ufeff" + "\n".join(lines)).encode("utf-16-le")[:-21])
+    run = load(str(tmp_path / "exp.jsonl"))
+    assert (run.format, run.steps.tolist()) == ("verl-file", [*range(1, 8)])
+    assert any("cut short" in note for note in run.notes)
+
+
 def test_the_newest_known_log_of_a_folder_is_taken(tmp_path: Path) -> None:
     _write(tmp_path / "notes.txt", "nothing to see\n")
     _write(tmp_path / "out.log", "step:1 - critic/rewards/mean:0.1\n")

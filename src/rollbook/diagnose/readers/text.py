@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from rollbook.diagnose.series import Event
 from rollbook.errors import DataError
@@ -31,16 +31,31 @@ _RAY_PREFIX = re.compile(
 )
 
 
+_BOMS: tuple[tuple[bytes, str], ...] = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # begins as UTF-16's does
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+_GZIP = b"\x1f\x8b"
+
+
 def open_binary(path: Path) -> BinaryIO:
-    """Open a log, compressed or not. Raises DataError with the reason when it cannot be read."""
+    """Open a log as UTF-8, compressed or not; what PowerShell wrote as UTF-16 is told by its first bytes.
+
+    Raises:
+        DataError: it cannot be read, with the reason.
+    """
     try:
         file = path.open("rb")
-        if file.read(2) == b"\x1f\x8b":
+        if file.peek(2)[:2] == _GZIP:
             file.close()
-            return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, gzip.open(path, "rb"))))
-        file.seek(0)
-        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-            file.seek(0)
+            file = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(path)))
+        for bom, encoding in _BOMS:
+            if file.peek(len(bom))[: len(bom)] == bom:
+                file.read(len(bom))
+                return file if encoding == "utf-8" else io.BufferedReader(_Recoded(file, encoding))
     except OSError as error:
         raise DataError(
             f"cannot read {path}: {error.strerror or error}", "check the path and its permissions"
@@ -48,13 +63,44 @@ def open_binary(path: Path) -> BinaryIO:
     return file
 
 
+class _Recoded(io.RawIOBase):
+    """A stream of another encoding, read as UTF-8; what is no character of it reads as U+FFFD."""
+
+    def __init__(self, file: BinaryIO, encoding: str) -> None:
+        self._file = file
+        self._decoder = codecs.getincrementaldecoder(encoding)("replace")
+        self._left = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            block = self._file.read(BLOCK_BYTES)
+            self._left = self._decoder.decode(block, final=not block).encode("utf-8", errors="replace")
+            if not block:
+                break
+        num = min(len(buffer), len(self._left))
+        buffer[:num], self._left = self._left[:num], self._left[num:]
+        return num
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def is_ended_by_newline(path: Path) -> bool:
     """Whether the last line of a log is whole; of a compressed one that is taken for granted."""
     with path.open("rb") as file:
-        if file.read(2) == b"\x1f\x8b" or not file.seek(0, os.SEEK_END):
+        head = file.read(4)
+        size = file.seek(0, os.SEEK_END)
+        if head[:2] == _GZIP or not size:
             return True
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) in b"\r\n"
+        file.seek(-min(4, size), os.SEEK_END)
+        tail = file.read()
+    if any(head.startswith(bom) for bom, encoding in _BOMS if encoding != "utf-8"):
+        tail = tail.rstrip(b"\0")  # of the wide character
+    return tail[-1:] in (b"\r", b"\n")
 
 
 TROUBLE_BYTES = (
