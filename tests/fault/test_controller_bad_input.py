@@ -390,6 +390,9 @@ def test_a_run_directory_is_not_overwritten_and_a_run_that_is_none_not_resumed(
     assert f"run.toml) and --resume {run.folder} exclude each other" in error
     assert f"to go on: rollbook train --resume {run.folder}" in hint
     assert "there is no config file" in train([str(tmp_path / "rn.toml")], capsys)[0]
+    (tmp_path / "empty").mkdir()
+    _, hint = train([str(tmp_path / "empty" / "rn.toml")], capsys)
+    assert str(tmp_path / "empty") in hint and "run directory" in hint
     (tmp_path / "file").write_text("")
     assert train([str(tmp_path / "run.toml")], capsys, overrides={"run.dir": str(tmp_path / "file")})[1]
 

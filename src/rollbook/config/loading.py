@@ -62,7 +62,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         folder = path.parent if str(path.parent) else Path()
         nearby = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
-        hint = nearest_name(path.name, nearby) if nearby else f"there is no .toml file in {folder}"
+        hint = (
+            nearest_name(path.name, nearby)
+            if nearby
+            else f"{folder.absolute()} holds no .toml file: give the path of a run config (the folder examples has "
+            "some, `rollbook plan -o run.toml` writes one) or of a run directory"
+        )
         raise ConfigError(f"there is no config file {path}", hint) from None
     except IsADirectoryError:
         raise ConfigError(
