@@ -3,15 +3,16 @@
     python bench/diagnose.py                       # 20 seeds of everything, about ten minutes on one core
     python bench/diagnose.py --seeds 3             # a glance
     python bench/diagnose.py --only healthy --seeds 300 --first-seed 5000
+    python bench/diagnose.py --suites reported --seeds 25   # the logs of one generator alone
     python bench/diagnose.py --real 3              # and real runs: every fault of `rollbook drill` on three seeds
     python bench/diagnose.py --seeds 0 --real 20 --jobs 2 --results real.jsonl
                                                    # these alone, two at a time, about twenty minutes on two quiet
                                                    # cores; started again, it goes on where it was
     python bench/diagnose.py --runs FOLDER         # also runs of your own: FOLDER/<fault>-<anything>/
 
-Logs come from three generators with different assumptions (`synthetic_runs.py`, `described_runs.py`, `unseen_runs.py`)
-in verl's JSON lines and console format and in our own names; `other_formats.py` writes the third as TRL, slime, AReaL,
-W&B, TensorBoard and a Prometheus server would. Prints a Markdown report; exits with 1
+Logs come from four generators with different assumptions (`synthetic_runs.py`, `described_runs.py`, `unseen_runs.py`,
+`reported_runs.py`) in verl's JSON lines and console format and in our own names; `other_formats.py` writes the third as
+TRL, slime, AReaL, W&B, TensorBoard and a Prometheus server would. Prints a Markdown report; exits with 1
 when a target is missed: right cause first in 95 % of the faults, no alarm in 99 % of what is well.
 """
 
@@ -29,22 +30,27 @@ from pathlib import Path
 
 import described_runs
 import other_formats
+import reported_runs
 import synthetic_runs
 import unseen_runs
 from rollbook.diagnose.readers.table import load
-from rollbook.diagnose.tree import RULES, diagnose
+from rollbook.diagnose.tree import diagnose
 
 RIGHT_FIRST, NO_ALARM, MAX_S = 0.95, 0.99, 5.0
+NO_ALARMS = ("well", "not_judged")
+"""Verdicts that wake nobody: a run that logs little may be well without anybody being able to tell."""
 STATES = sorted(synthetic_runs.STATES)
+FAULTS = sorted({*synthetic_runs.FAULTS, *unseen_runs.FAULTS, *reported_runs.FAULTS})
 NAMES = [
-    *sorted(synthetic_runs.FAULTS),
+    *FAULTS,
     "healthy",
     *STATES,
-    *(name for name in unseen_runs.WELL if name not in ("healthy", *STATES)),
+    *(n for n in {**unseen_runs.WELL, **reported_runs.WELL} if n not in ("healthy", *STATES)),
 ]
 
 _OF_MECHANISM = frozenset({*synthetic_runs.FAULTS, "healthy", *synthetic_runs.STATES})
 _OF_UNSEEN = frozenset({*unseen_runs.FAULTS, *unseen_runs.WELL})
+_OF_REPORTED = frozenset({*reported_runs.FAULTS, *reported_runs.WELL})
 
 Writer = Callable[[str, int, Path], Path | None]
 """Write one log; None where this generator has no such run, or nothing of the fault would be in the log."""
@@ -76,6 +82,15 @@ def _unseen_console(name: str, seed: int, folder: Path) -> Path:
     return unseen_runs.write_console(unseen_runs.make(name, seed), folder / "run.log")
 
 
+def _reported_file(name: str, seed: int, folder: Path) -> Path | None:
+    run = reported_runs.make(name, seed)
+    return None if run.is_only_words else reported_runs.write_jsonl(run, folder / "exp.jsonl")
+
+
+def _reported_console(name: str, seed: int, folder: Path) -> Path:
+    return reported_runs.write_console(reported_runs.make(name, seed), folder / "run.log")
+
+
 SUITES: dict[str, tuple[Writer, frozenset[str]]] = {
     # column -> how its logs are written, what it can put in
     "mechanism, verl file": (_synthetic_verl, _OF_MECHANISM),
@@ -84,6 +99,8 @@ SUITES: dict[str, tuple[Writer, frozenset[str]]] = {
     "described, verl file": (_described, _OF_MECHANISM),
     "unseen, verl file": (_unseen_file, _OF_UNSEEN),
     "unseen, verl console": (_unseen_console, _OF_UNSEEN),
+    "reported, verl file": (_reported_file, _OF_REPORTED),
+    "reported, verl console": (_reported_console, _OF_REPORTED),
 }
 
 
@@ -97,12 +114,13 @@ class Tally:
         self.verdicts.setdefault(name, Counter())[verdict] += 1
 
     def right(self, name: str) -> tuple[int, int]:
+        """(right verdicts, all): of what is well every verdict that is no alarm is right."""
         counts = self.verdicts.get(name, Counter())
-        wanted = name if name in RULES else "well"
-        return counts[wanted], sum(counts.values())
+        right = counts[name] if name in FAULTS else sum(counts[verdict] for verdict in NO_ALARMS)
+        return right, sum(counts.values())
 
     def total(self, *, faults: bool) -> tuple[int, int]:
-        pairs = [self.right(name) for name in self.verdicts if (name in RULES) == faults]
+        pairs = [self.right(name) for name in self.verdicts if (name in FAULTS) == faults]
         return sum(r for r, _ in pairs), sum(n for _, n in pairs)
 
 
@@ -152,7 +170,7 @@ def table(tallies: dict[str, Tally]) -> Iterator[str]:
             right, total = tally.right(name)
             cells.append(f"{right}/{total}" if total else "")
             other.update(tally.verdicts.get(name, Counter()))
-        other.pop(name if name in RULES else "well", None)
+        other.pop(name if name in FAULTS else "well", None)
         said = ", ".join(f"{verdict} {count}" for verdict, count in other.most_common())
         if any(cells):
             yield f"| {name} | " + " | ".join(cells) + f" | {said} |"
@@ -184,6 +202,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], help="names of what to put in; none: everything")
+    parser.add_argument("--suites", default="", help="only suites whose name holds this; empty: all")
     parser.add_argument("--real", type=int, default=0, help="seeds of real runs, drilled and well")
     parser.add_argument("--jobs", type=int, default=1, help="real runs side by side")
     parser.add_argument(
@@ -195,9 +214,10 @@ def main() -> int:
     tallies = {
         name: run_suite(writer, [n for n in NAMES if n in known and (not args.only or n in args.only)], seeds)
         for name, (writer, known) in SUITES.items()
+        if args.suites in name
     }
     wanted = [n for n in NAMES if not args.only or n in args.only]
-    for format in other_formats.TELLS:
+    for format in other_formats.TELLS if not args.suites else ():
         tallies[f"unseen, {format}"] = run_other_format(format, wanted, seeds)
     if args.runs is not None:
         tallies["own runs"] = own_runs(args.runs)

@@ -1,8 +1,9 @@
 """Every fault of the night and of the table is found first, and nothing is found in runs that are well.
 
-The logs come from three generators that know nothing of the rules (`bench/synthetic_runs.py` moves a mechanism,
-`bench/described_runs.py` tells what people saw, `bench/unseen_runs.py` was written from the table of faults alone);
-`bench/diagnose.py` measures the same on many seeds.
+The logs come from four generators that know nothing of the rules (`bench/synthetic_runs.py` moves a mechanism,
+`bench/described_runs.py` tells what people saw, `bench/unseen_runs.py` was written from the table of faults alone,
+`bench/reported_runs.py` takes jobs of eleven kinds at their real scales); `bench/diagnose.py` measures the same on many
+seeds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rollbook.drill import faults as drills
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import described_runs
+import reported_runs
 import synthetic_runs
 import unseen_runs
 
@@ -45,7 +47,8 @@ OF_EVENTS = {"dead_scorer", "refused_publication", "run_stopped", "slow_replica"
 
 
 def test_each_fault_has_its_rule() -> None:
-    assert set(FAULTS) == set(described_runs.FAULTS) == set(RULES) - OF_EVENTS
+    assert set(FAULTS) == set(described_runs.FAULTS) == set(RULES) - OF_EVENTS - {"all_rejected"}
+    assert set(reported_runs.FAULTS) == set(RULES) - OF_EVENTS
     assert {rule for fault in drills.FAULTS.values() for rule in fault.expects} | {"run_stopped"} >= OF_EVENTS
     assert set(STATES) == set(described_runs.STATES)
 
@@ -62,6 +65,15 @@ def test_a_fault_of_the_mechanism_is_found_first(fault: str, how: str, tmp_path:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_as_people_describe_it_is_found_first(fault: str, tmp_path: Path) -> None:
     assert _described(fault, 5, tmp_path).verdict == fault
+
+
+@pytest.mark.parametrize("name", [*reported_runs.FAULTS, *reported_runs.WELL])
+def test_a_run_of_some_recipe_is_judged_right(name: str, tmp_path: Path) -> None:
+    log = reported_runs.write_console(
+        reported_runs.make(name, 101 if name != "dead_sandbox_pool" else 102), tmp_path / "log"
+    )
+    verdict = diagnose(load(str(log))).verdict
+    assert verdict == name if name in RULES else verdict in ("well", "not_judged")
 
 
 @pytest.mark.parametrize("name", ["healthy", *STATES])

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollbook.diagnose.finding import Diagnosis, Evidence, Finding
 from rollbook.diagnose.report import AREA_NAMES, headline
-from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.rules.wording import in_full, num
 from rollbook.diagnose.view import View
 
 _STYLE = """
@@ -82,7 +82,8 @@ def _finding(finding: Finding, view: View, tag: str) -> str:
 
 def _evidence(evidence: Iterable[Evidence], view: View) -> str:
     return "".join(
-        f"<p><code>{_e(item.metric)}</code> {_e(item.says)}</p>{_picture(view, item)}" for item in evidence
+        f"<p><code>{_e(label)}</code> {_e(says)}</p>{_picture(view, item)}"
+        for item, (label, says) in ((item, in_full(item)) for item in evidence)
     )
 
 

@@ -190,6 +190,13 @@ ENTRIES: dict[str, Entry] = {
         "take it out of service",
         "seconds of a decode step on it alone",
     ),
+    "all_rejected": Entry(
+        "implementation",
+        "`rollout_corr/rollout_rs_masked_fraction` or `.../rollout_rs_seq_masked_fraction` above 0.8",
+        "a missed sync, a mismatch, staleness: then the gap rose first, and rejection only says so",
+        "widen the bounds of `algorithm.correction.reject`, or bound means instead of sums over a sequence",
+        "the statistic that is bounded, at staleness 0",
+    ),
     "run_stopped": Entry(
         "implementation",
         "`run_failed` at the end of events.jsonl, or a traceback at the end of the console log",

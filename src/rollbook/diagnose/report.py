@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from rollbook.diagnose.finding import Diagnosis, Evidence, Finding
-from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.rules.wording import in_full, num
 
 AREA_NAMES = {
     "data": "data and environments",
@@ -74,7 +74,8 @@ def _finding(finding: Finding, width: int, *, is_first: bool) -> list[str]:
 def _evidence(evidence: Iterable[Evidence], width: int) -> list[str]:
     lines = []
     for item in evidence:
-        lines += _block(f"  · {item.metric}:", item.says, width)
+        label, says = in_full(item)
+        lines += _block(f"  · {label}:", says, width)
     return lines
 
 

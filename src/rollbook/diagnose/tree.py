@@ -16,6 +16,7 @@ from dataclasses import replace
 from rollbook.diagnose import four_signals, states
 from rollbook.diagnose.finding import Area, Diagnosis, Finding, NotJudged, OtherRun, State
 from rollbook.diagnose.rules import (
+    all_rejected,
     all_right,
     all_wrong,
     buffer_never_fills,
@@ -75,6 +76,7 @@ RULES: dict[str, Rule] = {
     "object_store_spill": object_store_spill.judge,
     "tail_burst": tail_burst.judge,
     "slow_replica": slow_replica.judge,
+    "all_rejected": all_rejected.judge,
     "run_stopped": run_stopped.judge,
 }
 
@@ -84,10 +86,12 @@ EXPLAINS: dict[str, frozenset[str]] = {
     name: frozenset(consequences.split())
     for name, consequences in {
         "silent_error_after_wake": "engine_mismatch missed_weight_sync mismatch_to_nan stale_samples version_drift"
-        " one_source_all_zero dead_sandbox_pool filter_starvation tail_burst late_oom_with_length buffer_never_fills",
+        " one_source_all_zero dead_sandbox_pool filter_starvation tail_burst late_oom_with_length buffer_never_fills"
+        " all_rejected",
         "missed_weight_sync": "stale_samples version_drift engine_mismatch mismatch_to_nan buffer_never_fills"
-        " filter_starvation one_source_all_zero",
-        "version_drift": "stale_samples engine_mismatch mismatch_to_nan missed_weight_sync buffer_never_fills",
+        " filter_starvation one_source_all_zero all_rejected",
+        "version_drift": "stale_samples engine_mismatch mismatch_to_nan missed_weight_sync buffer_never_fills"
+        " all_rejected",
         "discontinuity_after_resume": "stale_samples engine_mismatch missed_weight_sync one_source_all_zero"
         " dead_sandbox_pool filter_starvation",
         "dead_sandbox_pool": "one_source_all_zero sandbox_leak filter_starvation buffer_never_fills tail_burst"
@@ -95,10 +99,10 @@ EXPLAINS: dict[str, frozenset[str]] = {
         "sandbox_leak": "dead_sandbox_pool buffer_never_fills tail_burst stale_samples object_store_spill",
         "one_source_all_zero": "filter_starvation buffer_never_fills",
         "filter_starvation": "buffer_never_fills tail_burst stale_samples",
-        "stale_samples": "engine_mismatch missed_weight_sync mismatch_to_nan buffer_never_fills",
+        "stale_samples": "engine_mismatch missed_weight_sync mismatch_to_nan buffer_never_fills all_rejected",
         "buffer_never_fills": "stale_samples",
-        "mismatch_to_nan": "engine_mismatch missed_weight_sync run_stopped",
-        "engine_mismatch": "filter_starvation",
+        "mismatch_to_nan": "engine_mismatch missed_weight_sync run_stopped all_rejected",
+        "engine_mismatch": "filter_starvation all_rejected",
         "late_oom_with_length": "oom_in_sync fragmentation tail_burst collective_hang run_stopped",
         "oom_in_sync": "collective_hang late_oom_with_length fragmentation discontinuity_after_resume run_stopped",
         "tail_burst": "buffer_never_fills late_oom_with_length stale_samples",

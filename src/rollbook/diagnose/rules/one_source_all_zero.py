@@ -201,8 +201,12 @@ def _policy_stands(view: View, idx: int) -> bool:
         signs.GAP if signs.gap(view) else None,
     ):
         c = view.contrast(metric, idx, width=8)
-        if c is not None and abs(c.score) >= 6 and not 0.8 <= c.ratio <= 1.25:
-            return False
+        # Thirty values on either side tell more than eight where there is much noise, if it was at this step.
+        wide = view.contrast(metric, idx, width=30)
+        at_once = wide is not None and abs(wide.jump) >= 0.6 * abs(wide.diff)
+        for moved in (c, wide if at_once else None):
+            if moved is not None and abs(moved.score) >= 6 and not 0.8 <= moved.ratio <= 1.25:
+                return False
     return True
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 from rollbook.diagnose.finding import Evidence
 from rollbook.diagnose.view import Break, Contrast, View
+from rollbook.observe.catalogue import lookup
 
 
 def num(value: float | None) -> str:
@@ -62,6 +64,27 @@ def of_contrast(view: View, contrast: Contrast, idx: int, says: str = "") -> Evi
 
 def _and(says: str) -> str:
     return f": {says}" if says else ""
+
+
+def in_full(item: Evidence) -> tuple[str, str]:
+    """A line of evidence, (label, words): its metric with the unit, what it did, and how much and at which step where
+    its words do not say so.
+
+    >>> in_full(Evidence(metric="timing_s/gen", step=41, before=30.0, after=90.0, says="30 before, 90 after"))
+    ('timing_s/gen (s)', '30 before, 90 after · 3 times as much · step 41')
+    """
+    found = lookup(item.metric)
+    unit = f" ({found.unit})" if found is not None and found.unit not in ("1", "bool") else ""
+    parts = [item.says]
+    if item.before is not None and item.after is not None and item.before > 0 and item.after >= 0:
+        ratio = item.after / item.before
+        if not 0.85 <= ratio <= 1.15 and "times" not in item.says:
+            parts.append(
+                f"{num(ratio)} times as much" if ratio > 1 else f"down by {num(100 * (1 - ratio))} %"
+            )
+    if not re.search(rf"step {item.step}\b", item.says):
+        parts.append(f"step {item.step}")
+    return f"{item.metric}{unit}", " · ".join(parts)
 
 
 def share(confidence: float) -> float:
