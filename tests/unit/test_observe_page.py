@@ -133,6 +133,8 @@ def test_plan_stands_beside_measurement(browser: Browser, url: str) -> None:
     )
     assert ["rollout", "", "2.50 s", "2.00 s", "1.25"] in rows
     assert ["train", "", "800 ms", "1.00 s", "0.80"] in rows
+    other = next(row for row in rows if row[0] == "other")
+    assert other[3] not in ("–", ""), "what the plan of the step has beyond its stages"
     assert "planned step" in text(browser, "#seconds-waterfall")
     assert "whole-step MFU" in text(browser, "#mfu-waterfall").replace("\n", " ")
     assert browser.js("document.querySelectorAll('#timeline rect').length") >= 6

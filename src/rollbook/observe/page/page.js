@@ -396,17 +396,25 @@ function build() {
 
 // ---------------------------------------------------------------- panels of one step
 
+// What the plan of the whole step has beyond its stages; nothing where it has no plan.
+function plannedOther(readings) {
+  const whole = readings["expected_s/step"];
+  if (whole === undefined) return undefined;
+  const outside = ["expected_s/step", "expected_s/testing", "expected_s/warmup"];
+  const stages = Object.keys(readings).filter((n) => n.startsWith("expected_s/") && !outside.includes(n));
+  return Math.max(0, whole - stages.reduce((sum, n) => sum + readings[n], 0));
+}
 function stageRows(readings) {
   return Object.keys(readings).filter((n) => n.startsWith("timing_s/") && n !== "timing_s/step")
     .sort((a, b) => stageRank(a) - stageRank(b))
-    .map((n) => { const stage = n.slice(9); return { stage, measured: readings[n], planned: readings[`expected_s/${stage}`] }; });
+    .map((n) => { const stage = n.slice(9); return { stage, measured: readings[n], planned: stage === "other" ? plannedOther(readings) : readings[`expected_s/${stage}`] }; });
 }
 function drawStages(readings) {
   const rows = stageRows(readings);
   if (!rows.length) return $("stages").replaceChildren(el("h3", {}, "Stages"), empty("this step reports no stage seconds"));
   const scale = Math.max(...rows.flatMap((r) => [r.measured, r.planned || 0])) || 1;
   const total = { stage: "whole step", measured: readings["timing_s/step"], planned: readings["expected_s/step"] };
-  const ratio = (r) => (r.planned ? (r.measured / r.planned).toFixed(2) : "–");
+  const ratio = (r) => (r.planned > 1e-6 ? (r.measured / r.planned).toFixed(2) : "–");
   const row = (r, withBar) => el("tr", {}, el("td", {}, withBar ? stageName(r.stage) : el("b", {}, r.stage)),
     el("td", { class: "barcell" }, withBar ? el("div", { class: "bar" },
       el("i", { class: r.planned && r.measured > 1.25 * r.planned ? "over" : "", style: `width:${(100 * r.measured) / scale}%` }),
