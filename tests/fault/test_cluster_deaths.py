@@ -32,7 +32,8 @@ def test_a_replica_that_fails_every_publication_is_told_once_for_each_reason(tmp
 
 async def test_nobody_at_a_dead_replicas_address_is_no_reason_of_its_own() -> None:
     pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
-    from rollbook.cluster.ray import RayPool, RemotePublisher, ReplicaAddress
+    from rollbook.cluster.meeting import ReplicaAddress
+    from rollbook.cluster.replicas import RayPool, RemotePublisher
 
     refused = {1: "ConnectionRefusedError: nobody listens"}
     report = PublicationReport(

@@ -6,6 +6,7 @@ One small Ray instance serves all tests; every run starts its own actors on it.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -19,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 
+from rollbook.cli.main import main
+from rollbook.controller import calibrate
 from rollbook.controller.loop import Controller
 from rollbook.errors import (
     ConfigError,
@@ -34,15 +37,11 @@ from tiny_run import RunResult, run_tiny, tiny_config
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
 
-from rollbook.cluster.ray import (  # noqa: E402
-    RayPool,
-    RemoteEngine,
-    RemotePublisher,
-    RemoteTrainer,
-    ReplicaActor,
-    _silence,
-    base_digest,
-)
+from rollbook.cluster.meeting import base_digest  # noqa: E402
+from rollbook.cluster.placement import silence  # noqa: E402
+from rollbook.cluster.replica import ReplicaActor  # noqa: E402
+from rollbook.cluster.replicas import RayPool, RemoteEngine, RemotePublisher  # noqa: E402
+from rollbook.cluster.trainer import RemoteTrainer  # noqa: E402
 
 ON_RAY = {"cluster.kind": "ray", "rollout.num_replicas": 2, "rollout.batch_invariant": True}
 """Rounding in a batch must not depend on which replica a request went to."""
@@ -50,7 +49,7 @@ ON_RAY = {"cluster.kind": "ray", "rollout.num_replicas": 2, "rollout.batch_invar
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    _silence()
+    silence()
     ray.init(
         address="local",
         num_cpus=16,
@@ -223,6 +222,72 @@ def test_adapters_alone_are_not_served_on_another_base() -> None:
     ReplicaActor(config, 0, **{**keywords, "host": "127.0.0.1"})._load()
     with pytest.raises(EngineError, match="the base of replica 3 has the digest"):
         ReplicaActor(other, 3, **{**keywords, "host": "127.0.0.1"})._load()
+
+
+# ---- the plan
+
+
+@pytest.fixture
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration whose numbers nobody reads."""
+    monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
+    monkeypatch.setattr(calibrate, "WINDOW_S", 0.05)
+    monkeypatch.setattr(calibrate, "CONTENTION_ROUNDS", 1)
+
+
+def test_a_run_on_ray_is_calibrated_in_its_actors_and_its_numbers_stay_the_same(
+    tmp_path: Path, undisturbed: RunResult, short_windows: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_tiny(tmp_path, num_steps=3, **{**ON_RAY, "rollout.num_replicas": 1, "plan.is_on": True})
+    assert_same_run(run, undisturbed)
+    (event,) = run.events_of("plan")
+    plan = json.loads((run.folder / "plan.json").read_text())
+    measured = plan["machine"]["coefficients"]
+    assert measured["call"]["base_s"] > 0, "the way to the actors is paid for"
+    assert measured["decode"]["base_s"] + measured["decode"]["per_row_s"] > 0
+    assert event["stages"]["rollout"] > 0 and event["stages"]["train"] > measured["call"]["base_s"]
+    for step in run.metrics:
+        assert_all_expected(step)
+    with pytest.raises(SystemExit) as ended:
+        main(["reconcile", str(run.folder), "--json"])
+    assert ended.value.code == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert {"rollout", "train", "sync", "other"} <= {stage["stage"] for stage in stages}
+    assert all(stage["expected_s"] > 0 and stage["measured_s"] > 0 for stage in stages)
+
+
+def test_every_network_of_a_run_on_ray_is_expected_and_both_sides_are_measured_at_once(
+    tmp_path: Path, short_windows: None
+) -> None:
+    """A critic and a reference, engines beside."""
+    run = run_tiny(
+        tmp_path,
+        num_steps=2,
+        **{
+            **ON_RAY,
+            "rollout.num_replicas": 1,
+            "rollout.num_threads": 1,
+            "plan.is_on": True,
+            "run.schedule": "separate_async",
+            "buffer.max_staleness_steps": 1,
+            "algorithm.name": "ppo",
+            "algorithm.kl.placement": "reward",
+            "algorithm.kl.coef": 0.1,
+        },
+    )
+    plan = json.loads((run.folder / "plan.json").read_text())
+    assert min(plan["machine"]["coefficients"]["contention"].values()) >= 1
+    assert {"values", "critic"} == plan["machine"]["coefficients"]["passes"].keys()
+    for step in run.metrics:
+        assert {"timing_s/ref", "timing_s/values", "timing_s/update_critic"} <= step.keys()
+        assert_all_expected(step)
+
+
+def assert_all_expected(step: dict[str, Any]) -> None:
+    """Every stage that was timed has an expectation."""
+    timed = {name.removeprefix("timing_s/") for name in step if name.startswith("timing_s/")}
+    expected = {name.removeprefix("expected_s/") for name in step if name.startswith("expected_s/")}
+    assert timed - expected <= {"other", "testing"}, "between the stages; no evaluation was due"
 
 
 # ---- calls, without a run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 
 from rollbook.controller import calibrate
 from rollbook.controller.calibrate import Rehearsal, TypicalWork
-from rollbook.ledger.fit import fit_decode, fit_pass, fit_train
+from rollbook.ledger.fit import fit_call, fit_decode, fit_pass, fit_train
 from rollbook.ledger.hardware import MachineSpec
 from rollbook.rollout.engine import EngineStats
 from tiny_run import TinyRun
@@ -76,7 +77,17 @@ class LoadedTrainer:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.num_pieces = 0
-        self.optimizer = SimpleNamespace(step=lambda lr: self.work(2e-3))
+        self.optimizer_s = 2e-3
+        self.call_s = (0.0, 0.0)
+
+    def measure_optimizer(self) -> float:
+        began_s = self.now_s
+        self.work(self.optimizer_s)
+        return self.now_s - began_s
+
+    def carry(self, batch: Any) -> None:
+        base_s, token_s = self.call_s
+        self.now_s += base_s + token_s * self._tokens(batch)
 
     def work(self, seconds: float) -> None:
         self.num_pieces += 1
@@ -94,9 +105,11 @@ class LoadedTrainer:
         return sum(len(s.token_ids) for s in batch.sequences)
 
     def fill_proximal(self, batch: Any) -> None:
+        self.carry(batch)
         self.work(1e-3 + 1e-5 * self._tokens(batch))
 
     def update(self, batch: Any, objective: Any, lr: float) -> dict[str, Any]:
+        self.carry(batch)
         self.work(3 * (1e-3 + 1e-5 * self._tokens(batch)) + 2e-3)
         return {
             "trainer/actor_micro_batches": SimpleNamespace(result=lambda: 1),
@@ -121,11 +134,21 @@ def test_bursts_do_not_reach_the_training_fit(trainer: LoadedTrainer) -> None:
     assert fit.per_micro_batch_s == pytest.approx(3e-3, rel=1e-3)
 
 
-def test_an_update_is_never_taken_for_less_than_two_forwards(
-    trainer: LoadedTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_way_to_a_trainer_elsewhere_is_measured_apart_from_its_passes(trainer: LoadedTrainer) -> None:
+    """4 ms a call and 2 us a token, whatever is computed: the fits of the passes are those of a trainer beside."""
+    trainer.call_s = (4e-3, 2e-6)
+    points = calibrate._train_points(trainer, WORK, {"values": trainer.fill_proximal})  # type: ignore[arg-type]
+    call = fit_call(points.calls)
+    assert (call.base_s, 1 / call.tokens_per_s) == pytest.approx((4e-3, 2e-6), rel=1e-3)
+    fit = fit_train(points.train, points.forward, optimizer_s=points.optimizer_s, num_params=1000)
+    assert fit.forward_tokens_per_s == pytest.approx(1e5, rel=1e-3)
+    assert fit.per_micro_batch_s == pytest.approx(3e-3, rel=1e-3)
+    assert fit_pass(points.others["values"]).per_micro_batch_s == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_an_update_is_never_taken_for_less_than_two_forwards(trainer: LoadedTrainer) -> None:
     """An optimizer measured in a slow moment would leave nothing, or less, for forward and backward."""
-    monkeypatch.setattr(trainer, "optimizer", SimpleNamespace(step=lambda lr: trainer.work(1.0)))
+    trainer.optimizer_s = 1.0
     points = calibrate._train_points(trainer, WORK, {})  # type: ignore[arg-type]
     alone = {p.num_tokens: p.seconds for p in points.forward}
     for update in points.train:
@@ -233,3 +256,143 @@ def test_every_pass_of_a_step_has_an_expectation(tiny_run: TinyRun) -> None:
     assert {"ref", "teacher", "values", "update_critic", "update_actor", "update_weights"} <= timed
     assert timed - planned <= {"other", "testing"}  # between the stages; no evaluation was due
     assert all(step[f"expected_s/{name}"] > 0 for name in planned)
+
+
+class PacedController:
+    """Passes of 10 ms on a clock that they and the engines' answers move; a pass takes half as long again while a step
+    is being answered, and a token twice as long while a pass is made."""
+
+    def __init__(self, clock: PacedClock, bound: int) -> None:
+        self.clock = clock
+        self.config = SimpleNamespace(buffer=SimpleNamespace(max_staleness_steps=bound))
+        self.num_passes = 0
+        self.num_asked = 0
+        self.most_ahead = 0
+        self.num_running = 0
+        self.is_training = False
+        self.busy_s, self.num_tokens = 0.0, 0
+        self.trainer = self
+        self.router = SimpleNamespace(engines=[self])
+
+    # the trainer
+
+    def make_batch(self, sequences: Any, **_: Any) -> Any:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+    def fill_proximal(self, batch: Any) -> float:
+        return 0.0
+
+    def update(self, batch: Any, objective: Any, lr: float) -> float:
+        self.num_passes += 1
+        return 0.010
+
+    async def compute(self, work: Any) -> None:
+        seconds = work() or 0.0
+        self.is_training = True
+        for _ in range(10 if seconds else 0):
+            self.clock.now_s += seconds / 10 * (1.5 if self.num_running else 1.0)
+            self.decode()
+            await asyncio.sleep(0)
+        self.is_training = False
+
+    # the engines
+
+    def decode(self) -> None:
+        if self.num_running:
+            self.busy_s += 1e-4 * (2.0 if self.is_training else 1.0)
+            self.num_tokens += 1
+
+    async def stats(self) -> Any:
+        return SimpleNamespace(busy_s=self.busy_s, decode_tokens=self.num_tokens)
+
+    async def answer(self, number: int) -> None:
+        self.num_asked += 1
+        self.num_running += 1
+        self.most_ahead = max(self.most_ahead, self.num_running)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.num_running -= 1
+
+
+class PacedClock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+async def test_engines_are_given_a_step_with_each_pass_and_no_more_than_the_bound_admits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Full engines beside a trainer that keeps up with them would say that it is slower than it will be."""
+    clock = PacedClock()
+    controller = PacedController(clock, bound=500)
+
+    async def sleep(seconds: float, plain: Any = asyncio.sleep) -> None:
+        if not seconds or seconds == 3600:
+            await plain(seconds)
+            return
+        for _ in range(10):
+            clock.now_s += seconds / 10
+            controller.decode()
+            await plain(0)
+
+    async def publish(controller: Any) -> tuple[float, float, int]:
+        return 1e-3, 1e-3, 0
+
+    monkeypatch.setattr(calibrate, "time", clock)
+    monkeypatch.setattr(calibrate, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    monkeypatch.setattr(calibrate, "_publish", publish)
+    monkeypatch.setattr(calibrate, "_sequences", lambda *_: [])
+    found = await calibrate.measure_contention(controller, WORK, controller.answer)  # type: ignore[arg-type]
+    assert found.trainer == pytest.approx(1.5)
+    assert found.engine == pytest.approx(2.0)
+    assert found.publication == 1.0
+    rounds = calibrate.CONTENTION_ROUNDS
+    assert controller.num_asked <= controller.num_passes + rounds * (2 + 101), (
+        "one step a pass, and the first"
+    )
+    assert controller.num_running == 0, "what was under way is cancelled"
+
+
+async def test_a_pass_waits_for_answers_where_the_engines_are_as_far_ahead_as_they_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a bound of 1 two steps are under way at most, and one of them is waited for."""
+    clock = PacedClock()
+    controller = PacedController(clock, bound=1)
+    answered = 0
+
+    async def answer(number: int) -> None:
+        nonlocal answered
+        controller.num_running += 1
+        controller.most_ahead = max(controller.most_ahead, controller.num_running)
+        try:
+            for _ in range(35):
+                clock.now_s += 1e-4
+                await asyncio.sleep(0)
+            answered += 1
+        finally:
+            controller.num_running -= 1
+
+    async def publish(controller: Any) -> tuple[float, float, int]:
+        return 1e-3, 1e-3, 0
+
+    async def sleep(seconds: float, plain: Any = asyncio.sleep) -> None:
+        clock.now_s += seconds
+        await plain(0)
+
+    monkeypatch.setattr(calibrate, "time", clock)
+    monkeypatch.setattr(calibrate, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    monkeypatch.setattr(calibrate, "_publish", publish)
+    monkeypatch.setattr(calibrate, "_sequences", lambda *_: [])
+    monkeypatch.setattr(calibrate, "CONTENTION_ROUNDS", 1)
+    await calibrate.measure_contention(controller, WORK, answer)  # type: ignore[arg-type]
+    assert controller.most_ahead == 2 < answered

@@ -19,6 +19,7 @@ from rollbook.ledger.fit import (
     fit_train,
 )
 from rollbook.ledger.hardware import (
+    CallFit,
     Contention,
     DecodeFit,
     HostFit,
@@ -77,7 +78,10 @@ def test_hardware_toml_reads_back_equal(tmp_path: Path) -> None:
     assert MachineSpec.read(path) == with_host
     teacher = PassFit(per_micro_batch_s=0.02, tokens_per_s=1e4)
     more = replace(
-        MACHINE, passes={"teacher": teacher}, contention=Contention(engine=1.25, trainer=1.5, publication=2.0)
+        MACHINE,
+        passes={"teacher": teacher},
+        call=CallFit(base_s=2e-3, tokens_per_s=1e6),
+        contention=Contention(engine=1.25, trainer=1.5, publication=2.0),
     )
     more.write(path)
     assert MachineSpec.read(path) == more
@@ -300,9 +304,26 @@ def test_engines_that_run_ahead_refill_their_slots_and_have_no_tail() -> None:
     assert stream == pytest.approx(7.6, rel=0.1)  # 32 x 7.6 tokens in 32 rows, a second a step
 
 
+def test_stages_of_a_trainer_elsewhere_pay_the_way_there_and_back_once() -> None:
+    """2 ms a call and 1 us a token, however many mini batches and epochs the call has."""
+    call = CallFit(base_s=2e-3, tokens_per_s=1e6)
+    work = replace(WORK, uses_critic=True, num_epochs=2)
+    here = predict_stages(TINY, MACHINE, work)
+    there = predict_stages(TINY, replace(MACHINE, call=call), work)
+    for name in ("proximal", "values", "train", "critic"):
+        more_s = there[name].seconds - here[name].seconds
+        assert more_s == pytest.approx(2e-3 + work.computed_tokens / 1e6)
+    for name in ("rollout", "reward", "sync"):
+        assert there[name] == here[name]
+    counts = {"num_micro_batches": 3, "num_tokens": 500, "num_updates": 2}
+    machines = (replace(MACHINE, call=call), MACHINE)
+    there_s, here_s = (update_s(TINY, machine, WORK, **counts) for machine in machines)
+    assert there_s - here_s == pytest.approx(2e-3 + 500 / 1e6)
+
+
 def test_beside_the_trainer_the_rollout_is_a_wait_and_both_sides_take_longer() -> None:
-    """Contention of 2 and 1.5, and 3 for a publication: what generating takes beyond the trainer's stages; nothing
-    where it takes less."""
+    """Contention of 2 and 1.5, and 3 for a publication: beside the trainer's stages half as much is generated; the loop
+    waits for the rest, when engines are alone, and for nothing where none is left."""
     machine = replace(MACHINE, contention=Contention(engine=2.0, trainer=1.5, publication=3.0))
     ahead = replace(WORK, most_running=64)
     turns = predict_stages(TINY, MACHINE, ahead)
@@ -312,13 +333,13 @@ def test_beside_the_trainer_the_rollout_is_a_wait_and_both_sides_take_longer() -
         factor = 3.0 if name == "sync" else 1.5
         assert beside[name].seconds == pytest.approx(factor * turns[name].seconds)
     trainer_s = sum(beside[name].seconds for name in others)
-    engine_s = 2.0 * (turns["rollout"].seconds + turns["reward"].seconds)
-    assert beside["rollout"].seconds == pytest.approx(max(engine_s - trainer_s, 0.0))
+    engine_s = turns["rollout"].seconds + turns["reward"].seconds
+    assert beside["rollout"].seconds == pytest.approx(max(engine_s - trainer_s / 2.0, 0.0))
     assert beside["rollout"].seconds_low == 0.0 and beside["reward"].seconds == 0.0
     slow = replace(machine, decode=MACHINE.decode.scaled(100))  # type: ignore[union-attr]
     waited = predict_stages(TINY, slow, replace(ahead, generates_beside=True))
-    assert sum(stage.seconds for stage in waited.values()) == pytest.approx(
-        2.0 * (100 * turns["rollout"].seconds + turns["reward"].seconds)
+    assert waited["rollout"].seconds == pytest.approx(
+        100 * turns["rollout"].seconds + turns["reward"].seconds - trainer_s / 2.0
     )
 
 

@@ -1,10 +1,12 @@
 """Measures what the ledger cannot know: this machine's ceilings, and this model's coefficients on it.
 
-Ceilings (`measure_machine`): GEMM rate by dtype, copy rate, the time of one small operation. Coefficients
+Ceilings (`trainer/ceilings.py`): GEMM rate by dtype, copy rate, the time of one small operation. Coefficients
 (`measure_model`): decode steps at several batch sizes and contexts, prefill, passes of the trainer over micro batches
 from one group to the run's largest, one optimizer update; where engines go on while the trainer works, what that
 costs either. `rehearse`: a step without its updates, for the publication and for what the interpreter does in
-between. The real engine and trainer do the work; weights and optimizer state are put back bit for bit.
+between. The real engine and trainer do the work, in this process or in others: they are asked through the same
+methods, and what a call of another process costs is measured besides. Weights and optimizer state are put back bit for
+bit.
 
 Every size is measured several times, in turn with the others, and its median counts: a burst of other work on the
 machine then touches one measurement of each size instead of all of one.
@@ -14,10 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import platform
 import tempfile
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,20 +34,26 @@ from rollbook.algos.config import AlgorithmConfig
 from rollbook.algos.filters import train_sequences
 from rollbook.buffer.buffer import Taken
 from rollbook.controller.objective import PolicyObjective, ValueObjective
-from rollbook.ledger.fit import BatchPoint, DecodePoint, PrefillPoint, fit_decode, fit_pass, fit_train
+from rollbook.ledger.fit import (
+    BatchPoint,
+    DecodePoint,
+    PrefillPoint,
+    fit_call,
+    fit_decode,
+    fit_pass,
+    fit_train,
+)
 from rollbook.ledger.hardware import Contention, HostFit, MachineSpec
 from rollbook.modeling.load import ModelFacts
 from rollbook.observe.recorder import Recorder
 from rollbook.rollout.engine import Engine, EngineStats, GenerateRequest
+from rollbook.trainer.ceilings import wait_for
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import Group, SamplingParams, TrainBatch, TrainSequence
 
 if TYPE_CHECKING:
     from rollbook.controller.loop import Controller
 
-GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
-COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
-REPEATS = 5
 FEW_REPEATS = 3
 MANY_REPEATS = 9
 """Of what takes longer than an operation: decode steps, updates, publications. At least and at most, as many as fit
@@ -101,37 +108,10 @@ class TrainPoints:
     forward: list[BatchPoint]
     others: dict[str, list[BatchPoint]]
     """By stage: "teacher", "values", "critic"."""
+    calls: list[BatchPoint]
+    """A batch to the trainer and its answer back, nothing computed. What the passes took is without it."""
     optimizer_s: float
     """One update."""
-
-
-def measure_machine(device: torch.device, *, dtypes: Sequence[str] = ("float32", "bfloat16")) -> MachineSpec:
-    """GEMM and copy rates of `device`; medians of a few repeats after one warm-up."""
-    size = GEMM_SIZE[device.type]
-    gemm: dict[str, float] = {}
-    for name in dtypes:
-        a = torch.randn(size, size, device=device).to(getattr(torch, name))
-        gemm[name] = 2 * size**3 / _median_s(device, partial(torch.matmul, a, a))
-    source = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_s = _median_s(device, lambda: target.copy_(source))
-    one = torch.ones(1, device=device)
-    launch_s = _median_s(device, lambda: [one.add_(1) for _ in range(100)]) / 100
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        name = "cpu"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return MachineSpec(
-        name=platform.node() or "this machine",
-        device=name,
-        num_threads=torch.get_num_threads(),
-        gemm_flops_per_s=gemm,
-        copy_bytes_per_s=2 * source.numel() / copy_s,
-        memory_bytes=memory,
-        launch_s=launch_s,
-    )
 
 
 async def measure_model(controller: Controller, machine: MachineSpec, work: TypicalWork) -> MachineSpec:
@@ -156,17 +136,18 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
             points.train, points.forward, optimizer_s=points.optimizer_s, num_params=work.num_params
         ),
         passes={stage: fit_pass(measured) for stage, measured in points.others.items()},
+        call=None if controller.config.cluster.kind == "inproc" else fit_call(points.calls),
     )
 
 
 def _other_passes(controller: Controller) -> dict[str, Callable[[TrainBatch], object]]:
     """Passes over a batch of networks that are not as large as the policy, by stage."""
-    trainer = controller.trainer
+    trainer, algorithm = controller.trainer, controller.config.algorithm
     passes: dict[str, Callable[[TrainBatch], object]] = {}
-    if trainer.teacher is not None:
+    if algorithm.needs_teacher and controller.remote_teacher is None:
         passes["teacher"] = trainer.fill_teacher
-    if trainer.critic is not None:
-        objective = ValueObjective(controller.config.algorithm)
+    if algorithm.needs_values:
+        objective = ValueObjective(algorithm)
         passes["values"] = trainer.fill_values
         passes["critic"] = lambda batch: trainer.update_critic(batch, objective)
     return passes
@@ -177,8 +158,9 @@ async def measure_contention(
 ) -> Contention:
     """How much longer engine and trainer take while the other one works than alone.
 
-    The engine's work is the run's own traffic, without pause: rows come and go, requests are made and responses scored.
-    The trainer's is a step's forward and update.
+    Both do what they do in the run. The trainer makes a step's forward and update again and again; with each of them
+    the engines are given another step's worth of prompts, no more ahead than the staleness bound admits, so that rows
+    come and go, requests are made and responses scored. Engines alone get as many prompts at the same pace.
 
     Args:
         answer: has the engines answer about a step's worth of prompts; its argument is another one each time.
@@ -189,55 +171,58 @@ async def measure_contention(
     )
     held = _copy(trainer.state_dict())
     objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=True)
+    most_ahead = controller.config.buffer.max_staleness_steps
     numbers = itertools.count()
 
-    async def pass_s() -> float:
+    async def train() -> float:
         began_s = time.perf_counter()
         await controller.compute(lambda: trainer.fill_proximal(batch))
         await controller.compute(lambda: trainer.update(batch, objective, lr=0.0))
         return time.perf_counter() - began_s
 
-    async def keep_answering() -> None:
-        while True:
-            await answer(next(numbers))
+    async def alone() -> tuple[float, float]:
+        """Seconds of a pass, and of a publication with its probe, while the engines stand idle."""
+        passes: list[float] = []
+        while sum(passes) < WINDOW_S:
+            passes.append(await train())
+        sync_s, probe_s, _ = await _publish(controller)
+        return float(np.mean(passes)), sync_s + probe_s
 
-    async def decoded() -> int:
-        return sum([(await engine.stats()).decode_tokens for engine in controller.router.engines])
-
-    async def measure(with_engine: bool, with_trainer: bool) -> tuple[float, float, float]:
-        """Tokens a second of the engines, seconds of a pass, and of a publication with its probe."""
-        # Two streams, the second half a window later: where one runs dry at its longest responses, the other is full.
-        streams = [asyncio.create_task(keep_answering())] if with_engine else []
+    async def generating(make_pass: Callable[[], Awaitable[float]]) -> tuple[float, float, float]:
+        """Engine seconds of a token, seconds of a pass, and of a publication, while steps are generated."""
+        asked: deque[asyncio.Future[object]] = deque()
         try:
-            if with_engine:
-                await asyncio.sleep(WINDOW_S / 2)
-                streams.append(asyncio.create_task(keep_answering()))
-                await asyncio.sleep(WINDOW_S / 2)
-            before, began_s = await decoded(), time.perf_counter()
             passes: list[float] = []
-            while time.perf_counter() - began_s < WINDOW_S or not passes:
-                if with_trainer:
-                    passes.append(await pass_s())
-                else:
-                    await asyncio.sleep(WINDOW_S)
-                    passes.append(0.0)
-            rate = (await decoded() - before) / (time.perf_counter() - began_s)
+            before = await _used(controller)
+            while sum(passes[1:]) < WINDOW_S:
+                asked.append(asyncio.ensure_future(answer(next(numbers))))
+                if len(asked) > most_ahead:
+                    await asked.popleft()
+                passes.append(await make_pass())
+                if len(passes) == 1:  # until then the engines fill
+                    before = await _used(controller)
+            after = await _used(controller)
+            busy_s, num_tokens = after[0] - before[0], after[1] - before[1]
             sync_s, probe_s, _ = await _publish(controller)
-            return rate, float(np.mean(passes)), sync_s + probe_s
+            return busy_s / max(num_tokens, 1), float(np.mean(passes[1:])), sync_s + probe_s
         finally:
-            for stream in streams:
-                stream.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
+            for each in asked:
+                each.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
-    await pass_s()  # warm-up
+    async def stand_by(seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+    await train()  # warm-up
     ratios = []
     for _ in range(CONTENTION_ROUNDS):
-        alone_rate, _, _ = await measure(True, False)
-        _, alone_s, publication_s = await measure(False, True)
-        beside_rate, beside_s, publication_beside_s = await measure(True, True)
+        alone_s, publication_s = await alone()
+        token_s, _, _ = await generating(partial(stand_by, alone_s))
+        token_beside_s, beside_s, publication_beside_s = await generating(train)
         ratios.append(
             (
-                alone_rate / max(beside_rate, 1e-9),
+                token_beside_s / max(token_s, 1e-9),
                 beside_s / alone_s,
                 publication_beside_s / max(publication_s, 1e-6),
             )
@@ -249,9 +234,15 @@ async def measure_contention(
     return Contention(engine=of_engine, trainer=of_trainer, publication=of_publication)
 
 
+async def _used(controller: Controller) -> tuple[float, int]:
+    """Seconds that the engines computed so far, and the tokens that they decoded."""
+    stats = [await engine.stats() for engine in controller.router.engines]
+    return sum(held.busy_s for held in stats), sum(held.decode_tokens for held in stats)
+
+
 async def _publish(controller: Controller) -> tuple[float, float, int]:
     """Seconds of publishing to every replica, seconds of probing them all, and the bytes published."""
-    _wait(controller.trainer.model.device)
+    wait_for(controller.trainer.model.device)
     began_s = time.perf_counter()
     reports = [await controller.publisher.resync(engine.replica_id) for engine in controller.router.engines]
     sync_s = time.perf_counter() - began_s
@@ -473,6 +464,7 @@ def _train_points(
     held = _copy(trainer.state_dict())
     objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=True)
     passes: dict[str, Callable[[TrainBatch], object]] = {
+        "call": trainer.carry,
         "proximal": trainer.fill_proximal,
         **others,
         "train": lambda batch: trainer.update(batch, objective, lr=0.0),
@@ -491,7 +483,7 @@ def _train_points(
                 continue
             began_s = time.perf_counter()
             values = compute(batch)
-            _wait(trainer.model.device)
+            wait_for(trainer.model.device)
             if round_idx > 0 or num_groups not in counts:
                 seconds.setdefault((stage, num_groups), []).append(time.perf_counter() - began_s)
             if stage == "train":  # tokens that are computed: shared prompts once
@@ -499,12 +491,17 @@ def _train_points(
                 names = "trainer/actor_micro_batches", "trainer/actor_tokens"
                 num_micro, num_tokens = (int(values[name].result()) for name in names)
                 counts[num_groups] = num_micro, num_tokens
-                optimizer_s.append(_optimizer_s(trainer))
+                optimizer_s.append(trainer.measure_optimizer())
     trainer.load_state_dict(held)
     step_s = float(np.median(optimizer_s[1:]))
 
+    def median_s(stage: str, num_groups: int) -> float:
+        """Seconds of a pass without the call."""
+        call_s = 0.0 if stage == "call" else median_s("call", num_groups)
+        return max(float(np.median(seconds[stage, num_groups])) - call_s, 1e-6)
+
     def points(stage: str, sizes: Sequence[int]) -> list[BatchPoint]:
-        return [BatchPoint(*counts[n], max(float(np.median(seconds[stage, n])), 1e-6)) for n in sizes]
+        return [BatchPoint(*counts[n], median_s(stage, n)) for n in sizes]
 
     def of_updates(stage: str) -> list[BatchPoint]:
         # A backward never takes less than its forward: what noise makes of the difference has this bound.
@@ -521,6 +518,7 @@ def _train_points(
         others={
             stage: of_updates(stage) if stage in OF_UPDATES else points(stage, sizes) for stage in others
         },
+        calls=points("call", sizes),
         optimizer_s=step_s,
     )
 
@@ -550,19 +548,6 @@ def rounds(sizes: Sequence[Size], *, warm_up: Size) -> Iterator[tuple[int, Size]
             return
         for size in sizes:
             yield round_idx, size
-
-
-def _optimizer_s(trainer: Trainer) -> float:
-    """Seconds of one update; gradients that did not arrive count as zeros."""
-    began_s = time.perf_counter()
-    trainer.optimizer.step(0.0)
-    _wait(trainer.model.device)
-    return time.perf_counter() - began_s
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _sequences(trainer: Trainer, work: TypicalWork, num_groups: int) -> list[TrainSequence]:
@@ -602,14 +587,3 @@ def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy(inner) for key, inner in value.items()}
     return value
-
-
-def _median_s(device: torch.device, work: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(REPEATS + 1):
-        _wait(device)
-        began_s = time.perf_counter()
-        work()
-        _wait(device)
-        seconds.append(time.perf_counter() - began_s)
-    return float(np.median(seconds[1:]))

@@ -129,7 +129,7 @@ def calibrate(config_path: Path | None, overrides: Sequence[str], *, device: str
     """
     import torch
 
-    from rollbook.controller.calibrate import measure_machine
+    from rollbook.trainer.ceilings import measure_machine
 
     if config_path is None:
         if problem := device_problem("--device", device):
@@ -150,14 +150,10 @@ def calibrate(config_path: Path | None, overrides: Sequence[str], *, device: str
 async def _calibrate(config: RunConfig, recorder: Recorder, interrupts: Interrupts) -> MachineSpec | None:
     """What was measured; None where it was interrupted."""
     from rollbook.controller.build import build
-    from rollbook.controller.expectation import can_plan, make_plan
+    from rollbook.controller.expectation import make_plan
 
-    if not can_plan(config):
-        raise ConfigError(
-            f"this config cannot be calibrated: plan.is_on is {str(config.plan.is_on).lower()} and cluster.kind "
-            f"'{config.cluster.kind}'",
-            "set plan.is_on = true and cluster.kind = 'inproc'",
-        )
+    if not config.plan.is_on:
+        raise ConfigError("this config asks for no calibration: plan.is_on is false", "set plan.is_on = true")
     try:
         with interrupts.attached():
             async with build(config, recorder) as controller:

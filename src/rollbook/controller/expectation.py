@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollbook.config.run_config import RunConfig
 from rollbook.controller.calibrate import (
     Rehearsal,
     TypicalWork,
     announce,
     forget_prefixes,
     measure_contention,
-    measure_machine,
     measure_model,
     rehearse,
     rounds,
@@ -38,7 +36,6 @@ from rollbook.ledger.hardware import Contention, MachineSpec
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.predict import StepWork, predict_stages, rollout_of, stages_after_rollout, update_s
-from rollbook.trainer.policy import trainable
 from rollbook.types import Group, Prompt
 
 if TYPE_CHECKING:
@@ -173,14 +170,8 @@ def _entry_json(entry: Entry, share: float) -> dict[str, Any]:
     }
 
 
-def can_plan(config: RunConfig) -> bool:
-    """A plan is wanted, and trainer and engines can be measured: they are called from this process, whatever the
-    engine's kind."""
-    return config.plan.is_on and config.cluster.kind == "inproc"
-
-
 async def make_plan(controller: Controller) -> Plan:
-    """Measure what is not given, and predict. Asks for `can_plan`."""
+    """Measure what is not given, and predict; where the parts compute makes no difference."""
     config = controller.config
     announce(controller, "responses of a sample")
     sample, _ = await _sample(controller, seed=0)
@@ -204,13 +195,13 @@ async def make_plan(controller: Controller) -> Plan:
         num_sequences=controller.num_sequences,
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         num_mini_batches=config.trainer.num_mini_batches,
-        num_params=sum(p.numel() for p in trainable(controller.trainer.model).values()),
+        num_params=controller.trainer.num_trained_params,
     )
     if config.plan.hardware:
         machine = MachineSpec.read(Path(config.plan.hardware))
     else:
         announce(controller, "rates of this machine")
-        machine = await controller.compute(lambda: measure_machine(controller.trainer.model.device))
+        machine = await controller.compute(controller.trainer.measure_machine)
     if machine.decode is None or machine.train is None:
         machine = await measure_model(controller, machine, typical)
     work = StepWork(
@@ -233,10 +224,8 @@ async def make_plan(controller: Controller) -> Plan:
         generates_beside=not controller.schedule.pauses_for_training
         and config.buffer.max_staleness_steps > 0,
         param_bytes=float(controller.trainer.model.dtype.itemsize),
-        trained_params=float(sum(p.numel() for p in trainable(controller.trainer.model).values())),
-        published_params=float(
-            sum(shape.numel() for shape in controller.trainer.model.published_shapes().values())
-        ),
+        trained_params=float(controller.trainer.num_trained_params),
+        published_params=float(controller.trainer.num_published_params),
     )
     announce(controller, "steps without updates")
     machine = await _rehearsed(controller, model, machine, work)
@@ -368,8 +357,8 @@ async def _sample(
 
 
 async def _answer_step(controller: Controller, number: int) -> None:
-    """A step's worth of prompts, or SAMPLE_GROUPS of them, answered and scored."""
-    await _sample(controller, seed=1000 + number)
+    """A step's worth of prompts, answered and scored."""
+    await _sample(controller, seed=1000 + number, most_groups=controller.config.run.groups_per_step)
 
 
 async def _rehearsed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rollbook.config.run_config import RunConfig
@@ -10,9 +11,10 @@ from rollbook.controller.entry import calibrate
 from rollbook.diagnose.runbook import Derivation
 from rollbook.envs.dataset import load_prompts
 from rollbook.errors import ConfigError, RunError
-from rollbook.ledger.assumptions import load_assumptions
+from rollbook.ledger.assumptions import Assumptions, load_assumptions
 from rollbook.ledger.hardware import Accelerator, Cluster, load_accelerator
 from rollbook.ledger.model import ModelSpec, load_model
+from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.workload import Workload
 from rollbook.modeling.char_tokenizer import CharTokenizer
 from rollbook.planner.plan import make_plan
@@ -64,7 +66,8 @@ def derive(config: RunConfig, *, gpu: str = "", num_gpus: int = 0) -> Derivation
             uses_reference=config.algorithm.needs_reference,
         ),
         cluster=Cluster(accelerator=accelerator, num_gpus=devices),
-        assumptions=load_assumptions("default"),
+        assumptions=_assumptions(config),
+        sleep=SleepChoice(sleep_level=config.memory.sleep_level, moves_state=config.memory.offload),
         split=split,
         max_staleness_steps=max(config.buffer.max_staleness_steps, 1),
         checkpoint_every_steps=config.checkpoint.every_steps,
@@ -103,6 +106,13 @@ def _model(config: RunConfig) -> ModelSpec:
         "tie_word_embeddings": new.tie_embeddings,
     }
     return ModelSpec.from_hf_config(facts, "the new model")
+
+
+def _assumptions(config: RunConfig) -> Assumptions:
+    """Of a run of this loop, with the engine that it asks for."""
+    own = load_assumptions("rollbook")
+    layer_s = {"default": own.decode.layer_s_of(config.rollout.engine)}
+    return replace(own, decode=replace(own.decode, layer_s=layer_s))
 
 
 def _accelerator(config: RunConfig, gpu: str, notes: list[str]) -> Accelerator:

@@ -1,7 +1,8 @@
 """Every number the ledger has to believe, with where it comes from.
 
 `paper` is the plain account that a person can follow with a pocket calculator; `default` is the better model,
-fitted to published measurements. Both live in `data/default.toml`. A file changes single numbers of either:
+fitted to published measurements. Both live in `data/default.toml`. `rollbook` (`data/rollbook.toml`) is `default` with
+what was measured of our own loop, which does not pay other frameworks' base costs. A file changes single numbers:
 
     base = "default"
     train_mfu_frac = { value = 0.36, source = "our run of May, 64 H100" }
@@ -25,7 +26,7 @@ from rollbook.errors import ConfigError, nearest_name
 from rollbook.ledger.hardware import Accelerator
 from rollbook.ledger.model import ModelSpec
 
-PRESETS = ("default", "paper")
+PRESETS = ("default", "paper", "rollbook")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,14 +275,20 @@ def load_assumptions(name_or_path: str) -> Assumptions:
     base_name = table.pop("base", "default")
     if base_name not in PRESETS:
         raise ConfigError(f"{path}: base is {base_name!r}", f"choose one of: {', '.join(PRESETS)}")
-    base = _preset(base_name)
+    return _changed(_preset(base_name), table, str(path))
+
+
+def _changed(base: Assumptions, table: Mapping[str, Any], origin: str) -> Assumptions:
     sources = dict(base.sources)
-    changed: Assumptions = _merged(base, table, "", str(path), sources)
-    return replace(changed, name=str(path), sources=sources)
+    changed: Assumptions = _merged(base, table, "", origin, sources)
+    return replace(changed, name=origin, sources=sources)
 
 
 @functools.cache
 def _preset(name: str) -> Assumptions:
+    if name == "rollbook":
+        own = tomllib.loads((resources.files("rollbook.ledger") / "data" / "rollbook.toml").read_text())
+        return _changed(_preset(own.pop("base")), own, name)
     text = (resources.files("rollbook.ledger") / "data" / "default.toml").read_text()
     table = tomllib.loads(text)
     stacks = {key: StackAssumptions(**values) for key, values in table.pop("stacks").items()}

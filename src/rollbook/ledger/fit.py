@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.errors import DataError
-from rollbook.ledger.hardware import DecodeFit, PassFit, TrainFit
+from rollbook.ledger.hardware import CallFit, DecodeFit, PassFit, TrainFit
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,16 @@ def fit_pass(points: Sequence[BatchPoint]) -> PassFit:
     """
     per_batch, rate = _fit_rate(*_batch_columns(points))
     return PassFit(per_micro_batch_s=per_batch, tokens_per_s=rate)
+
+
+def fit_call(points: Sequence[BatchPoint]) -> CallFit:
+    """Seconds of a call = base + tokens / rate, whatever the micro batches.
+
+    Raises:
+        DataError: fewer than two points.
+    """
+    base_s, rate = _fit_rate([1] * len(points), [p.num_tokens for p in points], [p.seconds for p in points])
+    return CallFit(base_s=base_s, tokens_per_s=rate)
 
 
 def _batch_columns(points: Sequence[BatchPoint]) -> tuple[list[int], list[int], list[float]]:

@@ -51,6 +51,15 @@ class Accelerator:
     fitted: MachineSpec | None = None
     """Measured seconds of the planned model's own engine and trainer on a processor; None: its ceilings alone."""
 
+    @property
+    def chip(self) -> str:
+        """What it computes with: devices that differ in memory or links alone share one."""
+        return next((chip for chip, names in _CHIPS.items() if self.name in names), self.name)
+
+    def fraction(self, by_device: Mapping[str, float]) -> float:
+        """An assumption about this device: by its name, else by its chip, else "default"."""
+        return by_device.get(self.name, by_device.get(self.chip, by_device["default"]))
+
     def peak(self, dtype: str) -> float:
         """FLOP/s of `dtype`; a dtype without its own units runs at the rate of the next wider one."""
         for candidate in (dtype, *_WIDER.get(dtype, ())):
@@ -62,6 +71,13 @@ class Accelerator:
         )
 
 
+_CHIPS = {
+    "A100": ("A100-80GB SXM", "A100-80GB PCIe", "A100-40GB SXM", "A800-80GB SXM"),
+    "H100": ("H100 SXM", "H200 SXM", "H800 SXM", "GH200"),
+    "H20": ("H20-96GB", "H20-141GB"),
+    "B200": ("B200 SXM", "GB200 (per GPU)"),
+    "B300": ("B300 SXM", "GB300 (per GPU)"),
+}
 _WIDER = {
     "float4": ("float8", "bfloat16", "float32"),
     "float8": ("bfloat16", "float32"),
@@ -238,6 +254,20 @@ class PassFit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallFit:
+    """Seconds of handing a batch to a trainer in other processes, and of what it writes into the batch coming back."""
+
+    base_s: float
+    """Paid by every call."""
+    tokens_per_s: float
+    """Tokens that the model computes, shared prompts once."""
+
+    def seconds(self, num_tokens: float) -> float:
+        """Of one call with a batch of `num_tokens`."""
+        return self.base_s + num_tokens / self.tokens_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
     """How much longer each side takes while the other one works: they share cores, caches and the interpreter."""
 
@@ -294,6 +324,8 @@ class MachineSpec:
     host: HostFit | None = None
     passes: Mapping[str, PassFit] = field(default_factory=dict)
     """By stage: "teacher", "values", "critic". The reference is as large as the policy, whose forward `train` holds."""
+    call: CallFit | None = None
+    """None where the trainer is in the process of the loop."""
     contention: Contention | None = None
     """None where engine and trainer take turns, or were not measured side by side."""
     digest_bytes_per_s: float = 0.0
@@ -352,6 +384,7 @@ class MachineSpec:
         try:
             decode, train = tables.pop("decode", None), tables.pop("train", None)
             host, contention = tables.pop("host", None), tables.pop("contention", None)
+            call = tables.pop("call", None)
             return cls(
                 **tables.pop("machine"),
                 gemm_flops_per_s=tables.pop("gemm_flops_per_s"),
@@ -359,6 +392,7 @@ class MachineSpec:
                 train=TrainFit(**train) if train else None,
                 host=HostFit(**host) if host else None,
                 passes={stage: PassFit(**fit) for stage, fit in tables.pop("passes", {}).items()},
+                call=CallFit(**call) if call else None,
                 contention=Contention(**contention) if contention else None,
             )
         except (KeyError, TypeError) as error:
@@ -395,7 +429,7 @@ def _to_toml(machine: MachineSpec) -> str:
     tables: dict[str, Any] = {}
     for name in machine.__slots__:
         value = getattr(machine, name)
-        if name in ("decode", "train", "host", "contention"):
+        if name in ("decode", "train", "host", "call", "contention"):
             tables[name] = value and _as_table(value)
         elif name == "passes":
             tables |= {f"passes.{stage}": _as_table(fit) for stage, fit in value.items()}

@@ -152,20 +152,21 @@ def _source(machine: MachineSpec) -> str:
 
 
 def _side_by_side(stages: dict[str, Entry], contention: Contention) -> dict[str, Entry]:
-    """What the step loop sees of sides that work at the same time."""
+    """What the step loop sees of sides that work at the same time. While the loop waits, the engines are alone."""
     generating = ("rollout", "reward")
     slower = {name: stage.scaled(contention.of(name)) for name, stage in stages.items()}
-    engine_s = sum(slower[name].seconds for name in generating)
     trainer_s = sum(stage.seconds for name, stage in slower.items() if name not in generating)
-    wait_s = max(engine_s - trainer_s, 0.0)
+    rollout = stages["rollout"]
+    beside_s = trainer_s / contention.engine  # of generating, in seconds of engines alone
+    wait_s = max(rollout.seconds + stages["reward"].seconds - beside_s, 0.0)
     slower["rollout"] = replace(
-        slower["rollout"],
+        rollout,
         seconds=wait_s,
         seconds_low=0.0,
-        seconds_high=max(slower["rollout"].seconds_high - trainer_s, wait_s, _FLOOR_ERROR_FRAC * trainer_s),
-        formula=f"wait of the step loop: ({slower['rollout'].formula}) x contention, less all other stages",
+        seconds_high=max(rollout.seconds_high - beside_s, wait_s, _FLOOR_ERROR_FRAC * trainer_s),
+        formula=f"wait of the step loop: ({rollout.formula}), less all other stages / contention",
     )
-    slower["reward"] = slower["reward"].scaled(0.0)  # within what is generated beside
+    slower["reward"] = stages["reward"].scaled(0.0)  # within what is generated beside
     return slower
 
 
@@ -196,7 +197,12 @@ def update_s(
     fit = _train_fit(machine)
     pass_s = fit.per_micro_batch_s * num_micro_batches + num_tokens / fit.tokens_per_s
     seconds = pass_s + num_updates * fit.optimizer_s_per_param * _trained_params(model, work, "train")
-    return max(seconds, 3 * num_micro_batches * _launches_s(model, machine))
+    return max(seconds, 3 * num_micro_batches * _launches_s(model, machine)) + _call_s(machine, num_tokens)
+
+
+def _call_s(machine: MachineSpec, num_tokens: float) -> float:
+    """Seconds that a batch and its answer are on their way between the loop and a trainer in other processes."""
+    return 0.0 if machine.call is None else machine.call.seconds(num_tokens)
 
 
 _FORWARD_OPERATORS = 8
@@ -342,7 +348,21 @@ def _forward(name: str, model: ModelSpec, machine: MachineSpec, work: StepWork, 
         formula="per_micro_batch x micro batches + tokens / forward rate",
         source=source,
     )
-    return _at_least(stage, num_micro * _launches_s(model, machine))
+    return _called(_at_least(stage, num_micro * _launches_s(model, machine)), machine, work)
+
+
+def _called(stage: Entry, machine: MachineSpec, work: StepWork) -> Entry:
+    """`stage` of the trainer, as the loop sees it: with the way there and back."""
+    call_s = _call_s(machine, work.computed_tokens)
+    if not call_s:
+        return stage
+    return replace(
+        stage,
+        seconds=stage.seconds + call_s,
+        seconds_low=stage.seconds_low + call_s,
+        seconds_high=stage.seconds_high + call_s,
+        formula=f"{stage.formula}; + the call of another process",
+    )
 
 
 def _train_fit(machine: MachineSpec) -> TrainFit:
@@ -369,7 +389,8 @@ def _train(name: str, model: ModelSpec, machine: MachineSpec, work: StepWork, so
         ),
         source=source,
     )
-    return _at_least(stage, 3 * work.num_epochs * num_micro * _launches_s(model, machine))
+    stage = _at_least(stage, 3 * work.num_epochs * num_micro * _launches_s(model, machine))
+    return _called(stage, machine, work)
 
 
 def _trained_params(model: ModelSpec, work: StepWork, name: str) -> float:

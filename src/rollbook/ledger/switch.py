@@ -28,6 +28,8 @@ class SleepChoice:
     """0: stays awake; 1: weights in host memory; 2: dropped, the publication brings them back."""
     rebuilds_engine: bool = False
     """KV pool and CUDA graphs are made again at each wake; False: the pool keeps its addresses, so both survive."""
+    moves_state: bool = True
+    """The training state waits in host memory while the engine generates; False: it stays on the device."""
 
     def __post_init__(self) -> None:
         if self.sleep_level not in (0, 1, 2):
@@ -53,7 +55,7 @@ def hand_over(
 
     Level 1 keeps the engine's weights in host memory and copies them both ways; level 2 drops them, and the
     publication brings them back. The KV pool is only dropped and mapped again. CUDA graphs survive when the
-    pool keeps its addresses; else it is made and they are captured again.
+    pool keeps its addresses; else it is made and they are captured again. Where nothing moves, nothing is paid.
 
     Args:
         num_gpus: over which the training state is sharded.
@@ -65,6 +67,7 @@ def hand_over(
     link = cluster.accelerator.host_link_bytes_per_s
     state_rate = min(assumptions.state_bytes_per_s, link)
     engine_rate = min(assumptions.engine_bytes_per_s, link)
+    offloads_state = offloads_state and choice.moves_state
     state = state_bytes_per_param * model.params / num_gpus if offloads_state else 0.0
     frozen = frozen_bytes_per_param * model.params / num_gpus if offloads_state else 0.0
     weights = rollout_weights_bytes_per_gpu if choice.sleep_level == 1 else 0.0
@@ -75,7 +78,7 @@ def hand_over(
         Move("training state to host", bytes=state, seconds=state / state_rate),
         Move("frozen models to device", bytes=frozen, seconds=frozen / state_rate),
         Move("engine wakes", bytes=weights, seconds=sleeps * assumptions.wake_s + weights / engine_rate),
-        Move("caches, pools, processes", bytes=0.0, seconds=assumptions.base_s),
+        Move("caches, pools, processes", bytes=0.0, seconds=assumptions.base_s * (sleeps or offloads_state)),
     ]
     if choice.rebuilds_engine:
         moves.append(Move("KV pool made again", bytes=0.0, seconds=assumptions.pool_s))

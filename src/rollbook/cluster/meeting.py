@@ -1,0 +1,65 @@
+"""What the driver, the ranks of the trainer and the replicas tell each other when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollbook.config.run_config import RunConfig
+from rollbook.modeling.load import LoadedModel, ModelFacts
+from rollbook.sync.broadcast import BroadcastGroup
+from rollbook.sync.digest import digest, fold
+from rollbook.weights import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaAddress:
+    """Where a replica takes publications."""
+
+    replica_id: int
+    host: str
+    port: int
+    token: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFacts:
+    """What the driver must know of a model that lives elsewhere."""
+
+    facts: ModelFacts
+    source: str
+    dtype: torch.dtype
+    hf_config: dict[str, Any]
+    specs: tuple[TensorSpec, ...]
+    num_trained_params: int
+    base_digest: str
+    """Of what adapters stand on, where they are published alone; else empty."""
+
+
+def base_digest(model: LoadedModel) -> str:
+    """Of the tensors that no publication carries: the base, where adapters are published alone. Else empty."""
+    published = model.published_shapes()
+    base = {name: digest(t) for name, t in model.named_tensors().items() if name not in published}
+    return fold(base) if model.lora is not None and model.lora.publish == "adapter" else ""
+
+
+def join_broadcast(config: RunConfig, meeting: str, *, rank: int) -> BroadcastGroup:
+    """The group of publications: trainer rank 0, and every replica behind it. Between GPUs by NCCL, else by gloo.
+
+    Args:
+        meeting: path of a file, or host:port of rank 0.
+    """
+    devices = (config.model.device, config.rollout.device)
+    is_nccl = all(name.startswith("cuda") for name in devices) and config.run.schedule == "separate_async"
+    host, _, port = meeting.rpartition(":")
+    return BroadcastGroup.create(
+        "nccl" if is_nccl else "gloo",
+        rank=rank,
+        size=config.rollout.num_replicas + 1,
+        device=torch.device(devices[min(rank, 1)]) if is_nccl else torch.device("cpu"),
+        deadline_s=config.cluster.start_deadline_s,
+        **({"file": meeting} if meeting.startswith("/") else {"host": host, "port": int(port)}),
+    )

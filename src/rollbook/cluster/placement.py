@@ -1,0 +1,84 @@
+"""Ray itself, and the places of the actors on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollbook.cluster.config import ClusterConfig
+from rollbook.config.environment import set_environment
+from rollbook.config.run_config import RunConfig
+
+
+def connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack) -> bool:
+    """Join the cluster, or start one on this machine; True for the latter."""
+    if ray.is_initialized():
+        return not cluster.address
+    set_environment(RAY_USAGE_STATS_ENABLED="0")
+    silence()
+    terminated = signal.getsignal(signal.SIGTERM)  # Ray takes it, and the run has its own end for it
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": True}
+    if cluster.address:
+        ray.init(address=cluster.address, **common)
+    else:
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, 2 * num_actors),
+            include_dashboard=False,
+            runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo"}},
+            **common,
+        )
+    stack.callback(ray.shutdown)
+    with suppress(ValueError):  # not on the main thread
+        signal.signal(signal.SIGTERM, terminated)
+    return not cluster.address
+
+
+def silence() -> None:
+    """Ray writes about dead workers to stdout, whatever it is told about logs; their deaths are events of the run."""
+    from ray._private import worker
+
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *args, **keywords: None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A bundle of a placement group, and the share of its GPU that an actor takes."""
+
+    group: Any
+    bundle_idx: int
+    num_gpus: float
+
+    def options(self) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle_idx)
+        return {"num_cpus": 1, "num_gpus": self.num_gpus, "scheduling_strategy": strategy}
+
+
+def placements(config: RunConfig, *, shares_device: bool) -> tuple[list[Place], list[Place]]:
+    """Of trainer ranks and of replicas: one pool whose bundles hold one of each, or two pools."""
+    num_ranks, num_replicas = config.cluster.num_trainer_ranks, config.rollout.num_replicas
+    train_gpus = float(config.model.device != "cpu")
+    rollout_gpus = float(config.rollout.device != "cpu")
+    if shares_device:
+        bundle = {"CPU": 2.0, **({"GPU": 1.0} if train_gpus or rollout_gpus else {})}
+        group = placement_group([bundle] * max(num_ranks, num_replicas), strategy="PACK")
+        share = 0.5 if train_gpus and rollout_gpus else 1.0
+        return (
+            [Place(group, i, train_gpus * share) for i in range(num_ranks)],
+            [Place(group, i, rollout_gpus * share) for i in range(num_replicas)],
+        )
+
+    def pool(count: int, gpus: float) -> list[Place]:
+        bundle = {"CPU": 1.0, **({"GPU": gpus} if gpus else {})}
+        group = placement_group([bundle] * count, strategy="PACK")
+        return [Place(group, i, gpus) for i in range(count)]
+
+    return pool(num_ranks, train_gpus), pool(num_replicas, rollout_gpus)

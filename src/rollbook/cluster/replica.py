@@ -1,0 +1,112 @@
+"""A process of an engine: inside the actor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from typing import Any
+
+import ray
+import torch
+
+from rollbook.cluster.meeting import ReplicaAddress, base_digest, join_broadcast
+from rollbook.config.run_config import RunConfig
+from rollbook.errors import EngineError
+from rollbook.modeling.load import DTYPES, LoadedModel, load_model, load_tokenizer
+from rollbook.modeling.lora import adapter_tensors
+from rollbook.rollout.native.engine import NativeEngine
+from rollbook.sync.broadcast import BroadcastReceiver
+from rollbook.sync.inproc import InprocPort
+from rollbook.sync.remote import ReplicaServer
+from rollbook.sync.transport import Receiver
+
+
+class ReplicaActor:
+    """One engine and the server through which its weights come."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        replica_id: int,
+        *,
+        dtype: str,
+        eos_ids: tuple[int, ...],
+        host: str,
+        base_digest: str,
+    ) -> None:
+        self.config, self.replica_id = config, replica_id
+        self._base_digest = base_digest
+        self._host = host or ray.util.get_node_ip_address()
+        self._dtype, self._eos_ids = dtype, eos_ids
+
+    async def start(self) -> ReplicaAddress:
+        """Load the model, start the engine and listen for publications; its weights come by the first of them."""
+        config, rollout = self.config, self.config.rollout
+        if rollout.num_threads:
+            torch.set_num_threads(rollout.num_threads)
+        model = await asyncio.to_thread(self._load)
+        self.engine = NativeEngine(
+            model,
+            rollout,
+            replica_id=self.replica_id,
+            eos_token_ids=self._eos_ids,
+            tokenizer=load_tokenizer(config.model) if rollout.stop_strings else None,
+        )
+        await self.engine.start()
+        await self.engine.sleep(2)  # nothing is sampled from these weights: they are of no version
+        await self.engine.wake()
+        receiver: Receiver
+        if config.sync.transport == "disk":
+            from rollbook.sync.disk import DiskReceiver
+
+            receiver = DiskReceiver(config.sync.disk_dir)
+        elif config.sync.transport == "broadcast":
+            receiver = BroadcastReceiver(None, max_bucket_bytes=config.sync.bucket_bytes)
+        else:
+            from rollbook.sync.shm import ShmReceiver
+
+            receiver = ShmReceiver(config.sync.shm_dir)
+        token = secrets.token_hex(16)
+        in_message_bytes = config.sync.bucket_bytes if config.sync.transport == "broadcast" else 0
+        self.server = ReplicaServer(
+            InprocPort(self.engine, staging=config.sync.staging),
+            receiver,
+            token=token,
+            max_payload_bytes=in_message_bytes,
+        )
+        port = await self.server.start(self._host)
+        return ReplicaAddress(
+            replica_id=self.replica_id, host=self._host, port=port, token=token, pid=os.getpid()
+        )
+
+    def _load(self) -> LoadedModel:
+        """
+        Raises:
+            EngineError: adapters are published alone, and the base here is another one than the trainer's.
+        """
+        config, device = self.config.model, self.config.rollout.device
+        if not self._base_digest:
+            whole = config.model_copy(update={"lora": None})  # adapters come merged
+            return load_model(whole, dtype=self._dtype, device=device, with_tokenizer=False)
+        model = load_model(
+            config, dtype="float32", device=device, with_tokenizer=False
+        )  # as the trainer does
+        found = base_digest(model)
+        if found != self._base_digest:
+            raise EngineError(
+                f"the base of replica {self.replica_id} has the digest {found}, the trainer's {self._base_digest}",
+                "adapters alone need one base everywhere: give all hosts the same files, or use "
+                "model.lora.publish = 'merged'",
+            )
+        for adapter in adapter_tensors(model).values():
+            adapter.data = adapter.data.to(DTYPES[self._dtype])
+        return model
+
+    async def join(self, meeting: str) -> None:
+        """Meet the trainer and the other replicas, before the first publication."""
+        group = await asyncio.to_thread(join_broadcast, self.config, meeting, rank=self.replica_id + 1)
+        self.server.receiver = BroadcastReceiver(group, max_bucket_bytes=self.config.sync.bucket_bytes)
+
+    async def do(self, method: str, *args: Any) -> Any:
+        return await getattr(self.engine, method)(*args)

@@ -1,0 +1,79 @@
+"""What is derived for an own job before it has begun: our loop on the named devices, not another framework's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook.config.loading import load_config
+from rollbook.config.run_config import RunConfig
+from rollbook.controller.foresight import derive
+from rollbook.ledger.assumptions import load_assumptions
+from rollbook.ledger.hardware import Cluster, load_accelerator
+from rollbook.ledger.model import load_model
+from rollbook.ledger.switch import SleepChoice, hand_over
+
+ROOT = Path(__file__).parents[2]
+
+
+def config_of(path: str, *overrides: str) -> RunConfig:
+    return load_config(ROOT / path, overrides, RunConfig)
+
+
+def test_a_small_job_on_a_gpu_pays_no_base_costs_of_other_frameworks() -> None:
+    """Half a million parameters and five tokens a response: a second, not the 19 s that a step of a job on many nodes
+    takes beside its work."""
+    found = derive(config_of("examples/addition.toml"), gpu="H100")
+    assert 0.1 < found.step_s < 1.5
+    assert sum(seconds for seconds, _, _ in found.stages.values()) == pytest.approx(found.step_s, rel=0.05)
+
+
+def test_a_measured_job_is_foreseen_within_a_factor_of_two_and_a_half() -> None:
+    """bench/README.md: on one H200 its rollout took 2.3 s, training 0.86, a step without the checkpoint 3.3."""
+    config = config_of("bench/gpu/grpo_qwen05b.toml", "plan.response_tokens=256")
+    found = derive(config, gpu="H200")
+    measured = {"rollout": 2.3, "train": 0.861}
+    for stage, seconds in measured.items():
+        assert seconds / 2.5 < found.stages[stage][0] < 2.5 * seconds, (stage, found.stages[stage])
+    assert 3.3 / 2 < found.step_s < 2 * 3.3
+
+
+def test_what_is_moved_every_step_is_paid_for_and_nothing_else() -> None:
+    """5.9 GB of training state each way at 45 GB/s, and the release of cached memory."""
+    config = config_of("bench/gpu/grpo_qwen05b.toml", "plan.response_tokens=256")
+    still = derive(config, gpu="H200")
+    memory = ("memory.offload=true", "memory.sleep_level=2")
+    moved = derive(config_of("bench/gpu/grpo_qwen05b.toml", "plan.response_tokens=256", *memory), gpu="H200")
+    assert 0.3 < moved.step_s - still.step_s < 1.5
+
+
+def moves(**choice: Any) -> dict[str, float]:
+    found = hand_over(
+        load_model("qwen3-8b"),
+        Cluster(accelerator=load_accelerator("H100"), num_gpus=8),
+        load_assumptions("default").switch,
+        num_gpus=8,
+        rollout_weights_bytes_per_gpu=2e9,
+        state_bytes_per_param=16.0,
+        choice=SleepChoice(**choice),
+    )
+    return {move.name: move.seconds for move in found}
+
+
+def test_a_hand_over_in_which_nothing_moves_takes_no_time() -> None:
+    assert sum(moves(sleep_level=0, moves_state=False).values()) == 0
+    assert moves(sleep_level=0)["training state to host"] > 0
+    assert moves(sleep_level=0)["caches, pools, processes"] == 8.8
+    assert moves(sleep_level=2, moves_state=False)["training state to host"] == 0
+    assert moves(sleep_level=2, moves_state=False)["caches, pools, processes"] == 8.8
+
+
+def test_the_own_account_says_where_each_of_its_numbers_was_measured() -> None:
+    own, default = load_assumptions("rollbook"), load_assumptions("default")
+    assert own.name == "rollbook" and own.method == "default"
+    assert own.step_base_s < default.step_base_s / 10
+    assert "bench/switch.py" in own.sources["switch.base_s"]
+    assert own.decode.layer_s_of("vllm") == default.decode.layer_s_of("vllm")
+    assert own.train_mfu_frac == default.train_mfu_frac
