@@ -513,7 +513,8 @@ def test_br048_groups_are_judged_by_the_raw_score_not_by_the_length_penalty(tiny
     partial = {"buffer.max_refills_per_step": 8, "buffer.on_starvation": "train_partial"}
     run = tiny_run(name="partial", num_steps=1, **dapo, **partial)
     (found,) = [e for e in run.events_of("finding") if e["rule"] == "starved"]
-    assert "has 0 of 4 groups and lost 12" in found["summary"] and "max_refills_per_step" in found["remedy"]
+    assert "has 0 of 4 groups and lost 12" in found["summary"] and "makes no update" in found["summary"]
+    assert "max_refills_per_step" in found["remedy"]
 
 
 def test_br085_equal_prompts_with_other_answers_are_groups_of_their_own(
@@ -590,7 +591,7 @@ def test_a_run_repeats_bit_for_bit_and_another_seed_is_another_run(tiny_run: Tin
     "crowd",
     [
         {"rollout.num_replicas": 3},
-        {"buffer.max_running_groups": 1},
+        {"rollout.num_slots": 1},
         {"rollout.kv_pool_tokens": 40},
         {"rollout.prefix_cache": False},
     ],

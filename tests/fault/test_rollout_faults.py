@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rollbook.buffer.buffer import GroupBuffer, GroupState
+from rollbook.buffer.buffer import MAX_RUNNING_GROUPS, GroupBuffer, GroupState
 from rollbook.buffer.config import BufferConfig
-from rollbook.controller.rollout import FailureRateError, Member, ProduceMember, Rollout
+from rollbook.controller.rollout import (
+    ADMITTED_AT_ONCE,
+    FailureRateError,
+    Member,
+    ProduceMember,
+    Rollout,
+)
 from rollbook.errors import DataError, DeadlineError, EngineError, EnvError, RewardError
 from rollbook.types import Failure, FailureKind, FinishReason, Prompt, Trajectory, Turn, VersionRun
 
@@ -169,6 +176,46 @@ async def test_a_replica_that_claims_an_unpublished_version_stops_the_run() -> N
 
     with pytest.raises(DataError, match="weight version 9"):
         await make_rollout(produce).collect()
+
+
+async def test_a_bound_without_end_neither_blocks_the_event_loop_nor_starts_groups_without_end() -> None:
+    """A staleness bound of a million steps admits all at once; others have their turn between, and no more are started
+    than engines could ever hold."""
+    turns: list[int] = []
+
+    async def produce(member: Member) -> Trajectory:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    rollout = make_rollout(produce, groups_per_step=2, group_size=1, max_staleness_steps=1_000_000)
+    rollout.admit()
+    while not turns or rollout.buffer.num_running > turns[-1]:
+        turns.append(rollout.buffer.num_running)
+        await asyncio.sleep(0)
+    assert max(later - former for former, later in itertools.pairwise(turns)) <= ADMITTED_AT_ONCE
+    assert rollout.buffer.num_running == MAX_RUNNING_GROUPS and rollout.buffer.capacity() == 0
+    await rollout.stop()
+
+
+async def test_prompts_that_fail_in_a_later_turn_end_the_collection() -> None:
+    async def produce(member: Member) -> Trajectory:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    rollout = make_rollout(produce, groups_per_step=2 * ADMITTED_AT_ONCE, group_size=1)
+    take_one, num_taken = rollout.stream.take_one, 0
+
+    def unreadable() -> Any:
+        nonlocal num_taken
+        num_taken += 1
+        if num_taken > ADMITTED_AT_ONCE:
+            raise DataError("line 257 holds no prompt", "mend the file")
+        return take_one()
+
+    rollout.stream.take_one = unreadable  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="line 257"):
+        await rollout.collect()
+    await rollout.stop()
 
 
 async def test_stop_cancels_what_runs_and_acknowledges_nothing() -> None:

@@ -286,6 +286,7 @@ def test_starvation_stops_with_the_counts_or_trains_what_there_is() -> None:
             taken = buffer.take()
             assert len(taken.groups) == 1
             assert taken.starved is not None and "has 1 of 2 groups and lost 2" in taken.starved.what
+            assert "'train_partial', the step trains these 1 and the run goes on" in taken.starved.what
             assert buffer.failures == {"reward": 2}
 
 

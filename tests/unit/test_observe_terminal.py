@@ -244,6 +244,17 @@ def test_the_summary_says_how_far_it_came_and_where_it_lies(tmp_path: Path) -> N
     assert screen.out.getvalue() == ("2 steps in 6.00 s\n  reward of addition: 0.100 -> 0.200\n")
 
 
+def test_the_seconds_of_the_summary_are_those_of_the_steps_and_the_calibration_stands_beside(
+    tmp_path: Path,
+) -> None:
+    screen = Screen(tmp_path, 200, is_terminal=False)
+    screen.clock.advance(35.0)
+    for step in range(2):
+        screen.step(step)
+    screen.recorder.close()
+    assert "2 steps in 6.00 s, after 35.0 s of preparation\n" in screen.out.getvalue()
+
+
 def test_a_long_history_keeps_the_sparkline_in_its_width() -> None:
     assert len(sparkline([float(i % 7) for i in range(1000)], 31)) == 31
     assert sparkline([2.0, 2.0], 10) == "▁▁"

@@ -23,13 +23,17 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollbook.buffer.config import BufferConfig
 from rollbook.errors import DataError, RunError
 from rollbook.types import Group, Prompt
+
+MAX_RUNNING_GROUPS = 4096
+"""Groups under way at once where `buffer.max_running_groups` is 0 and a step takes fewer: each is a task and a request
+that waits for a slot, and no engine has as many slots."""
 
 
 class GroupState(enum.StrEnum):
@@ -179,8 +183,8 @@ class GroupBuffer:
             num_steps = min(num_steps, self.num_steps)
         places = num_steps * self.groups_per_step
         free = places - self._num_places_taken - len(self._entries)
-        if self.config.max_running_groups:
-            free = min(free, self.config.max_running_groups - self.num_running)
+        most = self.config.max_running_groups or max(MAX_RUNNING_GROUPS, self.groups_per_step)
+        free = min(free, most - self.num_running)
         if self.is_starved:
             free = 0
         return max(free, 0)
@@ -257,7 +261,7 @@ class GroupBuffer:
         chosen = self._choose()
         if chosen is None:
             raise DataError(f"step {self.step} is not ready", "ask is_ready() before take()")
-        starved = self._starvation(len(chosen)) if self.is_starved else None
+        starved = self._starvation(chosen) if self.is_starved else None
         if starved is not None and self.config.on_starvation == "stop":
             raise starved
         taken = Taken([], [], [], self.num_refills, [], [], self.step, starved, dict(self._version_step))
@@ -297,12 +301,17 @@ class GroupBuffer:
         self.check()
         return taken
 
-    def _starvation(self, num_groups: int) -> StarvedError:
+    def _starvation(self, chosen: Sequence[Entry]) -> StarvedError:
+        num_groups = sum(e.state is GroupState.FINISHED and e.drop_reason is None for e in chosen)
         lost = _losses_in_words(self._lost, self._flat_scores)
+        goes_on = ""
+        if self.config.on_starvation == "train_partial":
+            trains = f"trains these {num_groups}" if num_groups else "makes no update"
+            goes_on = f". As buffer.on_starvation is 'train_partial', the step {trains} and the run goes on"
         return StarvedError(
             f"step {self.step} has {num_groups} of {self.groups_per_step} groups and lost {self.num_refills} "
             f"(buffer.max_refills_per_step is {self.config.max_refills_per_step}): {lost}; {self.num_admitted} "
-            "groups were admitted in all",
+            f"groups were admitted in all{goes_on}",
             _starved_remedy(self._lost),
         )
 

@@ -29,7 +29,7 @@ class BufferConfig(Section):
     on_starvation: Literal["stop", "train_partial"] = "stop"
     """When refills run out: end the run with a finding, or train the groups there are."""
     max_running_groups: int = Field(default=0, ge=0)
-    """Groups generated at once; 0: as many as staleness admits."""
+    """Groups generated at once; 0: as many as staleness admits, up to 4,096 (or one step's, where that is more)."""
     group_deadline_s: float = Field(default=600.0, gt=0)
     """Seconds from admission after which a group's unfinished trajectories are failed as timeouts."""
     step_deadline_s: float = Field(default=3600.0, gt=0)

@@ -22,6 +22,8 @@ from rollbook.buffer.buffer import GroupBuffer, Taken
 from rollbook.errors import DeadlineError, EnvError, RewardError, RolloutError
 from rollbook.types import Failure, FailureKind, Group, Prompt, Trajectory
 
+ADMITTED_AT_ONCE = 256
+"""Groups that are started before anything else on the event loop has its turn."""
 FIRST_GROUPS = 8
 """Groups after which a reward that never varied is worth a word."""
 FAILURE_WINDOW = 512
@@ -114,10 +116,15 @@ class Rollout:
         """Of the first groups; None once they were judged."""
         self._is_exhausted = False
         self._is_stopped = False
+        self._goes_on: asyncio.Handle | None = None
+        """The rest of an admission that let others have their turn."""
 
     def admit(self) -> None:
-        """Start as many groups as the buffer has places for. Called whenever places may have come free."""
-        while not self._is_stopped and self._error is None and self.buffer.capacity() > 0:
+        """Start as many groups as the buffer has places for, the first now and the rest in the next turns of the event
+        loop. Called whenever places may have come free."""
+        for _ in range(ADMITTED_AT_ONCE):
+            if self._is_stopped or self._error is not None or self.buffer.capacity() <= 0:
+                return
             prompt = self.stream.take_one()
             if prompt is None:
                 self._is_exhausted = True
@@ -126,6 +133,27 @@ class Rollout:
             members = [Member(group_id, i, prompt) for i in range(self.group_size)]
             self._members[group_id] = members
             self._tasks[group_id] = asyncio.create_task(self._run_group(group_id, prompt, members))
+        if self._goes_on is None:
+            self._goes_on = asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._goes_on = None
+        if self._admit_beside():
+            return
+        self._telling = asyncio.ensure_future(self._tell())
+
+    def _admit_beside(self) -> bool:
+        """`admit` where nobody waits for its outcome: an error of the prompts is kept for whoever collects."""
+        try:
+            self.admit()
+        except Exception as error:
+            self._error = self._error or error
+            return False
+        return True
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def collect(self) -> Taken:
         """Wait for the groups of the next step and take them.
@@ -189,9 +217,8 @@ class Rollout:
         finally:
             self._tasks.pop(group_id, None)
             self._members.pop(group_id, None)
-            self.admit()
-            async with self._changed:
-                self._changed.notify_all()
+            self._admit_beside()
+            await self._tell()
 
     async def run_members(self, members: list[Member]) -> list[Trajectory]:
         """One trajectory for each member, within the group's deadline."""
