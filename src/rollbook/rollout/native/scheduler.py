@@ -23,6 +23,7 @@ from rollbook.errors import EngineError
 from rollbook.rollout.engine import GenerateRequest, KVPolicy, Response
 from rollbook.rollout.native.draws import sequence_key
 from rollbook.rollout.native.pages import PagePool, PrefixCache
+from rollbook.rollout.stops import meets_stop_string
 from rollbook.types import FinishReason, Floats, Ids, KVStart, VersionRun
 
 Indices = NDArray[np.int64]
@@ -699,15 +700,8 @@ class Scheduler:
             return True
         if not sampling.stop_strings or self.decode_text is None:
             return False
-        # Each token adds at least one byte, so a string that just completed lies within so many tokens of the end.
-        longest = max(len(text.encode()) for text in sampling.stop_strings)
-        end = int(self.slots.num_response[slot])
-        tail: Ids = self.slots.response_ids[slot, max(0, end - longest - 4) : end]
-        num_before = min(sequence.request.num_continued, longest + 4 - len(tail))
-        if num_before > 0:
-            tail = np.concatenate([sequence.request.prompt_ids[-num_before:], tail])
-        text = self.decode_text(tail.tolist())
-        return any(stop in text for stop in sampling.stop_strings)
+        sampled = self.slots.response_ids[slot, : int(self.slots.num_response[slot])]
+        return meets_stop_string(sequence.request, sampled, self.decode_text)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Response:
         if sequence.slot >= 0:

@@ -41,6 +41,7 @@ from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import EngineStats, GenerateRequest, KVPolicy, PauseMode, Response
 from rollbook.rollout.logprobs_mode import LogprobsMode, reports_ours
 from rollbook.rollout.native.draws import sequence_key
+from rollbook.rollout.stops import meets_stop_string
 from rollbook.rollout.vllm.config import VllmConfig
 from rollbook.rollout.vllm.core import CoreOptions, CoreOutput, CoreRequest, CoreStep, Finish, VllmCore
 from rollbook.rollout.vllm.thread import Answer, Command, EngineThread, give_all
@@ -623,12 +624,9 @@ class VllmEngine:
         )
 
     def _has_stop_string(self, sequence: _Sequence) -> bool:
-        stops = sequence.request.sampling.stop_strings
+        """Asked here and not of vLLM, which knows nothing of what was sampled before a cut."""
         assert self._tokenizer is not None, "checked when the request came"
-        # Each token adds at least one byte, so a string that just completed lies within so many tokens of the end.
-        longest = max(len(text.encode()) for text in stops)
-        text = self._tokenizer.decode(sequence.token_ids[-longest - 4 :])
-        return any(stop in text for stop in stops)
+        return meets_stop_string(sequence.request, sequence.token_ids, self._tokenizer.decode)
 
     def _response(self, sequence: _Sequence, reason: FinishReason) -> Response:
         starts = [*sequence.version_starts, (len(sequence.token_ids), -1)]
