@@ -10,6 +10,7 @@ import pytest
 
 from lending_faults import HoldsUntilLent, the
 from rollbook.controller.lending import Lending
+from rollbook.controller.lending_trial import LendingTrial
 from rollbook.controller.loop import Controller
 from rollbook.errors import ConfigError, SyncError
 from run_oracles import NotedWeights, label_gaps, staleness_of_tokens, versions_of
@@ -66,7 +67,7 @@ def test_what_the_lent_engine_samples_is_of_the_version_it_says(
     ages = staleness_of_tokens(run)
     assert min(ages) >= 0 and max(ages) <= staleness
     lent, back = run.events_of("lent"), run.events_of("taken_back")
-    assert lent and {e["step"] for e in lent} <= {e["step"] for e in back}
+    assert lent and [e["step"] for e in lent] == [e["step"] for e in back]
     assert all(event["replica_id"] == REPLICA for event in lent)
     newest = {e["step"]: e["weight_version"] for e in run.events_of("publication") if "step" in e}
     assert [e["weight_version"] for e in lent] == [newest.get(e["step"] - 1, 0) for e in lent]
@@ -101,7 +102,7 @@ def test_a_response_taken_back_in_the_middle_is_one_response(tiny_run: TinyRun) 
 
         async def collect() -> Any:
             taken = await plain()
-            while lending._serving_at_s is None and not lending.failed and lending.pays():
+            while lending._serving_at_s is None and not lending.failed and lending.may_pay():
                 await asyncio.sleep(0)
             return taken
 
@@ -153,7 +154,8 @@ def test_a_trainer_that_is_ready_at_once_waits_for_no_lending(tiny_run: TinyRun)
 
     run = tiny_run(num_steps=4, faults=[begins_after_the_rehearsal, weights], **LENT)
     assert seen == ["cut", "cut"]
-    assert [e["lent_s"] for e in run.events_of("taken_back")][:2] == [0.0, 0.0]
+    assert len(run.events_of("lending_cut_short")) >= 2, "nothing is taken back that was not lent"
+    assert all(e["lent_s"] > 0 for e in run.events_of("taken_back"))
     assert not run.events_of("lending_failed") and not run.events_of("quarantined")
     assert label_gaps(run, weights).max() < 2e-5
 
@@ -199,7 +201,7 @@ def test_the_death_of_the_lent_engine_loses_nothing(tiny_run: TinyRun, after_ste
     assert [row["token_ids"] for row in rows(run)] == [row["token_ids"] for row in rows(alone)]
     assert [row["failure_kind"] for row in rows(run)] == [None] * len(rows(run))
     assert all(m["replica/num_quarantined"] == 0 for m in run.metrics)
-    assert len(run.events_of("lent")) == len([e for e in run.events_of("taken_back") if e["lent_s"] > 0])
+    assert len(run.events_of("lent")) == len(run.events_of("taken_back"))
 
 
 def test_weights_that_do_not_arrive_lend_nothing(tiny_run: TinyRun) -> None:
@@ -243,7 +245,7 @@ def decides(expected_wait_s: float, up_s: float, back_s: float, share: float, ma
     lending.config = tiny_config(**{"lending.is_on": True, "lending.margin": margin}).lending
     lending.expected_wait_s, lending.up_s, lending.back_s = expected_wait_s, up_s, back_s
     lending.share, lending.failed = share, ""
-    return lending.pays()
+    return lending.may_pay()
 
 
 @pytest.mark.parametrize(
@@ -269,26 +271,89 @@ def test_it_lends_where_the_saving_exceeds_the_cost(
     assert decides(expected_wait_s, up_s, back_s, share, margin) is pays
 
 
-def test_what_a_lending_saved_counts_to_the_next_wait(tiny_run: TinyRun) -> None:
-    """Else a lending that works would talk itself out of the next one."""
-    checked: list[tuple[float, float]] = []
+class CountedClock:
+    """The seconds of a wait by the tokens sampled in it: so many each while the lent engine serves, else one."""
 
-    def watch(controller: Controller) -> None:
+    def __init__(self, lent_s: float) -> None:
+        self.lent_s = lent_s
+        self.now_s = 0.0
+        self.then = 0
+
+    def __call__(self, controller: Controller) -> None:
         lending = the(controller)
-        plain = lending.during
+        engines = [lending.engine, *lending._own]
 
-        async def during(wait: Any, *, is_published: bool) -> Any:
-            began_s = lending._clock()
-            taken = await plain(wait, is_published=is_published)
-            checked.append((lending.expected_wait_s, lending._clock() - began_s))
-            return taken
+        def clock() -> float:
+            counts = [engine._scheduler.counters.decode_tokens for engine in engines]  # type: ignore[attr-defined]
+            num_tokens, self.then = sum(counts) - self.then, sum(counts)
+            self.now_s += num_tokens * (1.0 if lending._serving_at_s is None else self.lent_s)
+            return self.now_s
 
-        lending.during = during  # type: ignore[method-assign]
+        lending._clock = clock
 
-    run = tiny_run(num_steps=3, faults=[watch, HoldsUntilLent()], **LENT)
-    saved = [m["lending/saved_s"] for m in run.metrics]
-    for (expected_s, _), saved_s in zip(checked, saved, strict=True):
-        assert 0 < saved_s < expected_s
+
+TRIED = {**LENT, "lending.margin": 1e-9}
+
+
+@pytest.mark.parametrize("lent_s", [4.0, 0.25])
+def test_a_lending_is_kept_only_where_waits_with_it_were_faster(tiny_run: TinyRun, lent_s: float) -> None:
+    """Its account is negative where the engines slow each other, and the run says so and stops it."""
+    holds = HoldsUntilLent(num_tokens=40)
+    run = tiny_run(num_steps=12, faults=[CountedClock(lent_s), holds], **TRIED)
+    judged = run.events_of("lending_judged")[0]
+    assert judged["pays"] is (lent_s < 1)
+    assert (judged["lent_tokens_per_s"] > judged["alone_tokens_per_s"]) is (lent_s < 1)
+    saved = [e["saved_s"] for e in run.events_of("taken_back")]
+    assert all((saved_s > 0) is (lent_s < 1) for saved_s in saved)
+    lent_at = [e["step"] for e in run.events_of("lent")]
+    after = [step for step in lent_at if step > judged["step"]]
+    found = [e for e in run.events_of("finding") if e["rule"] == "lending_does_not_pay"]
+    if lent_s > 1:
+        (finding,) = found
+        assert not after and "tokens/s in" in finding["summary"]
+        assert "leave lending.is_on out" in finding["remedy"]
+        assert lent_at == [2, 4], "the first wait is only measured, then two with it between waits without it"
+    else:
+        assert not found and after == list(range(judged["step"] + 1, 12))
+    last = run.metrics[-1]
+    assert not run.events_of("lending_failed") and balance(last)[0] == balance(last)[1]
+
+
+def test_a_lending_on_trial_ends_where_waits_without_it_were_never_as_long(tiny_run: TinyRun) -> None:
+    """The engines would never come to an end together; alone they do."""
+
+    class Hangs(HoldsUntilLent):
+        """The own replica stands still for as long as the lent one serves."""
+
+        def __call__(self, controller: Controller) -> None:
+            super().__call__(controller)
+            lending, (own,) = the(controller), controller.router.engines
+            serve, take_back = lending._serve, lending._take_back
+
+            async def hanging() -> None:
+                await serve()
+                await own.pause("keep")
+
+            async def resumed(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return await take_back(*args, **kwargs)
+                finally:
+                    await own.resume()
+
+            lending._serve = hanging  # type: ignore[method-assign]
+            lending._take_back = resumed  # type: ignore[method-assign]
+
+    class Short(LendingTrial):
+        longest_s = 0.5
+
+    def short(controller: Controller) -> None:
+        the(controller).trial = Short()
+
+    run = tiny_run(num_steps=4, faults=[CountedClock(1.0), short, Hangs()], **TRIED)
+    assert len(run.metrics) == 4
+    ended = [*run.events_of("taken_back"), *run.events_of("lending_cut_short")]  # it may not have come as far
+    assert [e["step"] for e in ended] == [2]
+    assert all(e["is_late"] for e in run.events_of("taken_back"))
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ class LendingSection(Section):
     is expected to save more than it costs. Both are measured: docs/async.md says how."""
     margin: float = Field(default=1.0, ge=0)
     """Times its measured cost (bringing the engine up and taking the device back) that a lending must be expected to
-    save; 0 lends in every wait."""
+    save before it is tried, and kept where waits with it are measured to be faster; 0 lends in every wait, untried."""
     num_slots: int = Field(default=0, ge=0)
     """Sequences the lent engine runs at once; 0: `rollout.num_slots`."""
     kv_pool_tokens: int = Field(default=0, ge=0)

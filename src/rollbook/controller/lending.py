@@ -1,11 +1,14 @@
 """Generation on the trainer's device while the trainer waits for its groups.
 
     begin    bring up and put away twice: what a lending costs, and that it works
-    a wait   saving = (expected wait - seconds to bring up) x share of the tokens; lent if it exceeds the cost
-             bring up    wake the engine, re-sync it (the same proven transaction), probe it
-             serve       it joins the router; the replicas give back what is more than their share
-    groups   put away    it leaves the router; what it has not finished goes on elsewhere from its own tokens;
-    are there            keys, values and weights of its own are dropped
+    a wait   long enough?  (expected wait - seconds to bring up) x share of the tokens exceeds the cost
+             its turn?     `lending_trial.py`: waits with it and without it, whichever was measured to be faster
+             bring up      wake the engine, re-sync it (the same proven transaction), probe it
+             serve         it joins the router; the replicas give back what is more than their share
+    groups   put away      it leaves the router; what it has not finished goes on elsewhere from its own tokens;
+    are there              keys, values and weights of its own are dropped
+             account       saved = all tokens of the wait / pace of the waits without it - its seconds; less than 0
+                           where the engines slow each other by more than there are more of them
 
 One more native engine, asleep between lendings. It serves the newest published version or nothing, so that labels, the
 staleness bound and the account of groups are those of any replica. What fails leaves the run as it was without it: said
@@ -18,9 +21,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from rollbook.controller.config import LendingSection
+from rollbook.controller.lending_trial import LendingTrial, Verdict
 from rollbook.controller.replicas import Replica
 from rollbook.errors import RunError, SyncError
 from rollbook.observe.recorder import Recorder
@@ -34,6 +39,17 @@ Result = TypeVar("Result")
 
 SHARE_WEIGHT = 0.3
 """Of the newest lending in the running mean of its share of the tokens."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Served:
+    """One lending that is over."""
+
+    lent_s: float
+    back_s: float
+    num_returned: int
+    is_late: bool
+    """It was ended while the trainer still waited: waits without it were never as long."""
 
 
 class Lending:
@@ -68,6 +84,8 @@ class Lending:
         """Seconds from serving to asleep, which the trainer waits."""
         self.share = 1 / (len(router.engines) + 1)
         """Of the tokens sampled while it serves: its own. A running mean; before the first lending an equal part."""
+        self.trial = LendingTrial()
+        """Whether it pays, as measured."""
         self.failed = ""
         """Why nothing is lent any more."""
         self.num_tokens = 0
@@ -76,6 +94,8 @@ class Lending:
         self._router, self._publisher = router, publisher
         self._probe, self._recorder, self._clock = probe, recorder, clock
         self._own: Sequence[Engine] = list(router.engines)
+        self._is_said = False
+        """That it does not pay, since it last did."""
         self._serving_at_s: float | None = None
         self._tokens_then = (0, 0)
         """Decoded by it and by the other replicas when it began to serve."""
@@ -94,27 +114,43 @@ class Lending:
             await self._put_away()
             self.back_s = self._clock() - began_at_s - self.up_s
 
-    def pays(self) -> bool:
-        """Whether the next wait is expected to be shortened by more than a lending costs."""
+    def may_pay(self) -> bool:
+        """Whether the next wait is long enough for a lending, engines taken for independent: else none is tried."""
         saved_s = max(self.expected_wait_s - self.up_s, 0.0) * self.share
         return not self.failed and saved_s >= self.config.margin * (self.up_s + self.back_s)
 
     async def during(self, wait: Awaitable[Result], *, is_published: bool) -> Result:
-        """Await `wait`; meanwhile the engine serves if that pays.
+        """Await `wait`; meanwhile the engine serves if that pays, or to see whether it does.
 
         Args:
             is_published: the trainer's weights are those of the newest publication. Others are lent nothing.
         """
-        began_at_s = self._clock()
-        serving = asyncio.create_task(self._serve()) if is_published and self.pays() else None
-        saved_s = waited_s = 0.0
+        began_at_s, then = self._clock(), await self._num_decoded()
+        is_tried = self.config.margin > 0 and is_published and self.may_pay()
+        lends = self.trial.lends_next if is_tried else is_published and self.may_pay()
+        waiting = asyncio.ensure_future(wait)
+        serving = asyncio.create_task(self._serve()) if lends else None
+        served: _Served | None = None
         try:
-            return await wait
+            if serving is not None and is_tried:
+                await asyncio.wait({waiting}, timeout=self.trial.longest_s)
+                if not waiting.done():
+                    served, serving = await self._take_back(serving, is_late=True), None
+            return await waiting
         finally:
-            waited_s = self._clock() - began_at_s
+            if not waiting.done():  # this one was cancelled
+                waiting.cancel()
+                await asyncio.wait({waiting})
             if serving is not None:
-                saved_s = await self._take_back(serving)
-            self.expected_wait_s = waited_s + saved_s
+                served = await self._take_back(serving, is_late=False)
+            seconds, now = self._clock() - began_at_s, await self._num_decoded()
+            num_tokens = sum(now) - sum(then)
+            saved_s = self._saved_s(num_tokens, seconds) if lends else 0.0
+            self.expected_wait_s = max(seconds + (saved_s or 0.0), 0.0)
+            if served is not None:
+                self._record(served, saved_s)
+            if is_tried and not self.failed:
+                self._judge(self.trial.note(num_tokens=num_tokens, seconds=seconds))
 
     def pop_tokens(self) -> int:
         """Tokens it sampled since the last call."""
@@ -166,8 +202,8 @@ class Lending:
                     num_moved += excess
         return num_moved
 
-    async def _take_back(self, serving: asyncio.Task[None]) -> float:
-        """The trainer needs its device, however far the lending is. Returns the seconds of waiting that it saved."""
+    async def _take_back(self, serving: asyncio.Task[None], *, is_late: bool) -> _Served | None:
+        """The trainer needs its device, however far the lending is; None where it was not up yet."""
         began_at_s = self._clock()
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -182,43 +218,74 @@ class Lending:
         except RunError as error:
             self._fail(error)
         self.back_s = self._clock() - began_at_s
-        lent_s, saved_s, cost_s = 0.0, 0.0, self.back_s
-        if self._serving_at_s is not None:
-            lent_s, cost_s = began_at_s - self._serving_at_s, self.up_s + self.back_s
-            saved_s = self._account(lent_s, await self._num_decoded())
-        self._serving_at_s = None
+        serving_at_s, self._serving_at_s = self._serving_at_s, None
+        if serving_at_s is None:
+            if not self.failed:
+                self._recorder.event("lending_cut_short", replica_id=self.replica_id, back_s=self.back_s)
+            self._recorder.metrics({"lending/cost_s": Total(self.back_s)})
+            return None
+        self._count_tokens(await self._num_decoded())
+        lent_s = began_at_s - serving_at_s
+        return _Served(lent_s=lent_s, back_s=self.back_s, num_returned=num_returned, is_late=is_late)
+
+    def _record(self, served: _Served, saved_s: float | None) -> None:
         self._recorder.event(
             "taken_back",
             replica_id=self.replica_id,
-            lent_s=lent_s,
-            back_s=self.back_s,
             saved_s=saved_s,
             num_tokens=self.num_tokens,
-            num_returned=num_returned,
+            **asdict(served),
         )
         values: Values = {
-            "lending/lent_s": Total(lent_s),
-            "lending/cost_s": Total(cost_s),
-            "lending/saved_s": Total(saved_s),
+            "lending/lent_s": Total(served.lent_s),
+            "lending/cost_s": Total(self.up_s + served.back_s),
             "lending/num_tokens": Total(self.num_tokens),
-            "lending/num_returned": Total(num_returned),
+            "lending/num_returned": Total(served.num_returned),
             "lending/token_share": Last(self.share),
         }
+        if saved_s is not None:
+            values["lending/saved_s"] = Total(saved_s)
         self._recorder.metrics(values)
-        return saved_s
+
+    def _judge(self, verdict: Verdict | None) -> None:
+        """Put on record what a comparison found; that lending stopped to pay is also said."""
+        if verdict is None:
+            return
+        self._recorder.event("lending_judged", **asdict(verdict))
+        self._recorder.metrics(
+            {
+                "lending/lent_tokens_per_s": Last(verdict.lent_tokens_per_s),
+                "lending/alone_tokens_per_s": Last(verdict.alone_tokens_per_s),
+            }
+        )
+        if not verdict.pays and not self._is_said:
+            self._recorder.finding(
+                "lending_does_not_pay",
+                "lending the trainer's device makes the run slower: engines sampled "
+                f"{verdict.lent_tokens_per_s:,.0f} tokens/s in {verdict.num_lent} waits with it and "
+                f"{verdict.alone_tokens_per_s:,.0f} in {verdict.num_alone} without it. It is tried again after "
+                f"{verdict.num_waits_held} waits",
+                remedy="engines of one host take each other's cores and interpreter, and few sequences are no faster "
+                "on two engines: leave lending.is_on out, or train and sample on devices of their own",
+            )
+        self._is_said = not verdict.pays
 
     async def _put_away(self) -> None:
         self._publisher.leave(self.replica_id)
         await self.engine.pause("abort")
         await self.engine.sleep(2)
 
-    def _account(self, lent_s: float, tokens_now: tuple[int, int]) -> float:
-        """Without it the others had made its tokens too, at their own pace."""
-        lent, own = (now - then for now, then in zip(tokens_now, self._tokens_then, strict=True))
+    def _count_tokens(self, now: tuple[int, int]) -> None:
+        """Of the time in which it served."""
+        lent, own = (count - then for count, then in zip(now, self._tokens_then, strict=True))
         self.num_tokens += lent
         if lent + own:
             self.share += SHARE_WEIGHT * (lent / (lent + own) - self.share)
-        return lent_s * lent / max(own, 1)
+
+    def _saved_s(self, num_tokens: int, seconds: float) -> float | None:
+        """What the wait would have taken without it, less what it took; None where no wait without it was measured."""
+        pace = self.trial.tokens_per_s(lent=False)
+        return num_tokens / pace - seconds if pace else None
 
     async def _num_decoded(self) -> tuple[int, int]:
         own = [(await engine.stats()).decode_tokens for engine in self._own]
