@@ -38,14 +38,7 @@ TEACHER = {"new": {"hidden_size": 32, "num_heads": 2, "alphabet": "0123456789+="
             "max_running_groups is 3, fewer than run.groups_per_step 4",
         ),
         ({"buffer.step_deadline_s": 5.0}, "group_deadline_s is 600, longer than buffer.step_deadline_s 5"),
-        (
-            {
-                "run.schedule": "separate_async",
-                "buffer.max_staleness_steps": 1,
-                "rollout.pause_mode": "abort",
-            },
-            "pause_mode is 'abort' and run.schedule 'separate_async', which pauses no generation",
-        ),
+        ({"buffer.max_running_groups": 3}, "max_running_groups is 3, fewer than run.groups_per_step 4"),
         ({"algorithm.correction.level": "token"}, "every weight would be 1"),
         (
             {

@@ -158,14 +158,8 @@ class RunConfig(Section):
                 f"buffer.step_deadline_s {self.buffer.step_deadline_s:g}",
                 "a late group must be failed before its step is given up: lower the group's deadline",
             )
-        if not schedule.pauses_for_training and self.rollout.pause_mode != "keep":
-            yield (
-                f"rollout.pause_mode is '{self.rollout.pause_mode}' and run.schedule '{self.run.schedule}', which "
-                "pauses no generation",
-                "use colocate_async, or leave pause_mode out",
-            )
         running = self.buffer.max_running_groups
-        if running and running < self.run.groups_per_step and not schedule.is_on_policy:
+        if running and running < self.run.groups_per_step:
             yield (
                 f"buffer.max_running_groups is {running}, fewer than run.groups_per_step {self.run.groups_per_step}",
                 "a step could never be generated at once: raise it, or leave it at 0",

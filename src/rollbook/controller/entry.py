@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollbook.config.effects import unused_options
 from rollbook.config.loading import config_to_toml, load_config
 from rollbook.config.paths import missing_files, with_whole_paths
 from rollbook.config.run_config import RunConfig
@@ -172,6 +173,8 @@ async def _main(
     try:
         with interrupts.attached():
             await asyncio.sleep(0)  # a signal that came before the loop ends it here
+            for unused in unused_options(config):
+                recorder.event("no_effect", says=unused.says, **unused._asdict())
             with recorder.span("import"):
                 from rollbook.controller.begin import begin
                 from rollbook.controller.build import build

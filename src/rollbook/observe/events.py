@@ -17,6 +17,10 @@ EVENT_KINDS: dict[str, EventKind] = {
     "run_started": EventKind((), "A new run took the directory."),
     "run_resumed": EventKind((), "A later process took the directory up again."),
     "already_complete": EventKind(("num_steps_done",), "The run that was taken up has no step left to make."),
+    "no_effect": EventKind(
+        ("option", "value", "needs", "says"),
+        "An option was set that this run does not read; `needs` is what it has an effect with.",
+    ),
     "run_failed": EventKind(("error", "remedy"), "The run stopped on an error; it can be resumed."),
     "interrupted": EventKind(
         ("effect", "remedy"),

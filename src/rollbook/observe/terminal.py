@@ -35,6 +35,7 @@ _NOTICES = {
     "quarantined": "why",
     "sink_failed": "error",
     "interrupted": "effect",
+    "no_effect": "says",
 }
 """Event kinds that are said aloud, and the field that says it. Not a step that failed: the run ends with its error."""
 PHASES = {
