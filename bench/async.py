@@ -1,18 +1,17 @@
-"""What asynchrony brings and costs on this machine: six demonstrations through rollbook's own loop.
+"""What asynchrony brings and costs on this machine: seven demonstrations through rollbook's own loop.
 
-    python bench/async.py                      # all six, about eight minutes on two quiet cores
+    python bench/async.py                      # all of them, about fifteen minutes on two quiet cores
     python bench/async.py --quick              # less of everything, under a minute; writes nothing into docs/
-    python bench/async.py wallclock order      # some of: equal staleness wallclock lending mismatch order
+    python bench/async.py wallclock order      # some of: equal staleness wallclock processes lending mismatch order
 
-Every run goes through `rollbook.controller.entry`, with engine and trainer on one thread each. Numbers go to
-bench/results/async.json and into the tables of docs/async.md, pictures to docs/img/async-*.svg. Predictions are
-written before the run that they are of.
+Every run goes through `rollbook.controller.entry`, with engine and trainer on one thread each, in `processes` also as
+Ray actors (extra `ray`). Numbers go to bench/results/async.json and into the tables of docs/async.md, pictures to
+docs/img/async-*.svg. Predictions are written before the run that they are of.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import json
 import os
@@ -21,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,16 @@ import pyarrow.parquet
 import torch
 
 from rollbook.checkpoint.checkpoint import list_checkpoints, load_checkpoint
-from rollbook.config.loading import load_config, to_toml
+from rollbook.config.loading import to_toml
 from rollbook.config.run_config import RunConfig
-from rollbook.controller.build import build
 from rollbook.controller.entry import start_run
-from rollbook.controller.expectation import Plan, make_plan
-from rollbook.controller.loop import MAX_FRESH
+from rollbook.controller.expectation import Plan
+from rollbook.controller.loop import MAX_FRESH, Controller
 from rollbook.ledger.hardware import Contention
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.predict import stages_after_rollout
-from rollbook.observe.opening import open_recorder
-from rollbook.planner.simulate import DecodeTable, Scenario, simulate
+from rollbook.planner.sim_scenario import DecodeTable, Scenario
+from rollbook.planner.simulate import simulate
 from svg_plot import Line, line_chart
 
 ROOT = Path(__file__).parents[1]
@@ -164,9 +163,17 @@ class Bench:
         path.write_text(to_toml({**base, "run": run}), encoding="utf-8")
         return path
 
-    def run(self, name: str, base: Mapping[str, Any], num_steps: int, **overrides: Any) -> Run:
+    def run(
+        self,
+        name: str,
+        base: Mapping[str, Any],
+        num_steps: int,
+        *,
+        on_built: Callable[[Controller], None] | None = None,
+        **overrides: Any,
+    ) -> Run:
         started_s = time.perf_counter()
-        folder = start_run(self.path(name, base, num_steps), as_set(overrides))
+        folder = start_run(self.path(name, base, num_steps), as_set(overrides), on_built=on_built)
         return Run(folder, time.perf_counter() - started_s)
 
     def pick(self, full: int, quick: int) -> int:
@@ -295,23 +302,27 @@ def draw_staleness(found: Json) -> str:
 # ---- 3. wall clock on long-tailed lengths
 
 
-async def plan_of(config: RunConfig, folder: Path) -> Plan:
-    """What the run itself would plan before its first step: calibrated as it would be, side by side where it is so."""
-    recorder = open_recorder(folder, config.observe, resolved={})
-    try:
-        async with build(config, recorder) as controller:
-            await controller.publish(0)
-            return await make_plan(controller)
-    finally:
-        recorder.close()
-
-
 def predict(plan: Plan, config: RunConfig, lengths: Sequence[int], *, num_warmup_steps: int) -> float:
     """Seconds of a step by the planner's discrete-event simulation, from the run's own coefficients, for responses of
     these lengths in their order."""
+    contention = (plan.machine.contention if plan.work.generates_beside else None) or Contention()
+    trainer_frac = 1.0
+    """Share of the time in which the trainer computes: only then the engine is slower."""
+    for _ in range(4):
+        slower = 1 / (trainer_frac / contention.engine + 1 - trainer_frac)
+        scenario = scenario_of(plan, config, lengths, contention=contention, engine_slower=slower)
+        result = simulate(replace(scenario, num_warmup_steps=num_warmup_steps))
+        counted = result.steps[num_warmup_steps:]
+        trainer_frac = 1 - sum(s.wait_s for s in counted) / (counted[-1].end_s - counted[0].start_s)
+    return result.step_s
+
+
+def scenario_of(
+    plan: Plan, config: RunConfig, lengths: Sequence[int], *, contention: Contention, engine_slower: float
+) -> Scenario:
+    """The run, with every second of the engine `engine_slower` times as long."""
     machine, schedule = plan.machine, config.run.schedule
-    assert machine.decode is not None
-    contention = machine.contention or Contention()
+    assert machine.decode is not None and machine.train is not None
     distribution = LengthDistribution.from_samples(lengths, max_tokens=config.rollout.max_response_tokens)
     work = replace(plan.work, lengths=distribution)
     # With the trainer alone first: the simulation lets the sides wait for each other by itself.
@@ -319,23 +330,20 @@ def predict(plan: Plan, config: RunConfig, lengths: Sequence[int], *, num_warmup
         name: contention.of(name) * entry.seconds
         for name, entry in stages_after_rollout(plan.model, machine, work).items()
     }
-    slots = config.rollout.num_slots
-    # What the host does for a trajectory takes the interpreter from the engine: spread over its tokens.
-    host_s = machine.reward_s / float(np.mean(lengths))
-    decode = machine.decode.scaled(contention.engine)
-    if (
-        plan.work.generates_beside
-    ):  # responses scored beside the batch, for the gap of the trainer's own version
-        assert machine.train is not None
+    if plan.work.generates_beside and config.cluster.kind == "inproc":
+        # Responses scored beside the batch, for the gap of the trainer's own version.
         fresh_tokens = MAX_FRESH * (work.prompt_tokens + float(np.mean(lengths)))
         seconds["train"] += contention.trainer * fresh_tokens / machine.train.forward_tokens_per_s
-    held = itertools.cycle(lengths)
-    scenario = Scenario(
+    slots = config.rollout.num_slots
+    # What the host does for a trajectory takes the interpreter from the engine: spread over its tokens.
+    host_s = engine_slower * machine.reward_s / float(np.mean(lengths))
+    decode, held = machine.decode.scaled(engine_slower), itertools.cycle(lengths)
+    return Scenario(
         mode=schedule,
         num_replicas=1,
         slots_per_replica=slots,
         decode=DecodeTable.of(
-            lambda rows, context: decode.step_s(rows, rows * context) + contention.engine * host_s * rows,
+            lambda rows, context: decode.step_s(rows, rows * context) + host_s * rows,
             num_slots=slots,
             context_tokens=float(config.rollout.max_response_tokens),
         ),
@@ -350,27 +358,38 @@ def predict(plan: Plan, config: RunConfig, lengths: Sequence[int], *, num_warmup
         sync_pause_s=0.0 if schedule == "separate_async" else seconds["sync"],
         max_staleness_steps=config.buffer.max_staleness_steps,
         num_steps=config.run.num_steps,
-        num_warmup_steps=num_warmup_steps,
     )
-    return simulate(scenario).step_s
 
 
-def wallclock(bench: Bench) -> Json:
-    """Async against sync where lengths are long-tailed, with the prediction written first."""
-    base, steps = LONG_TAILED, bench.pick(20, int(os.environ.get("NS", "4")))
+ASYNC: Json = {"run.schedule": "separate_async", "buffer.max_staleness_steps": 4}
+THREADS: Mapping[str, Json] = {
+    "sync, one core": {"run.schedule": "sync"},
+    "sync, both cores": {"run.schedule": "sync", "rollout.num_threads": 2, "trainer.num_threads": 2},
+    "separate_async, one core each": ASYNC,
+}
+"""Engine and trainer in one process, which share its interpreter. The last one is compared with the others."""
+PROCESSES: Mapping[str, Json] = {
+    "separate_async, one process": ASYNC,
+    "sync, processes of their own": {"run.schedule": "sync", "cluster.kind": "ray"},
+    "separate_async, processes of their own": {**ASYNC, "cluster.kind": "ray"},
+}
+"""Engine and trainer as Ray actors, one core each."""
+
+
+def wallclock(bench: Bench, modes: Mapping[str, Json] = THREADS) -> Json:
+    """Async against sync where lengths are long-tailed. Every run is calibrated as any run is, and its prediction
+    written before its first step; the modes take turns, so that what else the machine does meets all of them."""
+    steps, num_rounds = bench.pick(20, 4), bench.pick(2, 1)
     skip = bench.pick(5, 1)  # until the pipeline is full
-    modes: Mapping[str, Json] = {
-        "sync, one core": {"run.schedule": "sync"},
-        "sync, both cores": {"run.schedule": "sync", "rollout.num_threads": 2, "trainer.num_threads": 2},
-        "separate_async, one core each": {"run.schedule": "separate_async", "buffer.max_staleness_steps": 4},
-    }
+    base = {**LONG_TAILED, "plan": {"is_on": True}}
     # The pilot answers the prompts of the runs in one step, before any of them: with this learning rate nobody's
     # responses differ, and prediction and measurement are of the same work.
     pilot_overrides = {"run.groups_per_step": 16 * steps, "observe.trajectories_every_steps": 1}
-    pilot = bench.run("wallclock-pilot", base, 1, **pilot_overrides)
+    pilot = bench.run("wallclock-pilot", LONG_TAILED, 1, **pilot_overrides)
     lengths = [row["num_tokens"] for row in pilot.responses()]
     found: Json = {
         "num_steps": steps,
+        "num_rounds": num_rounds,
         "lengths": {
             "num": len(lengths),
             "mean": float(np.mean(lengths)),
@@ -378,43 +397,85 @@ def wallclock(bench: Bench) -> Json:
             "p99": float(np.quantile(lengths, 0.99)),
             "max": max(lengths),
         },
-        "modes": {},
     }
-    for name, overrides in modes.items():
-        path = bench.path(f"wallclock-{name.replace(', ', '-').replace(' ', '-')}", base, steps)
-        config = load_config(path, as_set(overrides), RunConfig)
-        torch.set_num_threads(config.rollout.num_threads)
-        plan = asyncio.run(plan_of(config, bench.folder / f"plan-{path.stem}"))
-        found["modes"][name] = {
-            "predicted_step_s": predict(plan, config, lengths, num_warmup_steps=skip),
-            "planned_step_s": sum(entry.seconds for entry in plan.stages.values()),
-        }
-        if plan.machine.contention is not None:
-            found["contention"] = asdict(plan.machine.contention)
-    print("predicted: " + json.dumps(found["modes"]), flush=True)
-    for name, overrides in modes.items():
+    rounds: dict[str, list[Json]] = {name: [] for name in modes}
+    for number, (name, overrides) in itertools.product(range(num_rounds), modes.items()):
+        before: Json = {}
+
+        def on_plan(controller: Controller, name: str = name, before: Json = before) -> None:
+            plan = controller.expected.plan
+            assert plan is not None
+            before |= {
+                "predicted_step_s": predict(plan, controller.config, lengths, num_warmup_steps=skip),
+                "planned_step_s": sum(entry.seconds for entry in plan.stages.values()),
+                "planned_s": {stage: entry.seconds for stage, entry in plan.stages.items()},
+                "contention": None if plan.machine.contention is None else asdict(plan.machine.contention),
+            }
+            print(f"before {name}: {json.dumps(before)}", flush=True)
+
         torch.set_num_threads(overrides.get("trainer.num_threads", 1))
         slug = name.replace(", ", "-").replace(" ", "-")
-        run = bench.run(f"wallclock-run-{slug}", base, steps, **overrides)
+        run = bench.run(f"wallclock-{slug}-{number}", base, steps, on_built=at_plan(on_plan), **overrides)
         step_s = run.curve("timing_s/step")[skip:]
-        found["modes"][name] |= {
-            "step_s": float(np.mean(step_s)),
-            "step_s_each": [round(value, 3) for value in step_s],
-            "tokens_per_s": run.mean("perf/total_num_tokens", skip=skip) / float(np.mean(step_s)),
-            "mean_batch": run.mean("rollout/mean_batch", skip=skip),
-            "wait_for_rollout_s": run.mean("timing_s/gen", skip=skip),
-            "train_s": run.mean("timing_s/update_actor", skip=skip),
-            "staleness_max": max(run.curve("training/off_policy/trajectory_staleness_worst/max")),
-        }
+        rounds[name].append(
+            before
+            | {
+                "step_s": float(np.mean(step_s)),
+                "step_s_each": [round(value, 3) for value in step_s],
+                "tokens_per_s": run.mean("perf/total_num_tokens", skip=skip) / float(np.mean(step_s)),
+                "mean_batch": run.mean("rollout/mean_batch", skip=skip),
+                "stages_s": {
+                    metric.removeprefix("timing_s/"): run.mean(metric, skip=skip)
+                    for metric in run.metrics[-1]
+                    if metric.startswith("timing_s/")
+                },
+                "staleness_max": max(run.curve("training/off_policy/trajectory_staleness_worst/max")),
+            }
+        )
+        print(f"after {name}: {json.dumps(brief(finite(rounds[name][-1])))}", flush=True)
     torch.set_num_threads(1)
-    apart = found["modes"]["separate_async, one core each"]
-    for name in ("sync, one core", "sync, both cores"):
-        sync = found["modes"][name]
-        found[f"speedup_over {name}"] = {
-            "measured": sync["step_s"] / apart["step_s"],
-            "predicted": sync["predicted_step_s"] / apart["predicted_step_s"],
+    found["rounds"] = rounds
+    found["modes"] = {name: mean_of(each) for name, each in rounds.items()}
+    *others, ours = modes
+    for name in others:
+        other, apart = found["modes"][name], found["modes"][ours]
+        speedup = {
+            "measured": other["step_s"] / apart["step_s"],
+            "predicted": other["predicted_step_s"] / apart["predicted_step_s"],
         }
+        speedup["predicted_over_measured"] = speedup["predicted"] / speedup["measured"]
+        found[f"speedup_over {name}"] = speedup
     return found
+
+
+def at_plan(then: Callable[[Controller], None]) -> Callable[[Controller], None]:
+    """For `start_run`: calls `then` when the run says its plan, before its first step."""
+
+    def on_built(controller: Controller) -> None:
+        event = controller.recorder.event
+
+        def watched(kind: str, **fields: Any) -> None:
+            event(kind, **fields)
+            if kind == "plan":
+                then(controller)
+
+        controller.recorder.event = watched  # type: ignore[method-assign]
+
+    return on_built
+
+
+def mean_of(rounds: Sequence[Json]) -> Json:
+    """Means of the numbers of several runs; what is a list keeps one after the other."""
+    whole: Json = {}
+    for name in rounds[0]:
+        values = [one[name] for one in rounds]
+        if isinstance(values[0], dict):
+            whole[name] = mean_of(values)
+        elif isinstance(values[0], list):
+            whole[name] = list(itertools.chain(*values))
+        else:
+            whole[name] = None if values[0] is None else float(np.mean(values))
+    return whole
 
 
 def draw_wallclock(found: Json) -> str:
@@ -430,35 +491,59 @@ def draw_wallclock(found: Json) -> str:
 
 # ---- lending
 
+WIDER: Json = {
+    **LONG_TAILED,
+    "run": {"groups_per_step": 12},
+    "model": {
+        "new": {
+            **LONG_TAILED["model"]["new"],
+            "hidden_size": 512,
+            "num_heads": 8,
+            "intermediate_size": 1408,
+        }
+    },
+    "rollout": {**LONG_TAILED["rollout"], "max_response_tokens": 240},
+}
+"""Products wide enough that a decode step is arithmetic, which two threads do side by side, and not Python, which one has
+at a time."""
+
 
 def lending(bench: Bench) -> Json:
-    """The same long-tailed work, with the trainer's core idle while it waits, or lent to one more engine."""
-    steps, skip = bench.pick(16, 4), bench.pick(3, 1)  # the first wait is only measured
+    """The trainer's core idle while it waits, against a run that tries to lend it and keeps what was faster."""
+    steps, skip = bench.pick(14, 10), 1  # the first wait is only measured
     found: Json = {"num_steps": steps, "runs": {}}
-    for bound in (0, 1):
-        for is_on in (False, True):
-            run = bench.run(
-                f"lending-{bound}-{is_on}",
-                LONG_TAILED,
-                steps,
-                **{
-                    "run.schedule": "separate_async",
-                    "buffer.max_staleness_steps": bound,
-                    "lending.is_on": is_on,
-                },
-            )
-            found["runs"][f"bound {bound}, {'lent' if is_on else 'idle'}"] = {
-                "step_s": run.mean("timing_s/step", skip=skip),
-                "step_s_each": [round(value, 3) for value in run.curve("timing_s/step")],
-                "wait_s": run.mean("timing_s/gen", skip=skip),
-                "lent_s": sum(run.curve("lending/lent_s")[skip:]) / (steps - skip),
-                "cost_s": sum(run.curve("lending/cost_s")[skip:]) / (steps - skip),
-                "saved_s": sum(run.curve("lending/saved_s")[skip:]) / (steps - skip),
-                "tokens": sum(run.curve("lending/num_tokens")[skip:]) / (steps - skip),
-                "all_tokens": run.mean("generated/num_tokens", skip=skip),
-                "staleness_max": max(run.curve("training/off_policy/trajectory_staleness_worst/max")),
+    for name, base in (("narrow", LONG_TAILED), ("wide", WIDER)):
+        asked: Json = {"run.schedule": "separate_async", "buffer.max_staleness_steps": 0}
+        idle = bench.run(f"lending-{name}-idle", base, steps, **asked)
+        run = bench.run(f"lending-{name}", base, steps, **asked, **{"lending.is_on": True})
+        events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+        lent = {event["step"] for event in events if event["kind"] == "lent"}
+        verdicts = [event for event in events if event["kind"] == "lending_judged"]
+        waits = run.curve("timing_s/gen")
+        after = range(verdicts[0]["step"] + 1, steps) if verdicts else range(0)
+        found["runs"][name] = {
+            "hidden_size": base["model"]["new"]["hidden_size"],
+            "idle_step_s": idle.mean("timing_s/step", skip=skip),
+            "step_s": run.mean("timing_s/step", skip=skip),
+            "step_s_after_verdict": mean_of([run.curve("timing_s/step")[i] for i in after]),
+            "step_s_each": [round(value, 3) for value in run.curve("timing_s/step")],
+            "idle_step_s_each": [round(value, 3) for value in idle.curve("timing_s/step")],
+            "lent_steps": sorted(lent),
+            "lent_wait_s": mean_of([waits[i] for i in sorted(lent)[1:]]),
+            "alone_wait_s": mean_of([waits[i] for i in range(skip, steps) if i not in lent]),
+            "saved_s": sum(run.curve("lending/saved_s")),
+            "cost_s": mean_of(run.curve("lending/cost_s")),
+            "verdict": {
+                key: verdicts[0][key] for key in ("pays", "lent_tokens_per_s", "alone_tokens_per_s")
             }
+            if verdicts
+            else None,
+        }
     return found
+
+
+def mean_of(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")
 
 
 # ---- 4. engine mismatch
@@ -609,11 +694,12 @@ def tell_wallclock(found: Json) -> str:
         for name, s in found.items()
         if name.startswith("speedup_over")
     )
+    ours = list(found["modes"])[-1]
     return table(
         ["mode", "predicted s a step", "measured", "sequences in a decode step", "tokens/s"], rows
     ) + (
         f"\n\nResponses of {lengths['mean']:.0f} tokens on average, p99 {lengths['p99']:.0f}, longest "
-        f"{lengths['max']}. `separate_async` is faster {speedups}."
+        f"{lengths['max']}. {ours} is faster: {speedups}."
     )
 
 
@@ -654,30 +740,30 @@ def tell_order(found: Json) -> str:
 
 
 def tell_lending(found: Json) -> str:
-    rows = [
-        [
-            name,
-            f"{one['step_s']:.2f}",
-            f"{one['wait_s']:.2f}",
-            f"{one['lent_s']:.2f}",
-            f"{one['cost_s']:.3f}",
-            f"{one['saved_s']:.2f}",
-            f"{one['tokens'] / one['all_tokens']:.2f}",
-        ]
-        for name, one in found["runs"].items()
+    rows = []
+    for one in found["runs"].values():
+        verdict = one["verdict"]
+        rows.append(
+            [
+                str(one["hidden_size"]),
+                f"{one['idle_step_s']:.2f}",
+                "" if verdict is None else f"{verdict['alone_tokens_per_s']:.0f}",
+                "" if verdict is None else f"{verdict['lent_tokens_per_s']:.0f}",
+                "none yet" if verdict is None else "kept" if verdict["pays"] else "stopped",
+                f"{one['step_s']:.2f}",
+                f"{one['step_s_after_verdict']:.2f}",
+            ]
+        )
+    heads = [
+        "model width",
+        "trainer's core idle, s a step",
+        "tokens/s in waits without it",
+        "with it",
+        "the run's verdict",
+        "lending tried, s a step",
+        "after the verdict",
     ]
-    return table(
-        [
-            "trainer's core",
-            "s a step",
-            "waiting",
-            "lent",
-            "cost",
-            "saved, by the run's own account",
-            "share of tokens",
-        ],
-        rows,
-    )
+    return table(heads, rows)
 
 
 def write_page(name: str, text: str) -> None:
@@ -700,6 +786,7 @@ PARTS: Mapping[str, Part] = {
     "equal": Part(equal, tell_equal),
     "staleness": Part(staleness, tell_staleness, draw_staleness),
     "wallclock": Part(wallclock, tell_wallclock, draw_wallclock),
+    "processes": Part(partial(wallclock, modes=PROCESSES), tell_wallclock),
     "lending": Part(lending, tell_lending),
     "mismatch": Part(mismatch, tell_mismatch, draw_mismatch),
     "order": Part(order, tell_order, draw_order),

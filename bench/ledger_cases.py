@@ -17,13 +17,14 @@ from rollbook.ledger.account import Range
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.decode import decode_step, prefill_s, replica_weight_bytes
 from rollbook.ledger.flops import attention_flops, forward_flops, prefill_flops
+from rollbook.ledger.generation import decode_widening
 from rollbook.ledger.hardware import Accelerator, Cluster, load_accelerator
 from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
 from rollbook.ledger.model import ModelSpec, load_model
 from rollbook.ledger.step import Layouts, smallest_rollout_tp, step_account
 from rollbook.ledger.switch import SleepChoice, hand_over
 from rollbook.ledger.sync import SyncMethod, SyncWork, sync_account
-from rollbook.ledger.train import train_tokens_per_s_per_gpu
+from rollbook.ledger.train import train_tokens_per_s_per_gpu, train_widening
 from rollbook.ledger.workload import Mode, Workload
 
 Case = dict[str, Any]
@@ -154,8 +155,6 @@ def _within(value: float, error_frac: float) -> Range:
 
 # Decode ------------------------------------------------------------------------------------------------------
 
-DECODE_ERROR_FRAC = 0.25
-
 
 def decode_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
     """Serving: speed of one stream or of many, steps per token, tokens per second and node."""
@@ -171,13 +170,19 @@ def decode_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, flo
     replica = ReplicaLayout(
         tp_size=int(config.get("tp", config.get("gpus", 1))), weight_dtype=weights, engine=engine
     )
-    is_known = accelerator.name in assumptions.decode.hbm_frac
-    error_frac = DECODE_ERROR_FRAC * (1 if is_known else 2)
+    error_frac = _decode_error_frac(model, cluster, assumptions, replica)
     for kv_dtype, part in _by_kv_dtype(measured):
         serving = _Serving(model, cluster, assumptions, replace(replica, kv_dtype=kv_dtype), config)
         prefix = "" if part is measured else f"{kv_dtype} KV "
         for metric, value, predicted in serving.compare(part):
             yield prefix + metric, value, _within(predicted, error_frac)
+
+
+def _decode_error_frac(
+    model: ModelSpec, cluster: Cluster, assumptions: Assumptions, replica: ReplicaLayout
+) -> float:
+    wider, _ = decode_widening(model, cluster, assumptions, replica)
+    return assumptions.rollout_error_frac * wider
 
 
 def _by_kv_dtype(measured: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -195,11 +200,13 @@ def _expert_parallel_decode(
     """Large expert-parallel groups: attention repeated on every GPU, experts spread over all, float8 weights."""
     ep_size = int(config.get("ep_decode", 128))
     cluster = Cluster(accelerator=accelerator, num_gpus=ep_size)
+    replica = ReplicaLayout(tp_size=1, ep_size=ep_size, weight_dtype=dtype_of(config.get("precision", "fp8")))
+    error_frac = _decode_error_frac(model, cluster, assumptions, replica)
     step = decode_step(
         model,
         cluster,
         assumptions.decode,
-        ReplicaLayout(tp_size=1, ep_size=ep_size, weight_dtype=dtype_of(config.get("precision", "fp8"))),
+        replica,
         num_rows=float(config["batch_per_gpu"] * ep_size),
         context_tokens=float(config["kv_length"]),
     )
@@ -210,7 +217,7 @@ def _expert_parallel_decode(
         ("decode_tokens_per_s_per_gpu", per_gpu),
     ):
         if key in measured:
-            yield key, middle(measured[key]), _within(predicted, 1.5 * DECODE_ERROR_FRAC)
+            yield key, middle(measured[key]), _within(predicted, error_frac)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +295,6 @@ class _Serving:
 
 # Training throughput -----------------------------------------------------------------------------------------
 
-TRAIN_ERROR_FRAC = 0.35
-
 
 def train_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
     """Tokens per second of a trainer at a fixed sequence length."""
@@ -299,9 +304,9 @@ def train_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, floa
     sequence = float(config["sequence_length"])
     cluster = Cluster(accelerator=accelerator, num_gpus=int(config["gpus"]))
     if "fsdp2 trainer" in str(config.get("framework", "")).lower():
-        rate = _fsdp_rate(config, model, cluster, assumptions, sequence)
+        rate, error_frac = _fsdp_rate(config, model, cluster, assumptions, sequence)
     elif "gbs" in config or "megatron" in str(config.get("framework", "")).lower():
-        rate = _pretraining_rate(config, model, cluster, assumptions, sequence)
+        rate, error_frac = _pretraining_rate(config, model, cluster, assumptions, sequence)
     else:
         raise NotCovered("neither a torch FSDP trainer nor a Megatron recipe")
     predicted = {
@@ -311,7 +316,7 @@ def train_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, floa
     }
     for key, value in predicted.items():
         if key in measured:
-            yield key, middle(measured[key]), _within(value, TRAIN_ERROR_FRAC)
+            yield key, middle(measured[key]), _within(value, error_frac)
             return
     raise NotCovered("no throughput was published")
 
@@ -322,7 +327,8 @@ def _degree(value: Any) -> int:
 
 def _pretraining_rate(
     config: dict[str, Any], model: ModelSpec, cluster: Cluster, assumptions: Assumptions, sequence: float
-) -> float:
+) -> tuple[float, float]:
+    """Tokens a second and GPU, and its relative error."""
     degrees = [_degree(config.get(key, 1)) for key in ("tp", "pp", "cp")]
     model_parallel = degrees[0] * degrees[1] * degrees[2]
     micro_batches = (
@@ -339,17 +345,20 @@ def _pretraining_rate(
         virtual_stages=_degree(config.get("vp", 1)),
     )
     stack = assumptions.stacks["megatron_tuned"]
-    return train_tokens_per_s_per_gpu(model, cluster, stack, layout, sequence_tokens=sequence)
+    rate = train_tokens_per_s_per_gpu(model, cluster, stack, layout, sequence_tokens=sequence)
+    wider, _ = train_widening(model, cluster, assumptions, layout, stack="megatron_tuned")
+    return rate, assumptions.train_error_frac * wider
 
 
 def _fsdp_rate(
     config: dict[str, Any], model: ModelSpec, cluster: Cluster, assumptions: Assumptions, sequence: float
-) -> float:
+) -> tuple[float, float]:
     """One micro batch of one sequence a GPU, and in RL with full weights the publication to a shared disk."""
     kind = str(config.get("kind", ""))
     if model.num_experts and cluster.accelerator.name.startswith(("B2", "B3", "GB")):
         raise NotCovered("experts under torch FSDP on Blackwell: no grouped kernel in the published runs")
-    stack = assumptions.stacks["fsdp" if "RL" in kind else "fsdp_plain"]
+    name = "fsdp" if "RL" in kind else "fsdp_plain"
+    stack = assumptions.stacks[name]
     if "FA2" in str(config.get("attention", "")) and cluster.accelerator.name.startswith("H"):
         stack = replace(stack, attention_frac={"default": assumptions.flash2_attention_frac})
     recompute: Recompute = "none" if str(config.get("activation", "")).lower() == "none" else "full"
@@ -358,7 +367,8 @@ def _fsdp_rate(
     seconds = sequence / layout.cp_size / rate
     if kind == "RL Full":
         seconds += 2 * model.params / assumptions.sync.disk_bytes_per_s
-    return sequence / layout.cp_size / seconds
+    wider, _ = train_widening(model, cluster, assumptions, layout, stack=name)
+    return sequence / layout.cp_size / seconds, assumptions.train_error_frac * wider
 
 
 # Weight publication ------------------------------------------------------------------------------------------

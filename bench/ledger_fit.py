@@ -1,6 +1,6 @@
 """Fit the numbers of `--assume default` to open measurements, and hold out whole families to see what it is worth.
 
-    python bench/ledger_fit.py decode|train_mfu|weight_sync|rl_step [--rounds 1500] [--leave-one-out]
+    python bench/ledger_fit.py decode|train_mfu|weight_sync|rl_step [--rounds 1500] [--leave-one-out [--by source]]
 
 Prints the fitted numbers (a person rounds them and writes them into ledger/data/default.toml) and, with
 `--leave-one-out`, the errors on each family when it was left out of the fit. Families are near-duplicates, so
@@ -22,26 +22,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ledger_cases import Case
-from ledger_truth import load_cases, predict_all, quantiles
+from ledger_cases import Case, Comparison
+from ledger_errors import coverage, load_cases, predict_all, quantiles
 from rollbook.ledger.assumptions import Assumptions, load_assumptions
 
 FREE: dict[str, dict[str, tuple[float, float, float]]] = {
     "decode": {
-        "decode.hbm_frac.H100 SXM": (0.5, 0.7, 0.9),
-        "decode.hbm_frac.H800 SXM": (0.5, 0.7, 0.9),
-        "decode.hbm_frac.B200 SXM": (0.5, 0.7, 0.9),
-        "decode.hbm_frac.H20-96GB": (0.2, 0.7, 0.9),
-        "decode.hbm_frac.A100-80GB SXM": (0.3, 0.7, 0.9),
-        "decode.hbm_frac.RTX 4090": (0.3, 0.7, 0.92),
+        "decode.hbm_frac.default": (0.5, 0.7, 0.9),
+        "decode.hbm_frac.A100": (0.3, 0.7, 0.9),
         "decode.hbm_frac.MI300X": (0.3, 0.7, 0.9),
         "decode.kv_frac.default": (0.4, 0.7, 0.92),
-        "decode.kv_frac.H20-96GB": (0.3, 0.7, 0.9),
+        "decode.kv_frac.H20": (0.3, 0.7, 0.9),
         "decode.float8_gain.dense": (0.8, 1.0, 1.4),
         "decode.float8_gain.experts": (0.5, 1.0, 1.4),
-        "decode.prefill_frac.dense": (0.3, 0.5, 0.75),
-        "decode.prefill_frac.moe": (0.15, 0.35, 0.7),
-        "decode.prefill_frac.H20-96GB": (0.4, 0.5, 0.85),
+        "decode.prefill_bytes.dense": (20.0, 75.0, 300.0),
+        "decode.prefill_bytes.moe": (5.0, 43.0, 100.0),
         "decode.gemm_frac": (0.4, 0.6, 0.8),
         "decode.layer_s.default": (5e-6, 2e-05, 60e-6),
         "decode.layer_s.sglang": (5e-6, 2e-05, 80e-6),
@@ -51,7 +46,7 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
     "train_mfu": {
         "stacks.fsdp.gemm_frac.bfloat16": (0.4, 0.6, 0.75),
         "stacks.fsdp.attention_frac.default": (0.4, 0.5, 0.75),
-        "stacks.fsdp.attention_frac.B200 SXM": (0.08, 0.3, 0.4),
+        "stacks.fsdp.attention_frac.B200": (0.08, 0.3, 0.4),
         "stacks.fsdp.dense_bytes": (500.0, 1000.0, 6000.0),
         "stacks.fsdp.moe_bytes": (50.0, 100.0, 500.0),
         "stacks.fsdp.least_s_per_width": (1e-12, 1e-11, 2e-9),
@@ -76,7 +71,6 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
         "sync.receiver_cross_bytes_per_s": (1e9, 10000000000.0, 2e10),
         "sync.receive_only_bytes_per_s": (2e9, 10000000000.0, 2e10),
         "sync.per_tensor_s": (1e-5, 0.0001, 5e-3),
-        "sync.per_tensor_growth": (0.2, 0.5, 1.0),
         "sync.offloaded_bytes_per_s": (5e8, 10000000000.0, 2e10),
         "sync.delta_base_s": (0.1, 0.5, 4.0),
         "sync.delta_scan_bytes_per_s": (5e8, 5000000000.0, 2e10),
@@ -100,6 +94,17 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
 guesses of the Megatron stack inside RL are those of the same library's pre-training recipes, which another category
 fits, and the floor under its experts' traffic is where that category puts FSDP's dense one: at 0.9 of what an H100's
 memory takes for it."""
+
+
+SHARED: dict[str, str] = {
+    "decode.hbm_frac.A100": "decode.hbm_frac.default",
+    "decode.hbm_frac.MI300X": "decode.hbm_frac.default",
+    "decode.kv_frac.H20": "decode.kv_frac.default",
+    "decode.layer_s.sglang": "decode.layer_s.default",
+}
+"""Numbers of one device or engine, and the shared number that they are drawn to: one row on a device moves its number
+half of the way, many rows all of it, and without a row it is the shared one."""
+_DRAW = 0.12
 
 
 def uninformed(assumptions: Assumptions, category: str) -> Assumptions:
@@ -145,19 +150,28 @@ def objective(cases: list[Case], assumptions: Assumptions) -> float:
 def fit(cases: list[Case], start: Assumptions, category: str, rounds: int, seed: int = 0) -> Assumptions:
     """Random search that moves one to three numbers at a time by about a tenth."""
     free = FREE[category]
+
+    def score_of(trial: Assumptions) -> float:
+        # A small pull back to the start keeps numbers that the cases say nothing about.
+        pull = sum(
+            abs(math.log(value_at(trial, p) / value_at(start, p))) for p in free if value_at(start, p) > 0
+        )
+        drawn = sum(
+            math.log(value_at(trial, one) / value_at(trial, shared)) ** 2
+            for one, shared in SHARED.items()
+            if one in free
+        )
+        return objective(cases, trial) + 0.0005 * pull + _DRAW * drawn
+
     rng = random.Random(seed)
-    best, best_score = start, objective(cases, start)
+    best, best_score = start, score_of(start)
     for _ in range(rounds):
         trial = best
         for path in rng.sample(sorted(free), rng.choice((1, 1, 2, 3))):
             low, _, high = free[path]
             moved = value_at(trial, path) * math.exp(rng.gauss(0, rng.choice((0.05, 0.15, 0.5))))
             trial = with_value(trial, path, min(max(moved, low), high))
-        # A small pull back to the start keeps numbers that the cases say nothing about.
-        pull = sum(
-            abs(math.log(value_at(trial, p) / value_at(start, p))) for p in free if value_at(start, p) > 0
-        )
-        score = objective(cases, trial) + 0.0005 * pull
+        score = score_of(trial)
         if score < best_score:
             best, best_score = trial, score
     return best
@@ -169,6 +183,7 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=Path(__file__).parent / "data/measurements.yaml")
     parser.add_argument("--rounds", type=int, default=1500)
     parser.add_argument("--leave-one-out", action="store_true")
+    parser.add_argument("--by", choices=("family", "source", "device"), default="family")
     args = parser.parse_args()
     cases = load_cases(args.path, [args.category], "A")
     start = load_assumptions("default")
@@ -184,26 +199,89 @@ def main() -> None:
         "all families in the fit: median {:.1%}, p90 {:.1%}".format(*quantiles([i.error_frac for i in found]))
     )
     if args.leave_one_out:
-        leave_one_out(cases, uninformed(start, args.category), args.category, args.rounds)
+        print_left_out(leave_one_out(cases, args.category, args.rounds, by=args.by))
 
 
-def leave_one_out(cases: list[Case], start: Assumptions, category: str, rounds: int) -> None:
-    """Refit without each family and print the errors on it."""
-    held: list[float] = []
-    for family in sorted({case["family"] for case in cases}):
-        others = [case for case in cases if case["family"] != family]
-        mine = [case for case in cases if case["family"] == family]
+def leave_one_out(
+    cases: list[Case], category: str, rounds: int, *, by: str = "family"
+) -> dict[str, list[Comparison]]:
+    """Comparisons of each fold when neither the fit nor the lists of what was measured have seen it.
+
+    Args:
+        by: what is left out together: a "family", or the cases of one "source" or one "device".
+    """
+    held: dict[str, list[Comparison]] = {}
+    for name in sorted({fold_of(case, by) for case in cases}):
+        others = [case for case in cases if fold_of(case, by) != name]
+        mine = [case for case in cases if fold_of(case, by) == name]
         if not others:
-            print(f"  {family}: the only family, nothing to fit on")
             continue
-        found, _ = predict_all(mine, fit(others, start, category, rounds))
-        errors = [item.error_frac for item in found]
-        if errors:
-            held += errors
-            median, high = quantiles(errors)
-            print(f"  without {family}: {len(errors)} numbers, median {median:.1%}, p90 {high:.1%}")
-    if held:
-        print("families left out of the fit: median {:.1%}, p90 {:.1%}".format(*quantiles(held)))
+        start = uninformed(load_assumptions("default"), category)
+        fitted = replace(fit(others, start, category, rounds), measured=evidence_of(others))
+        held[name] = predict_all(mine, fitted)[0]
+    return held
+
+
+def fold_of(case: Case, by: str) -> str:
+    """Name of the fold that a case falls into."""
+    if by == "family":
+        return str(case["family"])
+    if by == "source":
+        return f"{case['family']}: {case['source'].get('where') or case['source'].get('title')}"
+    config = case["config"]
+    keys = ("gpu", "system", "device", "hardware")
+    return next((str(config[key]) for key in keys if key in config), "no device named")
+
+
+def print_left_out(held: dict[str, list[Comparison]]) -> None:
+    """Errors of each fold, and of all."""
+    for name, items in held.items():
+        if items:
+            median, high = quantiles([item.error_frac for item in items])
+            print(
+                f"  without {name}: {len(items)} numbers, median {median:.1%}, p90 {high:.1%}, "
+                f"in range {coverage(items):.0%}"
+            )
+    found = [item for items in held.values() for item in items]
+    if found:
+        median, high = quantiles([item.error_frac for item in found])
+        print(f"left out of the fit: median {median:.1%}, p90 {high:.1%}, in range {coverage(found):.0%}")
+
+
+class _Noted(set[str]):
+    """Contains everything, and keeps what it was asked for."""
+
+    def __contains__(self, value: object) -> bool:
+        self.add(str(value))
+        return True
+
+
+class _NotedKinds(dict[str, Any]):
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.setdefault(key, self.made())
+
+    def made(self) -> Any:
+        return _Noted()
+
+
+class _NotedParts(_NotedKinds):
+    def made(self) -> Any:
+        return _NotedKinds()
+
+
+def evidence_of(cases: list[Case]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """What these cases have: part of the ledger -> kind of trait -> values. `Assumptions.measured` of a fit on them."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for case in cases:
+        asked = _NotedParts()
+        predicted, _ = predict_all([case], replace(load_assumptions("default"), measured=asked))
+        for part, kinds in asked.items() if predicted else ():
+            for kind, values in kinds.items():
+                found.setdefault(part, {}).setdefault(kind, set()).update(values)
+    return {
+        part: {kind: tuple(sorted(values)) for kind, values in kinds.items()}
+        for part, kinds in sorted(found.items())
+    }
 
 
 if __name__ == "__main__":

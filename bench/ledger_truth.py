@@ -1,6 +1,9 @@
 """Predict published measurements under `--assume default` and print the errors by category.
 
-    python bench/ledger_truth.py [measurements.yaml] [--assume FILE] [--category decode] [--all]
+    python bench/ledger_truth.py [measurements.yaml] [--assume FILE] [--category decode] [--all] [--held-out ROUNDS]
+
+`--held-out` refits every category without each of its families in turn, from guesses, with so many rounds of search
+(400 are enough; minutes), and prints the errors on what was left out and how much of it lies inside its range.
 
 The file is the argument, else $ROLLBOOK_MEASUREMENTS, else bench/data/measurements.yaml.
 """
@@ -11,42 +14,14 @@ import argparse
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
-
-import numpy as np
-import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ledger_cases import ADAPTERS, Case, Comparison, NotCovered, compare
-from rollbook.ledger.assumptions import Assumptions, load_assumptions
-
-
-def predict_all(
-    cases: Iterable[Case], assumptions: Assumptions
-) -> tuple[list[Comparison], list[tuple[str, str, str]]]:
-    """Comparisons of every case, and (category, id, reason) of those that are not covered."""
-    found: list[Comparison] = []
-    left_out: list[tuple[str, str, str]] = []
-    for case in cases:
-        try:
-            found += compare(case, assumptions)
-        except NotCovered as reason:
-            left_out.append((case["category"], case["id"], str(reason)))
-    return found, left_out
-
-
-def load_cases(path: Path, categories: Iterable[str], grade: str) -> list[Case]:
-    """Cases of these categories and this grade."""
-    rows = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return [row for row in rows if row["category"] in categories and row["grade"] == grade]
-
-
-def quantiles(errors: list[float]) -> tuple[float, float]:
-    """Median and 90th percentile of absolute relative errors."""
-    values = np.abs(errors)
-    return float(np.median(values)), float(np.quantile(values, 0.9))
+from ledger_cases import ADAPTERS, Case, Comparison
+from ledger_errors import coverage, load_cases, predict_all, quantiles
+from ledger_fit import FREE, leave_one_out
+from rollbook.ledger.assumptions import load_assumptions
 
 
 def main() -> None:
@@ -60,6 +35,7 @@ def main() -> None:
     parser.add_argument("--category", action="append", choices=sorted(ADAPTERS))
     parser.add_argument("--worst", type=int, default=8)
     parser.add_argument("--all", action="store_true", help="print every comparison")
+    parser.add_argument("--held-out", type=int, default=0, metavar="ROUNDS")
     args = parser.parse_args()
     categories = args.category or sorted(ADAPTERS)
     cases = load_cases(Path(args.path), categories, args.grade)
@@ -77,7 +53,7 @@ def main() -> None:
             print(f"{category:<12} {0:>5} {0:>7} {'-':>7} {'-':>6} {'-':>8}   {skipped}")
             continue
         median, high = quantiles([i.error_frac for i in items])
-        inside = np.mean([i.is_in_range for i in items])
+        inside = coverage(items)
         num_cases = len({i.case_id for i in items})
         print(
             f"{category:<12} {num_cases:>5} {len(items):>7} {median:>7.1%} {high:>6.1%} {inside:>8.0%}   {skipped}"
@@ -97,6 +73,25 @@ def main() -> None:
         print("\nnot covered")
         for _, case_id, reason in left_out:
             print(f"  {case_id}: {reason}")
+    if args.held_out:
+        print_held_out([case for case in cases if case["category"] in FREE], args.held_out)
+
+
+def print_held_out(cases: list[Case], rounds: int) -> None:
+    """Errors and coverage of families that the fit has not seen, by category."""
+    print(f"\nfamilies left out of the fit, {rounds} rounds")
+    print(f"{'category':<12} {'numbers':>7} {'median':>7} {'p90':>6} {'in range':>8}")
+    found: list[Comparison] = []
+    for category in FREE:
+        mine = [case for case in cases if case["category"] == category]
+        held = [item for items in leave_one_out(mine, category, rounds).values() for item in items]
+        if held:
+            median, high = quantiles([i.error_frac for i in held])
+            print(f"{category:<12} {len(held):>7} {median:>7.1%} {high:>6.1%} {coverage(held):>8.0%}")
+        found += held
+    if found:
+        median, high = quantiles([i.error_frac for i in found])
+        print(f"{'all':<12} {len(found):>7} {median:>7.1%} {high:>6.1%} {coverage(found):>8.0%}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import make_plan
 from rollbook.planner.scenario import scenario_of
 from rollbook.planner.search import Search
-from rollbook.planner.simulate import DecodeTable, Scenario, lengths, simulate
+from rollbook.planner.sim_draws import lengths
+from rollbook.planner.sim_scenario import DecodeTable, Scenario
+from rollbook.planner.simulate import simulate
 
 
 def cpu_s(call: Callable[[], object]) -> float:

@@ -59,7 +59,7 @@ def test_a_chunk_fills_what_running_sequences_leave_of_a_steps_budget() -> None:
 
 
 def test_a_mixed_step_reads_the_weights_once_and_computes_both() -> None:
-    """The chunk's FLOPs at half the peak beside those of 64 rows at 0.58, or the weights' bytes: the longer."""
+    """FLOPs of the chunk and of 64 rows at one rate, or the weights' bytes; and the chunk's memory traffic."""
     layout, rows, context, chunk = ReplicaLayout(), 64.0, 2000.0, 1984.0
     plain = decode_step(LLAMA, CLUSTER, DEFAULT.decode, layout, num_rows=rows, context_tokens=context)
     mixed = decode_step(
@@ -67,10 +67,12 @@ def test_a_mixed_step_reads_the_weights_once_and_computes_both() -> None:
     )
     peak = H100.peak("bfloat16")
     rows_s = 2 * (LLAMA.body_params + LLAMA.head_params) * rows / (peak * DEFAULT.decode.gemm_frac)
-    chunk_s = 2 * LLAMA.body_params * chunk / (peak * DEFAULT.decode.prefill_frac["dense"])
+    chunk_s = 2 * LLAMA.body_params * chunk / (peak * DEFAULT.decode.gemm_frac)
+    # 32 layers of 4,096 hidden units.
+    chunk_s += DEFAULT.decode.prefill_bytes["dense"] * 32 * 4096 * chunk / H100.hbm_bytes_per_s
     assert float(mixed.weights_s) == pytest.approx(rows_s + chunk_s)
     read_s = 2 * (LLAMA.body_params + LLAMA.head_params) / (
-        H100.hbm_bytes_per_s * DEFAULT.decode.hbm_frac["H100 SXM"]
+        H100.hbm_bytes_per_s * DEFAULT.decode.hbm_frac["default"]
     )  # fmt: skip
     assert float(plain.weights_s) == pytest.approx(read_s)  # memory alone: part of the chunk is free
     assert float(mixed.seconds - plain.seconds) == pytest.approx(rows_s + chunk_s - read_s)

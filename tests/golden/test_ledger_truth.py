@@ -13,7 +13,8 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 from ledger_cases import Case, NotCovered, compare, find_model  # noqa: E402
-from ledger_truth import load_cases, predict_all, quantiles  # noqa: E402
+from ledger_errors import load_cases, predict_all, quantiles  # noqa: E402
+from ledger_fit import evidence_of, leave_one_out  # noqa: E402
 from rollbook.ledger.assumptions import load_assumptions  # noqa: E402
 
 CATEGORIES = ("decode", "rl_step", "train_mfu", "weight_sync")
@@ -57,3 +58,30 @@ def test_models_are_found_in_free_text() -> None:
         find_model("Qwen3Guard-Gen-8B (Qwen3-8B arch)").computed_params
         == find_model("Qwen3-8B").computed_params
     )
+
+
+def test_what_counts_as_measured_is_what_the_cases_measure(cases: list[Case]) -> None:
+    """`[measured.*]` of default.toml is no opinion: it lists the devices, models, numbers and modes of the cases."""
+    evidence = evidence_of(cases)
+    shipped = load_assumptions("default").measured
+    assert set(shipped) == set(evidence)
+    for part, kinds in shipped.items():
+        assert {kind: sorted(values) for kind, values in kinds.items()} == {
+            kind: sorted(values) for kind, values in evidence[part].items()
+        }
+
+
+def test_a_family_that_is_left_out_is_not_known_to_the_ranges(cases: list[Case]) -> None:
+    others = [case for case in cases if case["family"] != "qwen3_speed_h20"]
+    assert "sglang" in evidence_of(cases)["decode"]["engine"]
+    assert "sglang" not in evidence_of(others)["decode"]["engine"]
+    assert "H20" in evidence_of(cases)["decode"]["device"]
+    assert "H20" not in evidence_of(others)["decode"]["device"]
+
+
+def test_leaving_out_refits_without_the_family(cases: list[Case]) -> None:
+    """A few rounds do not find the best numbers, but the errors are of families that the fit did not see."""
+    mine = [case for case in cases if case["category"] == "rl_step"]
+    held = leave_one_out(mine, "rl_step", 3)
+    assert {"nemo_llama31-8b", "nemo_qwen3-32b", "nemo_qwen3-30b3a"} <= set(held)
+    assert all(item.family == name for name, items in held.items() for item in items)

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.ledger.lengths import LengthDistribution
-from rollbook.planner.simulate import DecodeTable, Scenario, constant, lengths, simulate
+from rollbook.planner.sim_draws import constant, lengths
+from rollbook.planner.sim_scenario import DecodeTable, Scenario
+from rollbook.planner.simulate import simulate
 
 scenarios = st.fixed_dictionaries(
     {

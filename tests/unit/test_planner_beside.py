@@ -55,6 +55,19 @@ def request(**work: Any) -> PlanRequest:
 # -- checkpoints
 
 
+def test_a_checkpoint_is_due_within_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps of a tiny workload take seconds: an hour of them is more than a run of 50 steps."""
+    tiny = ["--prompts", "8", "--response-tokens", "100", "--max-response-tokens", "200", "--horizon", "50"]
+    plan = planned(capsys, *tiny)
+    assert plan["checkpoint"]["every_steps"] == 50
+    assert "more than the 50 steps of the run" in plan["derivation"][5]["because"]
+    long = planned(capsys, "--response-tokens", "8k", "--max-response-tokens", "32k")
+    assert long["checkpoint"]["every_steps"] < 200
+    assert "steps of the run" not in long["derivation"][5]["because"]
+    asked = planned(capsys, *tiny, "--checkpoint-every", "70")["checkpoint"]
+    assert asked["every_steps"] == 70
+
+
 def test_a_checkpoint_stops_training_until_the_storage_has_it(capsys: pytest.CaptureFixture[str]) -> None:
     """14 B x 8.19e9 = 115 GB, at 2 GB/s 57 s; asynchronous, the copy of a GPU's share over its host link."""
     wish = ["--checkpoint-every", "5", "--storage-gb-per-s", "2"]

@@ -275,7 +275,6 @@ def test_a_plan_of_a_processor_names_no_gpu(tmp_path: Path) -> None:
         ),
         ({"length_growth": 2.0}, "--length-growth is 2", "such as 0.01"),
         ({"horizon": 0}, "--horizon is 0", "at least 1"),
-        ({"horizon": 50}, "responses do not grow", "--length-growth"),
         ({"lend": -1.0}, "--lend is -1", "0 to lend nothing"),
         ({"prefill_chunk": "many"}, "--prefill-chunk", "such as"),
         ({"epochs": 0}, "--epochs is 0", "at least 1"),

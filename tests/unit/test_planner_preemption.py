@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.errors import PlanError
-from rollbook.planner.simulate import DecodeTable, Scenario, constant, lognormal, simulate
+from rollbook.planner.sim_draws import constant, lognormal
+from rollbook.planner.sim_scenario import DecodeTable, Scenario
+from rollbook.planner.simulate import simulate
 
 SECOND = DecodeTable.of(lambda n, context: 1.0, num_slots=2, context_tokens=0)
 TWO = Scenario(

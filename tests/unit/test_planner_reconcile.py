@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,41 @@ def test_table_waterfall_and_advice_say_one_thing(stage: str, factor: float) -> 
         its = next(s.verdict for s in result.stages if s.stage == deserving.stage)
         assert (" lost, " in deserving.why) == (its == "slower")
         assert its == "slower" or deserving.why.startswith(its)
+
+
+def test_hand_overs_that_a_log_does_not_time_are_expected_inside_the_stages_that_hold_them() -> None:
+    """Engines sleep in verl's `gen` and wake in its `update_weights`: 3 + 4 s, and 2 x 5 s of state, are no loss."""
+    plan = expectation()
+    held = {"rollout": 3.0, "train": 10.0, "sync": 4.0}
+    hand_overs = {name: Expected(seconds=8.5, low=8.0, high=9.0) for name in ("to_trainer", "to_rollout")}
+    colocated = replace(plan, stages=plan.stages | hand_overs, step_s=plan.step_s + 17.0, hand_over_s=held)
+    seconds = {"gen": 43.0, "old_log_prob": 5.0, "update_actor": 30.0, "update_weights": 6.0, "step": 84.0}
+    result = reconcile(colocated, measured(**seconds), source="a log of verl")
+    assert {s.stage: s.verdict for s in result.stages} == dict.fromkeys(PLANNED, "as planned")
+    assert sum(s.expected.seconds for s in result.stages if s.expected) == pytest.approx(
+        84.0
+    )  # once, not twice
+    assert not any("counted as other" in note for note in result.notes)
+    assert any("3.0 s in rollout, 10.0 s in train, 4.0 s in sync" in note for note in result.notes)
+
+
+def test_hand_overs_that_a_log_times_stay_stages_of_their_own() -> None:
+    plan = expectation()
+    hand_overs = {name: Expected(seconds=8.5, low=8.0, high=9.0) for name in ("to_trainer", "to_rollout")}
+    colocated = replace(plan, stages=plan.stages | hand_overs, hand_over_s={"rollout": 17.0})
+    means = measured(switch_to_trainer=8.5, switch_to_rollout=8.5, step=109.0)
+    by_name = {s.stage: s for s in reconcile(colocated, means, source="our run").stages}
+    assert by_name["to_trainer"].verdict == by_name["to_rollout"].verdict == "as planned"
+    assert by_name["rollout"].expected == plan.stages["rollout"]
+
+
+def test_a_described_workload_knows_which_stage_holds_which_move() -> None:
+    request = PlanOptions(model="Qwen3-8B", num_gpus="16", response_tokens="1k").request()
+    planned, candidate = expectation_of_request(request, mode="sync")
+    assert set(planned.hand_over_s) >= {"rollout", "train", "sync"}
+    assert sum(planned.hand_over_s.values()) == pytest.approx(candidate.account.seconds.switch)
+    separated, _ = expectation_of_request(replace(request, split=(8, 8)), mode="separate_async")
+    assert separated.hand_over_s == {}
 
 
 def test_a_separated_rollout_side_loses_peak_that_no_stage_times() -> None:

@@ -7,16 +7,10 @@ import pytest
 
 from rollbook.errors import PlanError
 from rollbook.ledger.lengths import LengthDistribution
-from rollbook.planner.simulate import (
-    DecodeTable,
-    Scenario,
-    SimResult,
-    constant,
-    empirical,
-    lengths,
-    lognormal,
-    simulate,
-)
+from rollbook.planner.sim_draws import constant, empirical, lengths, lognormal
+from rollbook.planner.sim_result import SimResult
+from rollbook.planner.sim_scenario import DecodeTable, Scenario
+from rollbook.planner.simulate import simulate
 
 BASE_S, CONTEXT_S = 0.020, 1e-6
 

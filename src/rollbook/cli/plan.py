@@ -133,7 +133,11 @@ ContextOption = Annotated[
     str, typer.Option("--max-context", help="Longest sequence; 0: what the model was released for.")
 ]
 AssumeOption = Annotated[
-    str, typer.Option("--assume", help="paper, default, or a TOML file that changes single numbers.")
+    str,
+    typer.Option(
+        "--assume",
+        help="default, paper, rollbook (our own loop), or a TOML file that changes single numbers.",
+    ),
 ]
 
 
@@ -201,7 +205,7 @@ def command(
         ),
     ] = DEFAULTS.length_growth,
     horizon: Annotated[
-        int, typer.Option("--horizon", help="Steps over which responses grow.")
+        int, typer.Option("--horizon", help="Steps of the run, over which responses may grow.")
     ] = DEFAULTS.horizon,
     max_context: ContextOption = str(DEFAULTS.max_context),
     assume: AssumeOption = DEFAULTS.assume,

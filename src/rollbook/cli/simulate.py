@@ -58,7 +58,7 @@ from rollbook.planner.options import Bounds, PlanOptions, option_name
 if TYPE_CHECKING:
     from rollbook.planner.request import PlanRequest
     from rollbook.planner.search import Candidate
-    from rollbook.planner.simulate import SimResult
+    from rollbook.planner.sim_result import SimResult
 
 
 BOUNDS: dict[str, Bounds] = {
@@ -277,9 +277,11 @@ def _candidate(request: PlanRequest, mode: str) -> Candidate:
 
 
 def _json(result: SimResult, candidate: Candidate) -> dict[str, Any]:
+    span = result.step_range(candidate.account.step_s)
     return {
         "topology": candidate.as_json(),
         "step_s": result.step_s,
+        "step_s_range": [span.low, span.high],
         "closed_form_step_s": candidate.step_s,
         "idle_frac": {"rollout": result.rollout_idle_frac, "train": result.train_idle_frac},
         "occupancy_frac": result.occupancy_frac,

@@ -109,6 +109,8 @@ class RolloutSide:
     """Decoding while the slots are full."""
     tail_s: float
     """Decoding while they drain."""
+    busy_s: float = 0.0
+    """Decoding of the average replica: some end before the slowest; 0: all run to the end."""
     steady_s: float = 0.0
     """Decoding when new prompts always fill the freed slots; 0: as `throughput_s`."""
     prefill_s: float
@@ -198,7 +200,9 @@ class StepAccount:
     tail_frac: float
     """Share of generation spent in the tail."""
     idle_frac: dict[str, float]
-    """Share of the step that each side's devices wait, those left over included: "rollout", "train"."""
+    """Share of the step in which a device of the side, those left over included, neither generates (or judges) nor
+    computes a forward or an update: "rollout", "train". Hand-overs and publications count as idle; shared devices are
+    idle together. The simulation counts alike."""
     step_s: Range
     stage_error_frac: Mapping[str, float] = field(default_factory=dict)
     """Of each stage's seconds; 0 where an account claims no more than its arithmetic."""
@@ -266,6 +270,8 @@ def combine(
     overlaps_sync: bool = True,
     other_s: float = 0.0,
     sync_error_frac: float = 0.0,
+    widening: float = 1.0,
+    notes: tuple[str, ...] = (),
 ) -> StepAccount:
     """Put two sides under a mode.
 
@@ -278,6 +284,8 @@ def combine(
         overlaps_sync: False where the asynchronous engines stand still during a publication.
         other_s: added to every step.
         sync_error_frac: of `switch_s` and `sync_s`.
+        widening: on the error of the whole step, beyond those of its stages.
+        notes: beside those of both sides.
     """
     waits_for_all = mode in ("sync", "separate_sync")
     tail_s = rollout.tail_s if waits_for_all else 0.0
@@ -286,9 +294,15 @@ def combine(
     env_s = rollout.env_wait_s if mode != "colocate_async" else 0.0
     switch_s = switch_s if mode in ("sync", "colocate_async") else 0.0
     rollout_s = rollout.prefill_s + throughput_s + tail_s + rollout.reward_s
-    held_s = rollout_s * rollout.used_gpus / rollout.num_gpus  # GPUs left over by the layout never work
+    # Replicas that end early wait for the slowest, and GPUs left over by the layout never work.
+    early_s = throughput_s + tail_s - rollout.busy_s if waits_for_all and rollout.busy_s else 0.0
+    held_s = (rollout_s - early_s) * rollout.used_gpus / rollout.num_gpus
     if mode == "separate_async":
         total = max(rollout_s, train.total_s) + (0.0 if overlaps_sync else sync_s) + other_s
+        if rollout.busy_s and train.total_s > rollout_s:
+            # Engines ahead of the trainer drain before the next prompts are admitted: few sequences run for longer.
+            drained_s = rollout.prefill_s + rollout.busy_s + rollout.reward_s
+            held_s = min(max(drained_s, rollout_s), train.total_s) * rollout.used_gpus / rollout.num_gpus
         idle = {"rollout": 1 - held_s / total, "train": 1 - train.total_s / total}
         num_gpus = rollout.num_gpus + train.num_gpus
     elif mode == "separate_sync":
@@ -330,7 +344,7 @@ def combine(
         mfu_frac=flops.total / (total * num_gpus * cluster.accelerator.peak("bfloat16")),
         tail_frac=tail_s / generate_s if generate_s else 0.0,
         idle_frac=idle,
-        step_s=Range.within(total, error_frac),
+        step_s=Range.within(total, error_frac * widening),
         stage_error_frac={
             **dict.fromkeys(
                 ("generate_throughput", "generate_tail", "prefill", "env", "reward"), rollout.error_frac
@@ -339,5 +353,5 @@ def combine(
             **dict.fromkeys(("switch", "sync", "other"), sync_error_frac),
         },
         why_not=rollout.why_not + train.why_not,
-        notes=rollout.notes + train.notes,
+        notes=(*rollout.notes, *train.notes, *notes),
     )

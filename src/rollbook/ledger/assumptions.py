@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 from rollbook.errors import ConfigError, nearest_name
 from rollbook.ledger.hardware import Accelerator
-from rollbook.ledger.model import ModelSpec
 
 PRESETS = ("default", "paper", "rollbook")
 
@@ -40,8 +39,10 @@ class DecodeAssumptions:
     float8_gain: Mapping[str, float]
     """Factor on `hbm_frac` where weights are float8."""
     gemm_frac: float
-    prefill_frac: Mapping[str, float]
-    """Of the peak of the weights' dtype, by model kind."""
+    """Of the peak of the dtype, for matrices and attention."""
+    prefill_bytes: Mapping[str, float]
+    """Memory traffic of a prompt token beside its matrices: per layer and hidden unit of dense layers, and per unit of
+    input, output and middle of the experts it visits."""
     layer_s: Mapping[str, float]
     """Launches and small operators of one attention and one feed-forward block, by engine."""
     moe_layer_s: float
@@ -53,7 +54,7 @@ class DecodeAssumptions:
 
     def hbm_frac_of(self, accelerator: Accelerator, weight_dtype: str, part: str) -> float:
         """Fraction for this device, dtype and part ("dense" or "experts") of the weights."""
-        frac = self.hbm_frac.get(accelerator.name, self.hbm_frac["default"])
+        frac = accelerator.fraction(self.hbm_frac)
         return min(frac * (self.float8_gain[part] if weight_dtype == "float8" else 1.0), 0.95)
 
     def layer_s_of(self, engine: str) -> float:
@@ -62,11 +63,7 @@ class DecodeAssumptions:
 
     def kv_frac_of(self, accelerator: Accelerator) -> float:
         """Fraction for this device."""
-        return self.kv_frac.get(accelerator.name, self.kv_frac["default"])
-
-    def prefill_frac_of(self, accelerator: Accelerator, model: ModelSpec) -> float:
-        """Fraction for this model."""
-        return self.prefill_frac.get(accelerator.name, self.prefill_frac[model.kind])
+        return accelerator.fraction(self.kv_frac)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +101,7 @@ class StackAssumptions:
 
     def attention_frac_of(self, accelerator: Accelerator) -> float:
         """Fraction for this device."""
-        return self.attention_frac.get(accelerator.name, self.attention_frac["default"])
+        return accelerator.fraction(self.attention_frac)
 
     def gemm_frac_of(self, accelerator: Accelerator, dtype: str) -> float:
         """Fraction for this device and dtype."""
@@ -133,9 +130,7 @@ class SyncAssumptions:
     disk_bytes_per_s: float
     """Gathering, writing and reading on a shared file system."""
     per_tensor_s: float
-    """Gathering and naming one tensor on one node of trainers."""
-    per_tensor_growth: float
-    """Its exponent in the trainer's nodes."""
+    """Gathering and naming one tensor on one node of trainers; once more for each doubling of nodes."""
     offloaded_bytes_per_s: float
     """Per GPU, weights that lie in host memory first."""
     delta_base_s: float
@@ -144,6 +139,9 @@ class SyncAssumptions:
     delta_apply_bytes_per_s: float
     """Per GPU of a replica, of its full shard."""
     error_frac: Mapping[str, float]
+    """By method."""
+    most_gpus: float
+    """Of any measured publication, both sides together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +201,10 @@ class Assumptions:
     micro_batch_tokens: int
     rollout_error_frac: float
     train_error_frac: float
+    most_step_gpus: int
+    """Of any measured RL step."""
+    measured: Mapping[str, Mapping[str, tuple[str, ...]]]
+    """Part of the ledger -> kind of trait -> what the measurements behind it have of it; see `reliability`."""
     sources: Mapping[str, str]
     """Where each number comes from."""
 
@@ -234,7 +236,7 @@ def _flat(part: Any, prefix: str, sources: Mapping[str, str]) -> dict[str, objec
     flat: dict[str, object] = {}
     for name, value in items:
         path = f"{prefix}{name}"
-        if path in ("name", "method", "stack", "sources"):
+        if path in ("name", "method", "stack", "sources", "measured"):
             continue
         if is_dataclass(value) or isinstance(value, Mapping):
             flat |= _flat(value, f"{path}.", sources)
@@ -299,13 +301,17 @@ def _preset(name: str) -> Assumptions:
         sync=SyncAssumptions(**table.pop("sync")),
         switch=SwitchAssumptions(**table.pop("switch")),
         stacks=stacks,
+        measured={
+            part: {kind: tuple(values) for kind, values in kinds.items()}
+            for part, kinds in table.pop("measured").items()
+        },
         **table,
     )
     return base if name == "default" else replace(base, name="paper", method="paper")
 
 
 _NEVER_ZERO = ("_frac", "_per_s", "_factor")
-_SET_BY_NAME = ("name", "method", "sources")
+_SET_BY_NAME = ("name", "method", "sources", "measured")
 
 
 def _merged(part: Any, table: Mapping[str, Any], prefix: str, origin: str, sources: dict[str, str]) -> Any:

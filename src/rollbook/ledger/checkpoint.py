@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollbook.errors import PlanError
+from rollbook.ledger.account import Range
 from rollbook.ledger.adapters import trained_params
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
@@ -28,6 +29,13 @@ class CheckpointAccount:
     """Stall over the steps between two checkpoints."""
     pinned_bytes_per_node: float
     """Host memory of an asynchronous checkpoint."""
+    error_frac: float = 0.0
+    """Of its seconds."""
+
+    @property
+    def write_range(self) -> Range:
+        """`write_s` with its range."""
+        return Range.within(self.write_s, self.error_frac)
 
 
 def checkpoint_account(
@@ -40,6 +48,7 @@ def checkpoint_account(
     step_s: float,
     every_steps: int,
     is_async: bool,
+    error_frac: float = 0.0,
 ) -> CheckpointAccount:
     """Bytes and seconds of one checkpoint.
 
@@ -49,9 +58,12 @@ def checkpoint_account(
     Args:
         storage_bytes_per_s: of the whole job together.
         every_steps: steps between two checkpoints.
+        error_frac: of its seconds; its bytes are counted.
     Raises:
         PlanError: a rate, step time or interval that is not positive.
     """
+    if error_frac < 0:
+        raise PlanError(f"error_frac is {error_frac}", "give 0 (no range) or more")
     if storage_bytes_per_s <= 0 or step_s <= 0 or every_steps < 1:
         raise PlanError(
             f"checkpoint with {storage_bytes_per_s} B/s, a step of {step_s} s, every {every_steps} steps",
@@ -71,4 +83,5 @@ def checkpoint_account(
         write_s=write_s,
         step_frac=stall_s / (every_steps * step_s + stall_s),
         pinned_bytes_per_node=per_gpu * min(cluster.gpus_per_node, num_train_gpus) if is_async else 0.0,
+        error_frac=error_frac,
     )

@@ -17,6 +17,14 @@ from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import DTYPE_BYTES, ReplicaLayout
 from rollbook.ledger.lengths import Curve
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.traffic import dense_width, expert_width
+
+TILE_ROWS = 64.0
+"""Rows that a tensor core multiplies whether or not a sequence fills them. One decoded sequence costs 64 rows of FLOPs,
+which a device of little arithmetic for its bandwidth (H20: 148 TFLOPS to 4 TB/s) spends longer on than on reading.
+
+Source: PTX ISA, `wgmma.mma_async` (M = 64).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +99,8 @@ def decode_step(
     """One step of a replica with `num_rows` sequences of `context_tokens` mean context.
 
     Args:
-        prompt_tokens: of prompts, computed in the same step at the rate of prefill, which includes their exchange.
-        prompt_attention_flops: that those take in attention.
+        prompt_tokens: of prompts, computed in the same step.
+        prompt_attention_flops: that those take in attention, over the whole replica.
     """
     rows = np.asarray(num_rows, np.float64)
     context = np.asarray(context_tokens, np.float64)
@@ -103,31 +111,30 @@ def decode_step(
         for part in ("dense", "experts")
     )
     flops_per_s = accelerator.peak(layout.weight_dtype) * assumptions.gemm_frac
-    prompts_per_s = assumptions.prefill_frac_of(accelerator, model) * num_gpus
     dense, experts = weight_bytes(model, layout, rows + prompt_tokens)
-    dense_flops = 2.0 * (model.body_params + model.head_params) * rows / copies / layout.tp_size
-    expert_flops = 2.0 * model.active_routed_params * rows / num_gpus
-    prompt_rate = prompts_per_s * accelerator.peak(layout.weight_dtype)
-    dense_s = np.maximum(
-        dense / layout.tp_size / dense_bytes_per_s,
-        dense_flops / flops_per_s + 2.0 * model.body_params * prompt_tokens / prompt_rate,
-    )
-    experts_s = np.maximum(
-        experts / num_gpus / expert_bytes_per_s,
-        expert_flops / flops_per_s + 2.0 * model.active_routed_params * prompt_tokens / prompt_rate,
-    )
+    tile = 1.0 if accelerator.is_cpu else TILE_ROWS
+    # Rows of prompts fill the same tiles.
+    dense_rows = np.maximum(rows, tile * copies - prompt_tokens)
+    touched = experts_touched(model, rows + prompt_tokens)
+    expert_rows = np.maximum(rows * model.experts_per_token, tile * touched)
+    dense_flops = 2.0 * (model.body_params + model.head_params) * dense_rows / copies / layout.tp_size
+    dense_flops += 2.0 * model.body_params * prompt_tokens / num_gpus
+    expert_flops = 2.0 * model.num_moe_layers * model.expert_params * expert_rows / num_gpus
+    expert_flops += 2.0 * model.active_routed_params * prompt_tokens / num_gpus
+    dense_s = np.maximum(dense / layout.tp_size / dense_bytes_per_s, dense_flops / flops_per_s)
+    experts_s = np.maximum(experts / num_gpus / expert_bytes_per_s, expert_flops / flops_per_s)
     kv = rows / copies * kv_bytes_of(model, context, DTYPE_BYTES[layout.kv_dtype])
     kv = kv / kv_shards(model, layout.tp_size)
     pairs = model.num_attention_layers * context * rows / copies / layout.tp_size
-    attention_flops = _absorbed_flops_per_pair(model) * pairs
     attention_flops_per_s = accelerator.peak("bfloat16") * assumptions.gemm_frac
     kv_s = np.maximum(
         kv / (accelerator.hbm_bytes_per_s * assumptions.kv_frac_of(accelerator)),
-        attention_flops / attention_flops_per_s,
+        _absorbed_flops_per_pair(model) * pairs / attention_flops_per_s,
     )
-    kv_s = kv_s + prompt_attention_flops / (prompts_per_s * accelerator.peak("bfloat16"))
+    kv_s = kv_s + prompt_attention_flops / num_gpus / attention_flops_per_s
+    prompt_traffic_s = prompt_tokens * _traffic_s(model, cluster, assumptions) / num_gpus
     step = DecodeStep(
-        weights_s=dense_s + experts_s,
+        weights_s=dense_s + experts_s + prompt_traffic_s,
         kv_s=kv_s,
         exchange_s=_exchange_s(model, cluster, assumptions, layout, rows),
         fixed_s=assumptions.step_s + _layer_s(model, assumptions, layout),
@@ -199,12 +206,19 @@ def prefill_s(
         flops: all of them.
         attention_flops: those among them that attention takes, which runs in bfloat16 whatever the weights.
     """
-    frac = assumptions.prefill_frac_of(cluster.accelerator, model)
     in_attention = np.asarray(attention_flops, np.float64)
     in_matrices = np.asarray(flops, np.float64) - in_attention
+    tokens = in_matrices / (2.0 * (model.body_params + model.active_routed_params))
     if (machine := cluster.accelerator.fitted) is not None and machine.decode is not None:
-        tokens = in_matrices / (2.0 * (model.body_params + model.active_routed_params))
         return np.asarray(tokens / machine.decode.prefill_tokens_per_s)
     peak = cluster.accelerator.peak
     busy = in_matrices / peak(layout.weight_dtype) + in_attention / peak("bfloat16")
-    return np.asarray(busy / (frac * layout.num_gpus))
+    gpu_s = busy / assumptions.gemm_frac + tokens * _traffic_s(model, cluster, assumptions)
+    return np.asarray(gpu_s / layout.num_gpus)
+
+
+def _traffic_s(model: ModelSpec, cluster: Cluster, assumptions: DecodeAssumptions) -> float:
+    """GPU-seconds of one prompt token in what memory bounds."""
+    moved = assumptions.prefill_bytes["dense"] * dense_width(model)
+    moved += assumptions.prefill_bytes["moe"] * expert_width(model)
+    return moved / cluster.accelerator.hbm_bytes_per_s

@@ -23,6 +23,7 @@ from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.own_machine import own_seconds_width
 from rollbook.ledger.prefill import prefill_account
 from rollbook.ledger.quantity import format_bytes
+from rollbook.ledger.reliability import assumed_model_factor, model_traits, widening
 from rollbook.ledger.workload import Workload
 
 _NUM_POINTS = 128
@@ -39,6 +40,8 @@ class GenerationCurve:
     context: Curve
     is_tail: Curve
     """1.0 where fewer than a tenth of the trajectories are unfinished."""
+    busy_share: Curve
+    """Share of the replicas that still run a sequence."""
 
 
 def generation_curve(
@@ -63,24 +66,27 @@ def generation_curve(
     at = (np.arange(_NUM_POINTS) + 0.5) * width
     alive = lengths.survival(at)
     if per_replica <= num_slots:
-        any_runs = 1 - (1 - alive) ** num_sequences
+        any_runs, one_runs = (1 - (1 - alive) ** n for n in (num_sequences, per_replica))
         return GenerationCurve(
             num_steps=any_runs * width,
             rows=np.maximum(per_replica * alive, 1.0),
             context=prompt_tokens + at,
             is_tail=(alive < _TAIL_FRAC).astype(np.float64),
+            busy_share=one_runs / any_runs,
         )
     mean = float(alive.sum()) * width
     age = float((at * alive).sum()) * width / mean
     full_steps = max(per_replica * mean / num_slots - age, 0.0)
     residual = (np.cumsum(alive[::-1])[::-1] - alive / 2) * width / mean
-    any_runs = 1 - (1 - np.clip(residual, 0.0, 1.0)) ** (num_replicas * num_slots)
+    left = np.clip(residual, 0.0, 1.0)
+    any_runs, one_runs = (1 - (1 - left) ** n for n in (num_replicas * num_slots, num_slots))
     unfinished = num_slots * residual / per_replica
     return GenerationCurve(
         num_steps=np.concatenate([[full_steps], any_runs * width]),
         rows=np.concatenate([[float(num_slots)], np.maximum(num_slots * residual, 1.0)]),
         context=np.concatenate([[prompt_tokens + age], prompt_tokens + np.minimum(age + at / 2, longest)]),
         is_tail=np.concatenate([[0.0], (unfinished < _TAIL_FRAC).astype(np.float64)]),
+        busy_share=np.concatenate([[1.0], one_runs / any_runs]),
     )
 
 
@@ -146,7 +152,7 @@ def default_rollout_side(
             f"{room.slots} running sequences leave nothing of a step's {workload.prefill_chunk_tokens} tokens for "
             f"prompts: more than {room.slots} would"
         )
-    notes, error_frac = _reliability(model, cluster, assumptions)
+    notes, error_frac = _reliability(model, cluster, assumptions, layout)
     idle_gpus = num_gpus - num_replicas * layout.num_gpus
     if idle_gpus > 0:
         notes.append(f"{idle_gpus} of {num_gpus} rollout GPUs are left over")
@@ -159,6 +165,7 @@ def default_rollout_side(
         decode_step_s=full_s,
         throughput_s=float(seconds.sum()) - tail_s,
         tail_s=tail_s,
+        busy_s=float((seconds * curve.busy_share).sum()),
         steady_s=workload.response_tokens_total * steady_step_s / (num_replicas * steady_rows),
         prefill=prefill,
         prefill_s=prefill.seconds,
@@ -252,19 +259,28 @@ def _steady_rows(workload: Workload, num_replicas: int, most_slots: int, max_sta
     return min(float(most_slots), workload.num_sequences / num_replicas * (max_staleness_steps + 0.5))
 
 
-def _reliability(model: ModelSpec, cluster: Cluster, assumptions: Assumptions) -> tuple[list[str], float]:
+def decode_widening(
+    model: ModelSpec, cluster: Cluster, assumptions: Assumptions, layout: ReplicaLayout
+) -> tuple[float, tuple[str, ...]]:
+    """Factor on the error of decoding, with a note on each trait that nobody measured."""
+    traits = {
+        "device": [cluster.accelerator.chip],
+        "model": model_traits(model),
+        "dtype": [layout.weight_dtype],
+        "engine": [layout.engine],
+    }
+    return widening(assumptions, "decode", traits, what="decoding")
+
+
+def _reliability(
+    model: ModelSpec, cluster: Cluster, assumptions: Assumptions, layout: ReplicaLayout
+) -> tuple[list[str], float]:
     """Notes on what nobody measured, and the error that follows."""
-    notes, error_frac = list(model.assumed), assumptions.rollout_error_frac
-    if model.assumed:
-        error_frac *= 2
+    error_frac = assumptions.rollout_error_frac * assumed_model_factor(model)
     if cluster.accelerator.is_cpu:
-        return notes, error_frac * own_seconds_width(cluster)
-    if cluster.accelerator.name not in assumptions.decode.hbm_frac:
-        notes.append(
-            f"no published decode measurement on {cluster.accelerator.name}: the range is twice as wide"
-        )
-        error_frac *= 2
-    return notes, error_frac
+        return list(model.assumed), error_frac * own_seconds_width(cluster)
+    wider, notes = decode_widening(model, cluster, assumptions, layout)
+    return [*model.assumed, *notes], error_frac * wider
 
 
 def _reward_s(

@@ -46,7 +46,8 @@ class TrainLayout:
     lora: bool = False
     """Only adapters train: no weight gradients of the frozen matrices."""
     micro_batches_per_step: int = 0
-    """Micro batches that pass through a pipeline between two optimizer updates; 0: enough to hide the bubble."""
+    """Micro batches that pass through a pipeline between two optimizer updates; 0: as many as a step's tokens give, or,
+    where no step is described, enough to hide the bubble."""
     virtual_stages: int = 1
 
     @property

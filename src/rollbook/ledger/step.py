@@ -26,6 +26,7 @@ from rollbook.ledger.paper import (
     paper_sync_s,
     paper_train_side,
 )
+from rollbook.ledger.reliability import scale_factor, widening
 from rollbook.ledger.switch import Move, SleepChoice, hand_over
 from rollbook.ledger.sync import CHANGED_FRAC, SyncMethod, SyncWork, sync_account
 from rollbook.ledger.train import default_train_side
@@ -200,6 +201,7 @@ def join_sides(
     moves = hand_over_moves(
         model, workload, cluster, assumptions, rollout=rollout, train=train, sleep=layouts.sleep
     )
+    wider, notes = step_widening(cluster, assumptions, mode)
     return combine(
         mode,
         cluster=cluster,
@@ -214,7 +216,23 @@ def join_sides(
         if cluster.accelerator.is_cpu
         else assumptions.step_base_s,
         sync_error_frac=published.error_frac,
+        widening=wider,
+        notes=notes,
     )
+
+
+def step_widening(cluster: Cluster, assumptions: Assumptions, mode: Mode) -> tuple[float, tuple[str, ...]]:
+    """Factor on the error of a whole step, with a note on what nobody measured."""
+    if cluster.accelerator.is_cpu:
+        return 1.0, ()
+    wider, notes = widening(assumptions, "step", {"mode": [mode]}, what="RL steps")
+    scale = scale_factor(cluster.num_gpus, assumptions.most_step_gpus)
+    if scale > 1:
+        notes += (
+            f"no published measurement of an RL step on more than {assumptions.most_step_gpus} GPUs: its range is "
+            f"{scale:g} times as wide",
+        )
+    return wider * scale, notes
 
 
 def hand_over_moves(

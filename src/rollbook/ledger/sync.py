@@ -21,6 +21,7 @@ from rollbook.ledger.assumptions import SyncAssumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import DTYPE_BYTES
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.reliability import scale_factor
 from rollbook.ledger.tensors import tensor_kinds
 
 SyncMethod = Literal["in_process", "ipc", "broadcast", "sharded", "disk", "delta"]
@@ -105,8 +106,10 @@ def sync_account(
     per_sender = total / work.num_train_gpus
     per_receiver = total / work.replica_gpus
     tensors = num_tensors(model, splits_experts=work.splits_experts)
+    error_frac = assumptions.error_frac[work.method]
+    error_frac *= scale_factor(work.num_train_gpus + work.num_rollout_gpus, assumptions.most_gpus)
     if work.method == "delta":
-        return _delta(assumptions, work, total, tensors)
+        return _delta(assumptions, work, total, tensors, error_frac)
     rates = _rates(cluster, assumptions, work, total, crosses=crosses)
     slowest = min(rates, key=lambda stage: rates[stage])
     bucket = min(work.bucket_bytes, total)
@@ -114,7 +117,8 @@ def sync_account(
     fixed_s = assumptions.base_s if work.method == "broadcast" and crosses else assumptions.near_base_s
     if work.method in ("broadcast", "in_process", "ipc"):
         nodes = max(work.num_train_gpus / cluster.gpus_per_node, 1.0)
-        fixed_s += tensors * assumptions.per_tensor_s * nodes**assumptions.per_tensor_growth
+        # A gather between nodes is a tree: each doubling adds a hop.
+        fixed_s += tensors * assumptions.per_tensor_s * (1 + math.log2(nodes))
     if work.state_is_offloaded:
         fixed_s += per_sender / assumptions.offloaded_bytes_per_s
     return SyncAccount(
@@ -123,7 +127,7 @@ def sync_account(
         bytes_per_receiver=per_receiver,
         num_tensors=tensors,
         seconds=fixed_s + total / rates[slowest] + others,
-        error_frac=assumptions.error_frac[work.method],
+        error_frac=error_frac,
         slowest=slowest,
         stages_s={stage: total / rate for stage, rate in rates.items()},
         fixed_s=fixed_s,
@@ -181,7 +185,9 @@ def _rates(
     return {"transfer": min(receiver * work.replica_gpus, senders), "load": max(load, receiver)}
 
 
-def _delta(assumptions: SyncAssumptions, work: SyncWork, total: float, tensors: int) -> SyncAccount:
+def _delta(
+    assumptions: SyncAssumptions, work: SyncWork, total: float, tensors: int, error_frac: float
+) -> SyncAccount:
     """Scan the local shards against the base version, send positions and values, write them into the engine.
 
     A changed number costs its position and value: 6 bytes for bfloat16.
@@ -200,7 +206,7 @@ def _delta(assumptions: SyncAssumptions, work: SyncWork, total: float, tensors: 
         bytes_per_receiver=sent,
         num_tensors=tensors,
         seconds=assumptions.delta_base_s + scan_s + send_s + apply_s,
-        error_frac=assumptions.error_frac["delta"],
+        error_frac=error_frac,
         slowest=max(parts, key=lambda stage: parts[stage]),
         stages_s=parts,
         fixed_s=assumptions.delta_base_s,

@@ -10,6 +10,7 @@ traffic that grows with layers x hidden size, which is why small and sparse mode
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from rollbook.ledger.account import TrainSide
 from rollbook.ledger.adapters import trained_params
@@ -21,6 +22,8 @@ from rollbook.ledger.memory import train_memory
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.own_machine import own_seconds_width, own_training_s
 from rollbook.ledger.quantity import format_bytes
+from rollbook.ledger.reliability import assumed_model_factor, model_traits, widening
+from rollbook.ledger.traffic import dense_width, expert_width
 from rollbook.ledger.workload import Workload
 
 
@@ -56,17 +59,13 @@ def token_s(
 def _memory_bound_s(
     model: ModelSpec, accelerator: Accelerator, stack: StackAssumptions, *, backward: bool
 ) -> float:
-    mixers = model.num_attention_layers + model.num_linear_layers
-    dense_mlps = model.num_mlp_layers - model.num_moe_layers
-    dense_width = (mixers + dense_mlps) / 2 * model.hidden_size
-    in_experts = 2 * (model.expert_input_size or model.hidden_size)
-    in_experts += model.mlp_matrices * model.moe_intermediate_size
-    moe_units = model.num_moe_layers * model.experts_per_token * in_experts
     rack = stack.rack_scale_factor if accelerator.scale_up_gpus > 8 else 1.0
-    seconds = max(
-        stack.dense_bytes * dense_width / accelerator.hbm_bytes_per_s, stack.least_s_per_width * dense_width
+    seconds = max(stack.dense_bytes / accelerator.hbm_bytes_per_s, stack.least_s_per_width) * dense_width(
+        model
     )
-    seconds += max(stack.moe_bytes * rack / accelerator.hbm_bytes_per_s, stack.moe_least_s) * moe_units
+    seconds += max(stack.moe_bytes * rack / accelerator.hbm_bytes_per_s, stack.moe_least_s) * expert_width(
+        model
+    )
     return seconds if backward else seconds * stack.forward_share
 
 
@@ -96,16 +95,28 @@ def train_tokens_per_s_per_gpu(
 def exchange_s(
     model: ModelSpec, cluster: Cluster, stack: StackAssumptions, layout: TrainLayout, *, backward: bool
 ) -> float:
-    """Exposed GPU-seconds a token of tensor-parallel reduction: two exchanges a block forward, two backward."""
-    if layout.tp_size == 1:
-        return 0.0
-    accelerator = cluster.accelerator
-    crosses = layout.tp_size > accelerator.scale_up_gpus
-    link = cluster.nic_bytes_per_s if crosses else accelerator.scale_up_bytes_per_s
-    blocks = (model.num_attention_layers + model.num_linear_layers + model.num_mlp_layers) / 2
+    """Exposed GPU-seconds a token of exchange inside the layers.
+
+    Tensor parallelism reduces twice a block, forward and again backward. Context parallelism sends every token's keys
+    and values to the other GPUs of its ring; backward they go round again, and their gradients with them.
+    """
+    seconds = 0.0
     share = (layout.tp_size - 1) / layout.tp_size
-    moved = (2 if backward else 1) * blocks * 2 * 2 * model.hidden_size * 2 * share
-    return layout.tp_size * moved / link * stack.exposed_frac
+    if share:
+        blocks = (model.num_attention_layers + model.num_linear_layers + model.num_mlp_layers) / 2
+        moved = (2 if backward else 1) * blocks * 2 * 2 * model.hidden_size * 2 * share
+        seconds += layout.tp_size * moved / _link(cluster, layout.tp_size)
+    if layout.cp_size > 1:
+        moved = (3 if backward else 1) * model.num_attention_layers * model.kv_width * 2 / layout.tp_size
+        ring = _link(cluster, layout.tp_size * layout.cp_size)
+        seconds += layout.tp_size * (layout.cp_size - 1) * moved / ring
+    return seconds * stack.exposed_frac
+
+
+def _link(cluster: Cluster, num_gpus: int) -> float:
+    """Bytes a second and GPU between `num_gpus` that work on one layer."""
+    crosses = num_gpus > cluster.accelerator.scale_up_gpus
+    return cluster.nic_bytes_per_s if crosses else cluster.accelerator.scale_up_bytes_per_s
 
 
 def gather_s(
@@ -160,6 +171,7 @@ def default_train_side(
     """Forwards, training and optimizer of one step on `num_gpus` devices."""
     stack = assumptions.stacks[assumptions.stack]
     sequence = workload.sequence_tokens
+    layout = _with_micro_batches(layout, workload, assumptions, num_gpus)
     square = sequence_mean_square(workload)
 
     def seconds_of_token(backward: bool, of: ModelSpec = model) -> float:
@@ -213,6 +225,13 @@ def default_train_side(
             f"training takes {format_bytes(memory.total)} a GPU of {format_bytes(usable)} usable "
             f"({format_bytes(memory.state)} of it training state on {num_gpus} GPUs): it takes about {enough}"
         )
+    error_frac = assumptions.train_error_frac * assumed_model_factor(model)
+    notes: tuple[str, ...] = ()
+    if cluster.accelerator.is_cpu:
+        error_frac *= own_seconds_width(cluster)
+    else:
+        wider, notes = train_widening(model, cluster, assumptions, layout, stack=assumptions.stack)
+        error_frac *= wider
     model_flops = train_flops(model, workload)
     peak = num_gpus * cluster.accelerator.peak("bfloat16")
     return TrainSide(
@@ -225,9 +244,34 @@ def default_train_side(
         reward_model_bytes_per_gpu=memory.reward_model,
         activation_bytes_per_gpu=memory.activations,
         mfu_frac=num_models * model_flops / (train_s * peak),
-        error_frac=assumptions.train_error_frac * own_seconds_width(cluster),
+        error_frac=error_frac,
         why_not=tuple(why_not),
+        notes=notes,
     )
+
+
+def train_widening(
+    model: ModelSpec, cluster: Cluster, assumptions: Assumptions, layout: TrainLayout, *, stack: str
+) -> tuple[float, tuple[str, ...]]:
+    """Factor on the error of training under a stack, with a note on each trait that nobody measured."""
+    traits = {
+        "device": [cluster.accelerator.chip],
+        "model": model_traits(model),
+        "dtype": [layout.dtype],
+    }
+    return widening(assumptions, stack, traits, what=f"{stack} training")
+
+
+def _with_micro_batches(
+    layout: TrainLayout, workload: Workload, assumptions: Assumptions, num_gpus: int
+) -> TrainLayout:
+    """`layout` with the micro batches that an update's tokens give its pipeline, where nobody said how many."""
+    if layout.pp_size == 1 or layout.micro_batches_per_step:
+        return layout
+    copies = max(num_gpus // layout.model_parallel_size, 1)
+    tokens = workload.trained_tokens / workload.num_mini_batches / copies
+    micro_batch = max(assumptions.micro_batch_tokens, workload.sequence_tokens)
+    return replace(layout, micro_batches_per_step=max(round(tokens / micro_batch), 1))
 
 
 _OPTIMIZER_BYTES_PER_PARAM = 34.0

@@ -11,6 +11,7 @@ from rollbook.ledger.adapters import trained_params
 from rollbook.ledger.agents import AgentAccount, agent_account, sandboxes_needed
 from rollbook.ledger.checkpoint import CheckpointAccount, checkpoint_account
 from rollbook.ledger.memory import MemoryItem, memory_items
+from rollbook.ledger.reliability import checkpoint_error_frac
 from rollbook.ledger.step import hand_over_moves, is_colocated
 from rollbook.ledger.switch import Move, pinned_bytes
 from rollbook.ledger.sync import SyncWork, sync_account
@@ -30,12 +31,15 @@ class Checkpointing:
     every_steps: int
     is_async: bool
     storage_bytes_per_s: float
+    last_of_steps: int = 0
+    """Above 0: an interval of the usual length would be longer than the run of so many steps."""
 
     def as_json(self) -> dict[str, object]:
         return {
             "every_steps": self.every_steps,
             "is_async": self.is_async,
             "storage_bytes_per_s": self.storage_bytes_per_s,
+            "write_s_range": [self.account.write_range.low, self.account.write_range.high],
             **asdict(self.account),
         }
 
@@ -47,9 +51,16 @@ class Checkpointing:
     def because(self) -> str:
         """The sentence of the derivation."""
         a = self.account
-        text = (
+        text = ""
+        if self.last_of_steps:
+            text = (
+                f"An hour, the usual interval, is more than the {self.last_of_steps} steps of the run take, so its "
+                "last step alone is saved. "
+            )
+        text += (
             f"A checkpoint {self.interval} writes {format_bytes(a.total_bytes)} ({format_bytes(a.bytes_per_gpu)} a "
-            f"training GPU) in {seconds(a.write_s)} at {format_bytes(self.storage_bytes_per_s)}/s of storage"
+            f"training GPU) in {seconds(a.write_s)} ({seconds(a.write_range.low)} to "
+            f"{seconds(a.write_range.high)}) at {format_bytes(self.storage_bytes_per_s)}/s of storage"
         )
         if self.is_async:
             text += (
@@ -164,7 +175,11 @@ class Beside:
                 "  bytes",
                 f"{format_bytes(c.account.total_bytes)}, {format_bytes(c.account.bytes_per_gpu)} a GPU",
             ),
-            ("  written in", seconds(c.account.write_s)),
+            (
+                "  written in",
+                f"{seconds(c.account.write_s)} ({seconds(c.account.write_range.low)} to "
+                f"{seconds(c.account.write_range.high)})",
+            ),
             (
                 "  training stands still",
                 f"{seconds(c.account.stall_s)}, {percent(c.account.step_frac)} of the time",
@@ -241,7 +256,7 @@ def beside(request: PlanRequest, shown: Candidate) -> Beside:
     has_owners = request.assumptions.method != "paper"
     return Beside(
         memory=_memory(request, shown) if has_owners else (),
-        moves=_moves(request, shown) if has_owners and is_colocated(shown.mode) else (),
+        moves=moves_of(request, shown),
         checkpoint=_checkpointing(request, shown),
         prefill=shown.account.rollout.prefill,
         adapters=_adapters(request, shown) if request.workload.lora_rank else None,
@@ -269,7 +284,10 @@ def _memory(request: PlanRequest, shown: Candidate) -> tuple[MemoryItem, ...]:
     )
 
 
-def _moves(request: PlanRequest, shown: Candidate) -> tuple[Move, ...]:
+def moves_of(request: PlanRequest, shown: Candidate) -> tuple[Move, ...]:
+    """Moves of a step's hand-overs that take time; none where the roles have their own devices."""
+    if not is_colocated(shown.mode) or request.assumptions.method == "paper":
+        return ()
     # What lives on the host has no hand-over to make.
     assumptions = with_offload(request.assumptions) if shown.train.is_offloaded else request.assumptions
     moves = hand_over_moves(
@@ -285,7 +303,8 @@ def _moves(request: PlanRequest, shown: Candidate) -> tuple[Move, ...]:
 
 
 def _checkpointing(request: PlanRequest, shown: Candidate) -> Checkpointing:
-    every = request.checkpoint_every_steps or max(1, round(_USUAL_INTERVAL_S / shown.step_s))
+    hourly = max(1, round(_USUAL_INTERVAL_S / shown.step_s))
+    every = request.checkpoint_every_steps or min(hourly, request.horizon_steps)
     storage = request.storage_bytes_per_s or request.assumptions.sync.disk_bytes_per_s
     account = checkpoint_account(
         request.model,
@@ -296,9 +315,17 @@ def _checkpointing(request: PlanRequest, shown: Candidate) -> Checkpointing:
         step_s=shown.step_s,
         every_steps=every,
         is_async=request.checkpoint_is_async,
+        error_frac=checkpoint_error_frac(
+            request.assumptions, is_storage_measured=request.storage_bytes_per_s > 0
+        ),
     )
+    is_capped = not request.checkpoint_every_steps and hourly > every
     return Checkpointing(
-        account=account, every_steps=every, is_async=request.checkpoint_is_async, storage_bytes_per_s=storage
+        account=account,
+        every_steps=every,
+        is_async=request.checkpoint_is_async,
+        storage_bytes_per_s=storage,
+        last_of_steps=every if is_capped else 0,
     )
 
 

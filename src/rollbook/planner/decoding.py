@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollbook.ledger.decode import decode_step, prefill_s
-from rollbook.ledger.flops import prefill_flops
+from rollbook.ledger.flops import attention_flops, prefill_flops
 from rollbook.ledger.layout import ReplicaLayout
 from rollbook.planner.request import PlanRequest
 
@@ -32,5 +32,12 @@ def prefill_token_s(request: PlanRequest, layout: ReplicaLayout) -> float:
     if assumptions.method == "paper":
         rate = layout.num_gpus * cluster.accelerator.peak("bfloat16") * assumptions.forward_mfu_frac
         return 2 * model.active_params / rate
-    flops = prefill_flops(model, tokens)
-    return float(prefill_s(model, cluster, assumptions.decode, layout, flops=flops)) / tokens
+    seconds = prefill_s(
+        model,
+        cluster,
+        assumptions.decode,
+        layout,
+        flops=prefill_flops(model, tokens),
+        attention_flops=attention_flops(model, tokens),
+    )
+    return float(seconds) / tokens

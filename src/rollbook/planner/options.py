@@ -263,10 +263,6 @@ class PlanOptions:
                     f"leave out {option_name(name)}, or --{other}",
                 )
         self._check_reward()
-        if not self.length_growth and not self._is_default("horizon"):
-            raise PlanError(
-                f"--horizon is {self.horizon} and responses do not grow", "give --length-growth, such as 0.01"
-            )
         for name in ("observation_tokens", "env_seconds", "keep_prefix"):
             if self.turns == 1 and not self._is_default(name):
                 what = (

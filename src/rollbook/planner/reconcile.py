@@ -31,6 +31,7 @@ from rollbook.ledger.hardware import MachineSpec
 from rollbook.ledger.step import is_colocated
 from rollbook.observe.catalogue import STAGES, STAGES_OUTSIDE_STEP
 from rollbook.observe.run_dir import CONFIG, PLAN
+from rollbook.planner.beside import moves_of
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate, Search
 from rollbook.planner.words import percent, seconds
@@ -69,6 +70,8 @@ class Expectation:
     hidden_rollout_gpus: int = 0
     """GPUs of a rollout side that works beside the trainer, whose stages no step loop times."""
     hidden_rollout_flops: float = 0.0
+    hand_over_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step's hand-overs by the stage inside which they happen, for logs that do not time them apart."""
     notes: tuple[str, ...] = ()
 
 
@@ -281,6 +284,7 @@ def expectation_of_request(request: PlanRequest, *, mode: str = "sync") -> tuple
             peak_flops_per_s=account.num_gpus * request.cluster.accelerator.peak("bfloat16"),
             hidden_rollout_gpus=account.rollout.num_gpus if beside else 0,
             hidden_rollout_flops=account.flops.generate + account.flops.prefill if beside else 0.0,
+            hand_over_s=_hand_over_s(request, candidate),
             notes=tuple(notes),
         ),
         candidate,
@@ -290,6 +294,7 @@ def expectation_of_request(request: PlanRequest, *, mode: str = "sync") -> tuple
 def _stages(request: PlanRequest, account: StepAccount) -> dict[str, Expected]:
     s, f = account.seconds, account.flops
     rollout_error, train_error = account.rollout.error_frac, account.train.error_frac
+    other_error = max(account.stage_error_frac.get("sync", 0.0), 0.5)
     train_gpus, everyone = account.train.num_gpus, account.num_gpus
     parts: dict[str, tuple[float, float, float, int]] = {}
     rollout_s = s.prefill + s.generate_throughput + s.generate_tail
@@ -326,17 +331,40 @@ def _stages(request: PlanRequest, account: StepAccount) -> dict[str, Expected]:
     if f.critic:
         parts["critic"] = (s.train * (1 - policy_share), f.critic - f.critic_values, train_error, train_gpus)
     if s.switch:
-        parts["to_trainer"] = (s.switch / 2, 0.0, 0.5, everyone)
-        parts["to_rollout"] = (s.switch / 2, 0.0, 0.5, everyone)
-    parts["sync"] = (s.sync, 0.0, 0.5, everyone if account.mode != "separate_async" else train_gpus)
+        parts["to_trainer"] = (s.switch / 2, 0.0, other_error, everyone)
+        parts["to_rollout"] = (s.switch / 2, 0.0, other_error, everyone)
+    parts["sync"] = (s.sync, 0.0, other_error, everyone if account.mode != "separate_async" else train_gpus)
     if s.other:
-        parts["other"] = (s.other, 0.0, 0.5, everyone if account.mode != "separate_async" else train_gpus)
+        parts["other"] = (
+            s.other,
+            0.0,
+            other_error,
+            everyone if account.mode != "separate_async" else train_gpus,
+        )
     return {
         name: Expected(
             seconds=value, low=value / (1 + error), high=value * (1 + error), flops=flops, num_gpus=gpus
         )
         for name, (value, flops, error, gpus) in parts.items()
     }
+
+
+_HELD_BY = {
+    "engine sleeps": "rollout",
+    "training state to device": "train",
+    "training state to host": "train",
+    "frozen models to device": "reference",
+}
+"""Moves of a hand-over by the stage inside which verl 0.9 makes them: engines sleep at the end of its `gen`, the
+trainer loads and offloads around its updates, and everything that wakes engines is part of `update_weights`."""
+
+
+def _hand_over_s(request: PlanRequest, candidate: Candidate) -> dict[str, float]:
+    held: dict[str, float] = {}
+    for move in moves_of(request, candidate):
+        stage = _HELD_BY.get(move.name, "sync")
+        held[stage] = held.get(stage, 0.0) + move.seconds
+    return held
 
 
 # -- plan against measurement
@@ -391,7 +419,7 @@ def reconcile(
     num_steps: int = 1,
 ) -> Reconciliation:
     """Compare an expectation with mean measured seconds."""
-    before = _with_peak(expectation, means)
+    before = _with_hand_overs_inside(_with_peak(expectation, means), means)
     expectation = _for_the_work(before, means)
     stages = _stage_results(before, expectation, means)
     step_s = means["timing_s/step"]
@@ -430,6 +458,37 @@ def _with_peak(expectation: Expectation, means: Means) -> Expectation:
         return expectation
     flops = sum(stage.flops for stage in expectation.stages.values())
     return replace(expectation, peak_flops_per_s=flops / (means["timing_s/step"] * mfu_frac), notes=())
+
+
+def _with_hand_overs_inside(expectation: Expectation, means: Means) -> Expectation:
+    """Hand-overs belong to the stages that hold them where the log times those and not the hand-overs themselves."""
+    apart = [stage for stage in ("to_trainer", "to_rollout") if stage in expectation.stages]
+    held: dict[str, float] = {}
+    for stage, seconds_in in expectation.hand_over_s.items():
+        name = stage if stage in expectation.stages else "train"
+        held[name] = held.get(name, 0.0) + seconds_in
+    is_timed = {stage: f"timing_s/{STAGES[stage]}" in means for stage in (*apart, *held)}
+    if (
+        not apart
+        or not held
+        or any(is_timed[stage] for stage in apart)
+        or not all(is_timed[stage] for stage in held)
+    ):
+        return expectation
+    stages = {name: stage for name, stage in expectation.stages.items() if name not in apart}
+    error = expectation.stages[apart[0]]
+    up, down = (end / error.seconds if error.seconds else 1.0 for end in (error.high, error.low))
+    for name, seconds_in in held.items():
+        old = stages[name]
+        stages[name] = replace(
+            old,
+            seconds=old.seconds + seconds_in,
+            low=old.low + down * seconds_in,
+            high=old.high + up * seconds_in,
+        )
+    inside = ", ".join(f"{seconds(value)} in {name}" for name, value in held.items() if value > 0)
+    note = f"the log does not time hand-overs apart: expected inside its stages, {inside}"
+    return replace(expectation, stages=stages, notes=(*expectation.notes, note))
 
 
 _OCCASIONAL = frozenset({"checkpoint", "eval"})

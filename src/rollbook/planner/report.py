@@ -10,6 +10,7 @@ import numpy as np
 
 from rollbook.ledger.account import StepAccount
 from rollbook.ledger.memory import train_memory
+from rollbook.ledger.step import is_colocated
 from rollbook.planner.charts import (
     Row,
     Segment,
@@ -25,7 +26,8 @@ from rollbook.planner.growth import GROWTH_HEAD
 from rollbook.planner.plan import Plan
 from rollbook.planner.scenario import scenario_of
 from rollbook.planner.search import Candidate
-from rollbook.planner.simulate import SimResult, is_colocated, simulate
+from rollbook.planner.sim_result import SimResult
+from rollbook.planner.simulate import simulate
 from rollbook.planner.words import (
     MODE_TITLES,
     capitalized,
@@ -374,8 +376,10 @@ def _timeline(plan: Plan, result: SimResult, shown: Candidate) -> str:
     used = {kind for kind, *_ in bars}
     names = [(k, n) for k, n in (*_STAGES, ("free", "waiting for groups"), ("other", "other")) if k in used]
     body += legend([("decode", "slots in use"), *names])
+    span = result.step_range(shown.account.step_s)
     cells = [
         ("step, simulated", seconds(result.step_s)),
+        ("its range", f"{seconds(span.low)} to {seconds(span.high)}"),
         ("step, closed form", seconds(shown.step_s)),
         ("rollout GPUs idle", percent(result.rollout_idle_frac)),
         ("training GPUs idle", percent(result.train_idle_frac)),

@@ -47,7 +47,7 @@ class PlanRequest:
     min_async_gain_frac: float = 0.10
     """Share of the step that asynchrony must save before it is recommended over on-policy training."""
     checkpoint_every_steps: int = 0
-    """Steps between checkpoints; 0: about once an hour."""
+    """Steps between checkpoints; 0: about once an hour, at the latest with the run's last step."""
     checkpoint_is_async: bool = False
     """Copy the state to pinned host memory and write it from there while training goes on."""
     storage_bytes_per_s: float = 0.0
@@ -59,7 +59,7 @@ class PlanRequest:
     length_growth_frac: float = 0.0
     """Growth of the mean response from one step to the next; 0: the plan does not look ahead."""
     horizon_steps: int = 200
-    """Steps over which responses grow."""
+    """Steps of the run: over which responses grow, and within which a checkpoint is due."""
     changed_frac: float = CHANGED_FRAC
     """Share of the weights whose bits a step changes: what a delta sends."""
     max_context_tokens: int = 0

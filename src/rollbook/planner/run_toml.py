@@ -32,7 +32,6 @@ from rollbook.planner.words import (
 )
 
 _WIDTH = 100
-_NUM_STEPS = 200
 _LEAST_POOL_TOKENS = 64
 """Two pages."""
 
@@ -138,7 +137,7 @@ def _run(plan: Plan, chosen: Candidate) -> _Table:
     work = plan.request.workload
     table = _Table("run")
     table.put("name", _run_name(plan))
-    table.put("num_steps", _NUM_STEPS)
+    table.put("num_steps", plan.request.horizon_steps)
     table.put("groups_per_step", work.num_prompts)
     if chosen.mode == "separate_sync":
         table.put(

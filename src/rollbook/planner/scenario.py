@@ -11,7 +11,8 @@ from rollbook.ledger.workload import AgentWork
 from rollbook.planner.decoding import decode_step_s, prefill_token_s
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate
-from rollbook.planner.simulate import DecodeTable, Draw, Scenario, constant, lengths, lognormal_of
+from rollbook.planner.sim_draws import Draw, constant, lengths, lognormal_of
+from rollbook.planner.sim_scenario import DecodeTable, Scenario
 from rollbook.planner.staleness import in_flight_slots
 
 
@@ -41,6 +42,7 @@ def scenario_of(request: PlanRequest, candidate: Candidate, *, num_steps: int = 
         mode=candidate.mode,
         num_replicas=rollout.num_replicas,
         slots_per_replica=slots,
+        rollout_used_frac=rollout.used_gpus / rollout.num_gpus,
         decode=DecodeTable.of(
             decode_step_s(request, candidate.rollout_layout), num_slots=slots, context_tokens=context
         ),

@@ -11,8 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rollbook.ledger.step import is_colocated
 from rollbook.planner.search import Candidate
-from rollbook.planner.simulate import SimResult, is_colocated
+from rollbook.planner.sim_result import SimResult
 from rollbook.planner.words import MODE_TITLES, capitalized, count, percent, seconds, split
 
 _WIDTH = 68
@@ -59,20 +60,18 @@ def _title(console: Console, title: str) -> None:
 
 def _averages(result: SimResult, candidate: Candidate) -> Table:
     account, idle = candidate.account, candidate.account.idle_frac
-    colocated = is_colocated(candidate.mode)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("")
     for name in ("simulated", "closed form", "difference"):
         table.add_column(name, justify="right")
     difference = f"{100 * (result.step_s / account.seconds.total - 1):+.1f} %"
     table.add_row("step", seconds(result.step_s), seconds(account.seconds.total), difference, style="bold")
+    spans = [result.step_range(account.step_s), account.step_s]
+    if spans[1].high > spans[1].low * 1.001:
+        table.add_row("  its range", *(f"{seconds(s.low)} to {seconds(s.high)}" for s in spans), "")
     rows = [
-        (
-            "rollout GPUs idle",
-            percent(result.rollout_idle_frac),
-            "" if colocated else percent(idle["rollout"]),
-        ),
-        ("training GPUs idle", percent(result.train_idle_frac), "" if colocated else percent(idle["train"])),
+        ("rollout GPUs idle", percent(result.rollout_idle_frac), percent(idle["rollout"])),
+        ("training GPUs idle", percent(result.train_idle_frac), percent(idle["train"])),
         ("slots in use while busy", percent(result.occupancy_frac), ""),
         ("bubble", seconds(result.bubble_s), ""),
         ("tail", seconds(result.tail_s), seconds(account.seconds.generate_tail) if account.tail_frac else ""),

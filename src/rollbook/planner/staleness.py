@@ -29,12 +29,16 @@ def within_bound(request: PlanRequest, account: StepAccount, layout: ReplicaLayo
     stretch = total_s / account.seconds.total
     if stretch <= 1.0 + 1e-9:
         return account
-    span = account.step_s
+    span, idle = account.step_s, account.idle_frac
+    # What the bound adds, engines spend on fewer sequences at a time; training GPUs of their own wait for it.
+    idle_frac = {side: frac / stretch for side, frac in idle.items()}
+    if account.mode == "separate_async":
+        idle_frac["train"] = 1 - (1 - idle["train"]) / stretch
     return replace(
         account,
         seconds=replace(account.seconds, total=total_s),
         mfu_frac=account.mfu_frac / stretch,
-        idle_frac={side: 1 - (1 - frac) / stretch for side, frac in account.idle_frac.items()},
+        idle_frac=idle_frac,
         step_s=Range(value=total_s, low=span.low * stretch, high=span.high * stretch),
     )
 
