@@ -435,7 +435,7 @@ def wallclock(bench: Bench, modes: Mapping[str, Json] = THREADS) -> Json:
         print(f"after {name}: {json.dumps(brief(finite(rounds[name][-1])))}", flush=True)
     torch.set_num_threads(1)
     found["rounds"] = rounds
-    found["modes"] = {name: mean_of(each) for name, each in rounds.items()}
+    found["modes"] = {name: mean_mode(each) for name, each in rounds.items()}
     *others, ours = modes
     for name in others:
         other, apart = found["modes"][name], found["modes"][ours]
@@ -464,13 +464,13 @@ def at_plan(then: Callable[[Controller], None]) -> Callable[[Controller], None]:
     return on_built
 
 
-def mean_of(rounds: Sequence[Json]) -> Json:
+def mean_mode(rounds: Sequence[Json]) -> Json:
     """Means of the numbers of several runs; what is a list keeps one after the other."""
     whole: Json = {}
     for name in rounds[0]:
         values = [one[name] for one in rounds]
         if isinstance(values[0], dict):
-            whole[name] = mean_of(values)
+            whole[name] = mean_mode(values)
         elif isinstance(values[0], list):
             whole[name] = list(itertools.chain(*values))
         else:
@@ -491,53 +491,56 @@ def draw_wallclock(found: Json) -> str:
 
 # ---- lending
 
-WIDER: Json = {
-    **LONG_TAILED,
-    "run": {"groups_per_step": 12},
+FLAT: Json = {
+    "reward": {"terms": [{"function": "exact", "is_tested": False}]},
+    "algorithm": {"filter": {"drop_flat": True}},
+}
+"""Every response of an untrained model scores 0, and flat groups are not trained: steps are waits, and little else."""
+NARROW: Json = {**LONG_TAILED, **FLAT}
+WIDE: Json = {
+    **NARROW,
     "model": {
         "new": {
             **LONG_TAILED["model"]["new"],
-            "hidden_size": 512,
+            "hidden_size": 1024,
             "num_heads": 8,
-            "intermediate_size": 1408,
+            "intermediate_size": 2816,
+            "vocab_size": 36,
         }
     },
-    "rollout": {**LONG_TAILED["rollout"], "max_response_tokens": 240},
+    "rollout": {**LONG_TAILED["rollout"], "max_response_tokens": 48},
 }
-"""Products wide enough that a decode step is arithmetic, which two threads do side by side, and not Python, which one has
-at a time."""
+"""Products wide enough that a decode step is arithmetic, which two threads do side by side, and not Python, which one
+has at a time; and responses of similar length, so that the sequences are many until the end."""
 
 
 def lending(bench: Bench) -> Json:
-    """The trainer's core idle while it waits, against a run that tries to lend it and keeps what was faster."""
-    steps, skip = bench.pick(14, 10), 1  # the first wait is only measured
+    """A run with the trainer's core lent on trial: waits with it, waits without it, and what the run made of them."""
+    steps = bench.pick(13, 7)
     found: Json = {"num_steps": steps, "runs": {}}
-    for name, base in (("narrow", LONG_TAILED), ("wide", WIDER)):
-        asked: Json = {"run.schedule": "separate_async", "buffer.max_staleness_steps": 0}
-        idle = bench.run(f"lending-{name}-idle", base, steps, **asked)
-        run = bench.run(f"lending-{name}", base, steps, **asked, **{"lending.is_on": True})
+    for name, base in (("narrow", NARROW), ("wide", WIDE)):
+        asked: Json = {"run.schedule": "separate_async", "lending.is_on": True}
+        run = bench.run(f"lending-{name}", base, steps, **asked)
         events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
-        lent = {event["step"] for event in events if event["kind"] == "lent"}
+        lent = sorted(event["step"] for event in events if event["kind"] == "lent")
         verdicts = [event for event in events if event["kind"] == "lending_judged"]
-        waits = run.curve("timing_s/gen")
-        after = range(verdicts[0]["step"] + 1, steps) if verdicts else range(0)
+        waits, tokens = run.curve("timing_s/gen"), run.curve("generated/num_tokens")
+        ups = [event["up_s"] for event in events if event["kind"] == "lent"]
+        # The first wait is only measured, the first lending warms up.
+        kinds = {"lent": lent[1:], "alone": [i for i in range(1, steps) if i not in lent]}
         found["runs"][name] = {
             "hidden_size": base["model"]["new"]["hidden_size"],
-            "idle_step_s": idle.mean("timing_s/step", skip=skip),
-            "step_s": run.mean("timing_s/step", skip=skip),
-            "step_s_after_verdict": mean_of([run.curve("timing_s/step")[i] for i in after]),
-            "step_s_each": [round(value, 3) for value in run.curve("timing_s/step")],
-            "idle_step_s_each": [round(value, 3) for value in idle.curve("timing_s/step")],
-            "lent_steps": sorted(lent),
-            "lent_wait_s": mean_of([waits[i] for i in sorted(lent)[1:]]),
-            "alone_wait_s": mean_of([waits[i] for i in range(skip, steps) if i not in lent]),
-            "saved_s": sum(run.curve("lending/saved_s")),
-            "cost_s": mean_of(run.curve("lending/cost_s")),
-            "verdict": {
-                key: verdicts[0][key] for key in ("pays", "lent_tokens_per_s", "alone_tokens_per_s")
-            }
-            if verdicts
-            else None,
+            "lent_steps": lent,
+            "up_s": mean_of(ups),
+            "waits_s": [round(value, 3) for value in waits],
+            "saved_s": [event["saved_s"] for event in events if event["kind"] == "taken_back"],
+            **{f"{kind}_wait_s": mean_of([waits[i] for i in chosen]) for kind, chosen in kinds.items()},
+            **{
+                f"{kind}_tokens_per_s": sum(tokens[i] for i in chosen)
+                / max(sum(waits[i] for i in chosen), 1e-9)
+                for kind, chosen in kinds.items()
+            },
+            "verdict": None if not verdicts else {key: verdicts[0][key] for key in ("pays", "step")},
         }
     return found
 
@@ -743,25 +746,26 @@ def tell_lending(found: Json) -> str:
     rows = []
     for one in found["runs"].values():
         verdict = one["verdict"]
+        said = "none yet" if verdict is None else "kept" if verdict["pays"] else "stopped"
         rows.append(
             [
                 str(one["hidden_size"]),
-                f"{one['idle_step_s']:.2f}",
-                "" if verdict is None else f"{verdict['alone_tokens_per_s']:.0f}",
-                "" if verdict is None else f"{verdict['lent_tokens_per_s']:.0f}",
-                "none yet" if verdict is None else "kept" if verdict["pays"] else "stopped",
-                f"{one['step_s']:.2f}",
-                f"{one['step_s_after_verdict']:.2f}",
+                f"{one['alone_wait_s']:.2f}",
+                f"{one['lent_wait_s']:.2f}",
+                f"{one['up_s']:.2f}",
+                f"{one['alone_tokens_per_s']:.0f}",
+                f"{one['lent_tokens_per_s']:.0f}",
+                said if verdict is None else f"{said} after step {verdict['step']}",
             ]
         )
     heads = [
         "model width",
-        "trainer's core idle, s a step",
-        "tokens/s in waits without it",
-        "with it",
-        "the run's verdict",
-        "lending tried, s a step",
-        "after the verdict",
+        "a wait alone, s",
+        "with the trainer's core lent, s",
+        "of it bringing up, s",
+        "tokens/s alone",
+        "tokens/s lent",
+        "what the run did",
     ]
     return table(heads, rows)
 
