@@ -491,7 +491,7 @@ class ReplicaTransaction:
                 "the transport damaged them; the publication is repeated in full",
             )
         self._expected_live = {name: d for name, d in digests.items() if name not in self._dropped}
-        self._expected_live |= {name: self._held_live[name] for name in unchanged}
+        self._expected_live |= {name: self._held_live[name] for name in unchanged if name in self._held_live}
         self._expected_live |= parts
         self._digests = dict(digests)
         self.state = State.PROVEN
