@@ -26,7 +26,7 @@ from rollbook.errors import SyncError
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 POSITION_BYTES = 4
 WORD_BYTES = 8
-MOST_OF_WORDS = 8
+MOST_OF_WORDS = 64
 """Words are looked into where at most one in so many differs."""
 
 
