@@ -36,8 +36,6 @@ class DecodeAssumptions:
     """Bandwidth that reading weights reaches, by accelerator."""
     kv_frac: Mapping[str, float]
     """Bandwidth that reading KV reaches, by accelerator."""
-    float8_gain: Mapping[str, float]
-    """Factor on `hbm_frac` where weights are float8."""
     gemm_frac: float
     """Of the peak of the dtype, for matrices and attention."""
     prefill_bytes: Mapping[str, float]
@@ -52,10 +50,9 @@ class DecodeAssumptions:
     all_reduce_latency_s: float
     cross_node_latency_s: float
 
-    def hbm_frac_of(self, accelerator: Accelerator, weight_dtype: str, part: str) -> float:
-        """Fraction for this device, dtype and part ("dense" or "experts") of the weights."""
-        frac = accelerator.fraction(self.hbm_frac)
-        return min(frac * (self.float8_gain[part] if weight_dtype == "float8" else 1.0), 0.95)
+    def hbm_frac_of(self, accelerator: Accelerator) -> float:
+        """Fraction for this device."""
+        return accelerator.fraction(self.hbm_frac)
 
     def layer_s_of(self, engine: str) -> float:
         """Seconds for this engine."""
@@ -116,8 +113,8 @@ class SyncAssumptions:
     """Pausing, opening, committing, resuming, for a broadcast between nodes."""
     near_base_s: float
     """The same within a node, or where every receiver takes its own shard."""
-    stream_bytes_per_s: float
-    """One sender broadcasting full tensors through the engines' loader."""
+    loader_bytes_per_s: float
+    """Full tensors through an engine's loader, which the next bucket waits for."""
     receiver_bytes_per_s: float
     """Each receiving GPU taking its own shard, inside a node."""
     receiver_cross_bytes_per_s: float
@@ -126,22 +123,24 @@ class SyncAssumptions:
     load_bytes_per_s: float
     """Per GPU of a replica."""
     receive_only_bytes_per_s: float
-    """One stream that engines receive but do not load."""
+    """One stream of full tensors that engines receive but do not load."""
     disk_bytes_per_s: float
     """Gathering, writing and reading on a shared file system."""
     per_tensor_s: float
     """Gathering and naming one tensor on one node of trainers; once more for each doubling of nodes."""
-    offloaded_bytes_per_s: float
-    """Per GPU, weights that lie in host memory first."""
-    delta_base_s: float
-    delta_scan_bytes_per_s: float
-    """Per GPU: compare with the base version and compress."""
+    host_copy_bytes_per_s: float
+    """Per GPU, as frameworks copy: weights that lie in host memory, and a shard against its base version there."""
     delta_apply_bytes_per_s: float
     """Per GPU of a replica, of its full shard."""
     error_frac: Mapping[str, float]
     """By method."""
     most_gpus: float
     """Of any measured publication, both sides together."""
+
+    @property
+    def stream_bytes_per_s(self) -> float:
+        """One sender broadcasting full tensors: an engine receives a bucket, then loads it."""
+        return 1 / (1 / self.receive_only_bytes_per_s + 1 / self.loader_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,10 +106,7 @@ def decode_step(
     context = np.asarray(context_tokens, np.float64)
     accelerator = cluster.accelerator
     num_gpus, copies = layout.num_gpus, layout.attention_copies
-    dense_bytes_per_s, expert_bytes_per_s = (
-        accelerator.hbm_bytes_per_s * assumptions.hbm_frac_of(accelerator, layout.weight_dtype, part)
-        for part in ("dense", "experts")
-    )
+    bytes_per_s = accelerator.hbm_bytes_per_s * assumptions.hbm_frac_of(accelerator)
     flops_per_s = accelerator.peak(layout.weight_dtype) * assumptions.gemm_frac
     dense, experts = weight_bytes(model, layout, rows + prompt_tokens)
     tile = 1.0 if accelerator.is_cpu else TILE_ROWS
@@ -121,8 +118,8 @@ def decode_step(
     dense_flops += 2.0 * model.body_params * prompt_tokens / num_gpus
     expert_flops = 2.0 * model.num_moe_layers * model.expert_params * expert_rows / num_gpus
     expert_flops += 2.0 * model.active_routed_params * prompt_tokens / num_gpus
-    dense_s = np.maximum(dense / layout.tp_size / dense_bytes_per_s, dense_flops / flops_per_s)
-    experts_s = np.maximum(experts / num_gpus / expert_bytes_per_s, expert_flops / flops_per_s)
+    dense_s = np.maximum(dense / layout.tp_size / bytes_per_s, dense_flops / flops_per_s)
+    experts_s = np.maximum(experts / num_gpus / bytes_per_s, expert_flops / flops_per_s)
     kv = rows / copies * kv_bytes_of(model, context, DTYPE_BYTES[layout.kv_dtype])
     kv = kv / kv_shards(model, layout.tp_size)
     pairs = model.num_attention_layers * context * rows / copies / layout.tp_size

@@ -152,13 +152,14 @@ def _source(machine: MachineSpec) -> str:
 
 
 def _side_by_side(stages: dict[str, Entry], contention: Contention) -> dict[str, Entry]:
-    """What the step loop sees of sides that work at the same time. While the loop waits, the engines are alone."""
+    """What the step loop sees of sides that work at the same time. While the loop waits, the engines are alone. They do
+    not wait for requests to be made and responses scored: others run meanwhile."""
     generating = ("rollout", "reward")
     slower = {name: stage.scaled(contention.of(name)) for name, stage in stages.items()}
     trainer_s = sum(stage.seconds for name, stage in slower.items() if name not in generating)
     rollout = stages["rollout"]
     beside_s = trainer_s / contention.engine  # of generating, in seconds of engines alone
-    wait_s = max(rollout.seconds + stages["reward"].seconds - beside_s, 0.0)
+    wait_s = max(rollout.seconds - beside_s, 0.0)
     slower["rollout"] = replace(
         rollout,
         seconds=wait_s,

@@ -16,9 +16,9 @@ from rollbook.ledger.model import ModelSpec
 Traits = Mapping[str, Iterable[str]]
 """Kind of trait ("device", "model", "dtype", "engine", "mode") -> what a prediction has of it."""
 
-_WIDER = {"device": 2.0, "model": 1.5, "dtype": 1.5, "engine": 1.5, "mode": 1.25}
+_WIDER = {"device": 1.5, "model": 1.25, "dtype": 1.25, "engine": 1.25, "mode": 1.25}
 """By which a range is wider where a trait of this kind was not measured."""
-_MOST = 4.0
+_MOST = 2.5
 """Times as wide as where everything was measured."""
 _ASSUMED_MODEL = 2.0
 _SCALE = 1.25

@@ -120,7 +120,7 @@ def sync_account(
         # A gather between nodes is a tree: each doubling adds a hop.
         fixed_s += tensors * assumptions.per_tensor_s * (1 + math.log2(nodes))
     if work.state_is_offloaded:
-        fixed_s += per_sender / assumptions.offloaded_bytes_per_s
+        fixed_s += per_sender / assumptions.host_copy_bytes_per_s
     return SyncAccount(
         total_bytes=total,
         bytes_per_sender=per_sender,
@@ -194,9 +194,9 @@ def _delta(
     """
     local = total / work.num_train_gpus
     sent = total / DTYPE_BYTES[work.weight_dtype] * work.changed_frac * (4 + DTYPE_BYTES[work.weight_dtype])
-    scan_s = local / assumptions.delta_scan_bytes_per_s
+    scan_s = local / assumptions.host_copy_bytes_per_s
     if work.state_is_offloaded:
-        scan_s += local / assumptions.offloaded_bytes_per_s
+        scan_s += local / assumptions.host_copy_bytes_per_s
     apply_s = total / work.replica_gpus / assumptions.delta_apply_bytes_per_s
     send_s = sent / assumptions.stream_bytes_per_s
     parts = {"gather": scan_s, "transfer": send_s, "load": apply_s}
@@ -205,11 +205,11 @@ def _delta(
         bytes_per_sender=sent / work.num_train_gpus,
         bytes_per_receiver=sent,
         num_tensors=tensors,
-        seconds=assumptions.delta_base_s + scan_s + send_s + apply_s,
+        seconds=assumptions.near_base_s + scan_s + send_s + apply_s,
         error_frac=error_frac,
         slowest=max(parts, key=lambda stage: parts[stage]),
         stages_s=parts,
-        fixed_s=assumptions.delta_base_s,
+        fixed_s=assumptions.near_base_s,
         num_buckets=max(math.ceil(sent / work.bucket_bytes), 1),
     )
 
