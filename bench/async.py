@@ -302,19 +302,19 @@ def draw_staleness(found: Json) -> str:
 # ---- 3. wall clock on long-tailed lengths
 
 
-def predict(plan: Plan, config: RunConfig, lengths: Sequence[int], *, num_warmup_steps: int) -> float:
-    """Seconds of a step by the planner's discrete-event simulation, from the run's own coefficients, for responses of
-    these lengths in their order."""
+def predict(plan: Plan, config: RunConfig, lengths: Sequence[int], *, counted: slice) -> float:
+    """Mean seconds of the counted steps by the planner's discrete-event simulation, from the run's own coefficients,
+    for responses of these lengths in their order."""
     contention = (plan.machine.contention if plan.work.generates_beside else None) or Contention()
     trainer_frac = 1.0
     """Share of the time in which the trainer computes: only then the engine is slower."""
     for _ in range(4):
         slower = 1 / (trainer_frac / contention.engine + 1 - trainer_frac)
         scenario = scenario_of(plan, config, lengths, contention=contention, engine_slower=slower)
-        result = simulate(replace(scenario, num_warmup_steps=num_warmup_steps))
-        counted = result.steps[num_warmup_steps:]
-        trainer_frac = 1 - sum(s.wait_s for s in counted) / (counted[-1].end_s - counted[0].start_s)
-    return result.step_s
+        steps = simulate(scenario).steps[counted]
+        elapsed_s = steps[-1].end_s - steps[0].start_s
+        trainer_frac = 1 - sum(step.wait_s for step in steps) / elapsed_s
+    return elapsed_s / len(steps)
 
 
 def scenario_of(
@@ -335,15 +335,15 @@ def scenario_of(
         fresh_tokens = MAX_FRESH * (work.prompt_tokens + float(np.mean(lengths)))
         seconds["train"] += contention.trainer * fresh_tokens / machine.train.forward_tokens_per_s
     slots = config.rollout.num_slots
-    # What the host does for a trajectory takes the interpreter from the engine: spread over its tokens.
-    host_s = engine_slower * machine.reward_s / float(np.mean(lengths))
+    # Of requests and scores a step in turns waits for the last; engines that run ahead have others meanwhile.
+    host_s = 0.0 if plan.work.generates_beside else machine.reward_s * work.num_sequences
     decode, held = machine.decode.scaled(engine_slower), itertools.cycle(lengths)
     return Scenario(
         mode=schedule,
         num_replicas=1,
         slots_per_replica=slots,
         decode=DecodeTable.of(
-            lambda rows, context: decode.step_s(rows, rows * context) + host_s * rows,
+            lambda rows, context: decode.step_s(rows, rows * context),
             num_slots=slots,
             context_tokens=float(config.rollout.max_response_tokens),
         ),
@@ -352,7 +352,7 @@ def scenario_of(
         response_tokens=lambda rng, n: np.fromiter(itertools.islice(held, n), np.float64, n),
         prompt_tokens=work.prompt_tokens / config.rollout.group_size,  # the members share one prefill
         prefill_token_s=1 / decode.prefill_tokens_per_s,
-        forward_s=sum(seconds.get(name, 0.0) for name in ("pack", "proximal", "adv")),
+        forward_s=host_s + sum(seconds.get(name, 0.0) for name in ("pack", "proximal", "adv")),
         train_s=seconds["train"] + seconds.get("other", 0.0),
         gather_s=seconds["sync"] if schedule == "separate_async" else 0.0,
         sync_pause_s=0.0 if schedule == "separate_async" else seconds["sync"],
@@ -379,8 +379,9 @@ PROCESSES: Mapping[str, Json] = {
 def wallclock(bench: Bench, modes: Mapping[str, Json] = THREADS) -> Json:
     """Async against sync where lengths are long-tailed. Every run is calibrated as any run is, and its prediction
     written before its first step; the modes take turns, so that what else the machine does meets all of them."""
-    steps, num_rounds = bench.pick(20, 4), bench.pick(2, 1)
-    skip = bench.pick(5, 1)  # until the pipeline is full
+    steps, num_rounds = bench.pick(25, 8), bench.pick(2, 1)
+    # From where the pipeline is full to where nothing is left to be generated ahead.
+    counted = slice(bench.pick(5, 2), steps - ASYNC["buffer.max_staleness_steps"] - 1)
     base = {**LONG_TAILED, "plan": {"is_on": True}}
     # The pilot answers the prompts of the runs in one step, before any of them: with this learning rate nobody's
     # responses differ, and prediction and measurement are of the same work.
@@ -406,7 +407,7 @@ def wallclock(bench: Bench, modes: Mapping[str, Json] = THREADS) -> Json:
             plan = controller.expected.plan
             assert plan is not None
             before |= {
-                "predicted_step_s": predict(plan, controller.config, lengths, num_warmup_steps=skip),
+                "predicted_step_s": predict(plan, controller.config, lengths, counted=counted),
                 "planned_step_s": sum(entry.seconds for entry in plan.stages.values()),
                 "planned_s": {stage: entry.seconds for stage, entry in plan.stages.items()},
                 "contention": None if plan.machine.contention is None else asdict(plan.machine.contention),
@@ -416,17 +417,17 @@ def wallclock(bench: Bench, modes: Mapping[str, Json] = THREADS) -> Json:
         torch.set_num_threads(overrides.get("trainer.num_threads", 1))
         slug = name.replace(", ", "-").replace(" ", "-")
         run = bench.run(f"wallclock-{slug}-{number}", base, steps, on_built=at_plan(on_plan), **overrides)
-        step_s = run.curve("timing_s/step")[skip:]
+        step_s = run.curve("timing_s/step")[counted]
         rounds[name].append(
             before
             | {
-                "step_s": float(np.mean(step_s)),
+                "step_s": mean_of(step_s),
                 "step_s_each": [round(value, 3) for value in step_s],
-                "tokens_per_s": run.mean("perf/total_num_tokens", skip=skip) / float(np.mean(step_s)),
-                "mean_batch": run.mean("rollout/mean_batch", skip=skip),
+                "tokens_per_s": mean_of(run.curve("perf/total_num_tokens")[counted]) / mean_of(step_s),
+                "mean_batch": mean_of(run.curve("rollout/mean_batch")[counted]),
                 "stages_s": {
-                    metric.removeprefix("timing_s/"): run.mean(metric, skip=skip)
-                    for metric in run.metrics[-1]
+                    metric.removeprefix("timing_s/"): mean_of(run.curve(metric)[counted])
+                    for metric in run.metrics[0]
                     if metric.startswith("timing_s/")
                 },
                 "staleness_max": max(run.curve("training/off_policy/trajectory_staleness_worst/max")),

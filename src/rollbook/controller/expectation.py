@@ -174,7 +174,7 @@ async def make_plan(controller: Controller) -> Plan:
     """Measure what is not given, and predict; where the parts compute makes no difference."""
     config = controller.config
     announce(controller, "responses of a sample")
-    sample, _ = await _sample(controller, seed=0)
+    sample = (await _sample(controller, seed=0)).groups
     for group in sample:
         controller.rollout.note_rewards(group)
     lengths = [t.num_response_tokens for group in sample for t in group.scored]
@@ -330,11 +330,19 @@ def model_spec(controller: Controller) -> ModelSpec:
     return ModelSpec.from_hf_config(controller.trainer.model.hf_config())
 
 
-async def _sample(
-    controller: Controller, *, seed: int, most_groups: int = SAMPLE_GROUPS
-) -> tuple[list[Group], float]:
-    """Some training prompts, answered and scored as a step would, and the seconds it took; they do not count as
-    taken."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Answers to some training prompts, scored."""
+
+    groups: list[Group]
+    elapsed_s: float
+    """From the first request to the last score."""
+    engine_s: float
+    """Of them the replica that computed longest was at work, by its own clock."""
+
+
+async def _sample(controller: Controller, *, seed: int, most_groups: int = SAMPLE_GROUPS) -> Sample:
+    """Some training prompts, answered and scored as a step would; they do not count as taken."""
     num_groups = min(most_groups, controller.config.run.groups_per_step, len(controller.train_prompts))
     size = controller.config.rollout.group_size
     draw = np.random.default_rng([controller.config.run.seed, seed])
@@ -350,10 +358,14 @@ async def _sample(
         return group
 
     await forget_prefixes(controller)
+    engines = controller.router.engines
+    before = [(await engine.stats()).busy_s for engine in engines]
     began_s = time.perf_counter()
     groups = await asyncio.gather(*(answer(first_id - n, prompt) for n, prompt in enumerate(prompts)))
     elapsed_s = time.perf_counter() - began_s
-    return groups, elapsed_s
+    after = [(await engine.stats()).busy_s for engine in engines]
+    engine_s = max(now_s - then_s for now_s, then_s in zip(after, before, strict=True))
+    return Sample(groups=groups, elapsed_s=elapsed_s, engine_s=engine_s)
 
 
 async def _answer_step(controller: Controller, number: int) -> None:
@@ -366,27 +378,28 @@ async def _rehearsed(
 ) -> MachineSpec:
     """`machine` with what whole steps, without their updates, showed: the publication, and what the host does.
 
-    What a trajectory costs besides the engine's steps (requests, environment, score) is seen by neither side alone,
-    for engine and event loop share the interpreter: it is what samples took longer than their decode steps should
-    take, in the median. Samples that took less show that the fit was made in a slower moment, and scale it. So do
-    forwards over what was just generated, to whom nothing is warm yet. A sample is a whole step where that is short,
-    so that nothing is extrapolated.
+    Under the run's own requests an engine is not as fast as alone: in one process it shares the interpreter with
+    whoever makes and scores them. What samples took by its own clock scales its fit, in the median. What a trajectory
+    costs besides (requests, environment, score) is the rest of a sample, which engines that run ahead do not wait for.
+    Forwards are scaled by what they took over what was just generated, to whom nothing is warm yet. A sample is a whole
+    step where that is short, so that nothing is extrapolated.
     """
-    groups, elapsed_s = await _sample(controller, seed=1)  # the warm-up
+    sample = await _sample(controller, seed=1)  # the warm-up
     whole = min(controller.config.run.groups_per_step, len(controller.train_prompts))
-    size = whole if groups and elapsed_s * whole / len(groups) <= SAMPLE_S else SAMPLE_GROUPS
+    is_short = bool(sample.groups) and sample.elapsed_s * whole / len(sample.groups) <= SAMPLE_S
+    size = whole if is_short else SAMPLE_GROUPS
     ratios, forward_ratios, beyond_s, rehearsals = [], [], [], []
     for round_idx, _ in rounds([size], warm_up=size):
         if round_idx > 0:
-            groups, elapsed_s = await _sample(controller, seed=2 + round_idx, most_groups=size)
-        lengths = [t.num_response_tokens for group in groups for t in group.scored]
-        rehearsal = await rehearse(controller, groups)
+            sample = await _sample(controller, seed=2 + round_idx, most_groups=size)
+        lengths = [t.num_response_tokens for group in sample.groups for t in group.scored]
+        rehearsal = await rehearse(controller, sample.groups)
         if rehearsal is None:
             break
         if round_idx > 0:
             engine_s, _ = rollout_of(model, machine, work, lengths)
-            ratios.append(elapsed_s / engine_s)
-            beyond_s.append((elapsed_s - engine_s) / (len(groups) * work.group_size))
+            ratios.append(sample.engine_s / engine_s)
+            beyond_s.append((sample.elapsed_s - sample.engine_s) / (len(sample.groups) * work.group_size))
             rehearsals.append(rehearsal)
             forward_ratios.append(rehearsal.forward_s / _forward_s(model, machine, work, rehearsal, lengths))
     if not rehearsals:
@@ -395,11 +408,12 @@ async def _rehearsed(
     machine = with_rehearsals(machine, rehearsals, reports_every=every)
     if controller.remote_teacher is None and all(ratio > 0 for ratio in forward_ratios):
         machine = _with_forwards(machine, float(np.median(forward_ratios)))
-    ratio = float(np.median(ratios))
-    if ratio >= 1:
-        return replace(machine, reward_s=max(float(np.median(beyond_s)), 0.0))
     assert machine.decode is not None
-    return replace(machine, reward_s=0.0, decode=machine.decode.scaled(ratio))
+    return replace(
+        machine,
+        reward_s=max(float(np.median(beyond_s)), 0.0),
+        decode=machine.decode.scaled(max(float(np.median(ratios)), 1e-6)),
+    )
 
 
 def _forward_s(
