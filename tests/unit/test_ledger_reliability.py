@@ -126,3 +126,15 @@ def test_a_checkpoint_and_a_simulation_carry_ranges() -> None:
     assert span.value == result.step_s
     assert span.high / span.value == pytest.approx(closed.high / closed.value)
     assert span.low < span.value < span.high
+
+
+def test_a_step_that_is_mostly_base_costs_says_so_and_reaches_down_to_the_rest() -> None:
+    """8.8 s of a hand-over and 10 s of the loop are other frameworks'; ten tokens of a small model are not."""
+    tiny = replace(WORK, num_prompts=8, group_size=2, response_tokens=10, max_response_tokens=20)
+    cluster = Cluster(accelerator=load_accelerator("H100"), num_gpus=8)
+    found = step_account(load_model("Qwen2.5-0.5B"), tiny, cluster, DEFAULT)
+    base_s = DEFAULT.step_base_s + DEFAULT.switch.base_s
+    assert base_s > 0.5 * found.step_s.value
+    assert any(f"{base_s:.1f} s of the step's" in note for note in found.notes)
+    assert found.step_s.low <= found.step_s.value - base_s
+    assert not any("base costs" in note for note in account().notes)

@@ -27,7 +27,7 @@ from rollbook.ledger.paper import (
     paper_train_side,
 )
 from rollbook.ledger.reliability import scale_factor, widening
-from rollbook.ledger.switch import Move, SleepChoice, hand_over
+from rollbook.ledger.switch import BASE_MOVE, Move, SleepChoice, hand_over
 from rollbook.ledger.sync import CHANGED_FRAC, SyncMethod, SyncWork, sync_account
 from rollbook.ledger.train import default_train_side
 from rollbook.ledger.workload import MODES, Mode, Workload
@@ -202,7 +202,9 @@ def join_sides(
         model, workload, cluster, assumptions, rollout=rollout, train=train, sleep=layouts.sleep
     )
     wider, notes = step_widening(cluster, assumptions, mode)
-    return combine(
+    base_s = 0.0 if cluster.accelerator.is_cpu else assumptions.step_base_s
+    base_s += sum(move.seconds for move in moves if move.name == BASE_MOVE and is_colocated(mode))
+    account = combine(
         mode,
         cluster=cluster,
         rollout=rollout,
@@ -219,6 +221,28 @@ def join_sides(
         widening=wider,
         notes=notes,
     )
+    return with_base_note(account, base_s)
+
+
+def with_base_note(account: StepAccount, base_s: float) -> StepAccount:
+    """`account`, with a note and a range down to what is left where costs that no work explains are most of the step.
+
+    They were fitted on frameworks' jobs of many GPUs; a small job, or a leaner loop, has less of them.
+    """
+    value = account.step_s.value
+    if base_s <= _MOST_BASE_FRAC * value:
+        return account
+    note = (
+        f"{base_s:.1f} s of the step's {value:.1f} s are base costs of other frameworks' loops, measured on 8 GPUs "
+        "and more; 
+        "a leaner loop has less (--assume rollbook, or a file)"
+    )
+    span = replace(account.step_s, low=min(account.step_s.low, value - base_s))
+    return replace(account, step_s=span, notes=(*account.notes, note))
+
+
+_MOST_BASE_FRAC = 0.35
+"""Share of a step above which base costs decide it."""
 
 
 def step_widening(cluster: Cluster, assumptions: Assumptions, mode: Mode) -> tuple[float, tuple[str, ...]]:

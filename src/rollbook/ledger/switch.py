@@ -9,6 +9,9 @@ from rollbook.ledger.assumptions import SwitchAssumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
 
+BASE_MOVE = "caches, pools, processes"
+"""What a hand-over costs whatever is moved."""
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -78,7 +81,7 @@ def hand_over(
         Move("training state to host", bytes=state, seconds=state / state_rate),
         Move("frozen models to device", bytes=frozen, seconds=frozen / state_rate),
         Move("engine wakes", bytes=weights, seconds=sleeps * assumptions.wake_s + weights / engine_rate),
-        Move("caches, pools, processes", bytes=0.0, seconds=assumptions.base_s * (sleeps or offloads_state)),
+        Move(BASE_MOVE, bytes=0.0, seconds=assumptions.base_s * (sleeps or offloads_state)),
     ]
     if choice.rebuilds_engine:
         moves.append(Move("KV pool made again", bytes=0.0, seconds=assumptions.pool_s))
