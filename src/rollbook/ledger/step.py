@@ -234,8 +234,7 @@ def with_base_note(account: StepAccount, base_s: float) -> StepAccount:
         return account
     note = (
         f"{base_s:.1f} s of the step's {value:.1f} s are base costs of other frameworks' loops, measured on 8 GPUs "
-        "and more; 
-        "a leaner loop has less (--assume rollbook, or a file)"
+        "and more; a leaner loop has less (--assume rollbook, or a file)"
     )
     span = replace(account.step_s, low=min(account.step_s.low, value - base_s))
     return replace(account, step_s=span, notes=(*account.notes, note))
