@@ -500,19 +500,19 @@ FLAT: Json = {
 NARROW: Json = {**LONG_TAILED, **FLAT}
 WIDE: Json = {
     **NARROW,
+    "run": {"groups_per_step": 32},
     "model": {
         "new": {
             **LONG_TAILED["model"]["new"],
-            "hidden_size": 1024,
+            "hidden_size": 512,
             "num_heads": 8,
-            "intermediate_size": 2816,
-            "vocab_size": 36,
+            "intermediate_size": 1408,
         }
     },
-    "rollout": {**LONG_TAILED["rollout"], "max_response_tokens": 48},
+    "rollout": {**LONG_TAILED["rollout"], "group_size": 8, "num_slots": 256, "max_response_tokens": 32},
 }
-"""Products wide enough that a decode step is arithmetic, which two threads do side by side, and not Python, which one
-has at a time; and responses of similar length, so that the sequences are many until the end."""
+"""256 sequences at a time and wide products: a decode step is arithmetic, which two threads do side by side, and not
+Python, which one has at a time. Responses are of similar length, so that the sequences are many until the end."""
 
 
 def lending(bench: Bench) -> Json:
@@ -531,6 +531,7 @@ def lending(bench: Bench) -> Json:
         kinds = {"lent": lent[1:], "alone": [i for i in range(1, steps) if i not in lent]}
         found["runs"][name] = {
             "hidden_size": base["model"]["new"]["hidden_size"],
+            "num_sequences": base["run"]["groups_per_step"] * base["rollout"]["group_size"],
             "lent_steps": lent,
             "up_s": mean_of(ups),
             "waits_s": [round(value, 3) for value in waits],
@@ -750,7 +751,7 @@ def tell_lending(found: Json) -> str:
         said = "none yet" if verdict is None else "kept" if verdict["pays"] else "stopped"
         rows.append(
             [
-                str(one["hidden_size"]),
+                f"{one['hidden_size']}, {one['num_sequences']}",
                 f"{one['alone_wait_s']:.2f}",
                 f"{one['lent_wait_s']:.2f}",
                 f"{one['up_s']:.2f}",
@@ -760,7 +761,7 @@ def tell_lending(found: Json) -> str:
             ]
         )
     heads = [
-        "model width",
+        "model width, sequences",
         "a wait alone, s",
         "with the trainer's core lent, s",
         "of it bringing up, s",
