@@ -267,7 +267,9 @@ class Log:
         self.m[DIFF + "std"] = np.minimum(mean * np.exp(rng.normal(0.8, 0.04, n)), 0.5)
         self.m[DIFF + "max"] = np.clip(1 - (1 - self.m["_gap_max"]) * np.exp(-6 * (a - a[0]).clip(0)), 0, 1)
         self.m[DIFF + "valid"] = np.ones(n)
-        r = np.clip(1 - 1.6 * (a / 0.1) ** 1.9 * self.m["_pearson"], -0.02, 1)
+        r = np.clip(
+            1 - 20.0 * a**2 * self.m["_pearson"], -0.02, 1
+        )  # of a spread of 2.2 a, where probabilities vary by 0.12
         self.m["training/rollout_actor_probs_pearson_corr"] = np.clip(r + rng.normal(0, 3e-4, n), -0.1, 1)
         self.m[CORR + "kl"] = kl * rng.uniform(0.6, 1.1, n)
         self.m[CORR + "k3_kl"] = kl
@@ -415,7 +417,7 @@ def base(seed: int, recipes: tuple[str, ...] = tuple(RECIPES)) -> Log:
     m["_gap"] = np.minimum(m["_gap"] * log.wander(0.08), 0.0158)
     m["_gap_noise"] = np.full(n, log.log(0.015, 0.12))
     m["_gap_max"] = np.clip(rng.normal(uni(0.3, 0.95), 0.07, n), 0.1, 1.0)
-    m["_pearson"] = np.exp(rng.normal(-1.3, 0.25)) * np.exp(rng.normal(0, 0.1, n))
+    m["_pearson"] = np.exp(rng.normal(0, 0.25)) * np.exp(rng.normal(0, 0.1, n))
     m["_ppl_sign"] = np.full(n, 1.0 if log.coin(0.7) else -1.0)
     log.write_gap()
     m["training/epoch"] = np.floor(t / (n / uni(0.6, 3.5)))

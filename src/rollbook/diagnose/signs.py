@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.diagnose.changes import running_median
+from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.view import Break, View
 
@@ -121,6 +121,8 @@ def gap(view: View) -> Gap | None:
     most = max(int(np.isfinite(p).sum()) for p in parts)
     by_age = used[0].startswith("training/logprob_gap_by_staleness/")
     keep = [i for i, p in enumerate(parts) if by_age or np.isfinite(p).sum() >= 0.8 * most]
+    if not by_age:
+        keep = _telling(parts, keep)
     stack = np.stack([parts[i] for i in keep])
     some = np.isfinite(stack).any(axis=0)
     amplitude = np.full(view.n, np.nan)
@@ -141,6 +143,23 @@ def gap(view: View) -> Gap | None:
         num_bad_late=bad_late,
         num_fine_late=fine_late,
     )
+
+
+def _telling(parts: list[Series], among: list[int]) -> list[int]:
+    """Which amplitudes to listen to: not those whose own noise is several times that of the quietest (a correlation
+    near 1, a divergence near nothing), nor those that mostly stand where rounding holds them, if there are others."""
+    noises = []
+    for i in among:
+        known = parts[i][np.isfinite(parts[i])]
+        stands = float((known <= known.min() + 1e-9).mean()) >= 0.5
+        noisiest = max(noise_scale(third) for third in np.array_split(known, 3))
+        noises.append(np.inf if stands else max(noisiest, LEAST_GAP_NOISE))
+    least = min(noises)
+    return [i for i, noise in zip(among, noises) if noise <= 3 * least]
+
+
+LEAST_GAP_NOISE = 0.03
+"""Noise of an amplitude, as a share of it, below which no metric is better than another."""
 
 
 def _freed_of_age(view: View) -> tuple[tuple[str, float, float], ...]:
@@ -419,7 +438,11 @@ def policy(view: View) -> Policy:
         ("actor/grad_norm", 2.2, 1.0, shared),
     ):
         rise = view.rise(_after_warmup(view, metric))
-        if rise is not None and rise.peak_ratio >= least and rise.score >= 4:
+        # A step KL scatters around nothing: a rise to many times that is one, though single steps say little.
+        if rise is not None and (
+            (rise.peak_ratio >= least and rise.score >= 4)
+            or (rise.peak_ratio >= 3 * least and rise.score >= 2.5)
+        ):
             into.append(replace(rise, metric=metric))
             if metric != "actor/grad_norm":
                 ratios.append(rise.peak_ratio**power)
@@ -431,6 +454,9 @@ def policy(view: View) -> Policy:
         # Entropy falls in every healthy run: here it must fall with the rest.
         apart = abs(down.idx - min(b.idx for b in shared))
         own += [down] if apart <= max(6, view.n // 12) else []
+    if not ratios and all(_is_coarse(view, m) for m in ("actor/ppo_kl", "actor/pg_clipfrac")):
+        # Printed with too few decimals to show a step's movement: the gradients tell the most that can be told.
+        ratios += [rise.peak_ratio for rise in shared]
     nan_step, nan_metrics = _not_finite(view)
     has_own = bool(own) or not (view.has("actor/ppo_kl") or view.has("actor/entropy"))
     is_blow_up = has_own and len(own) + len(shared) >= 2
@@ -441,6 +467,14 @@ def policy(view: View) -> Policy:
         nan_step=nan_step,
         nan_metrics=nan_metrics,
     )
+
+
+def _is_coarse(view: View, metric: str) -> bool:
+    """Whether a metric is not logged, or with so few decimals that its values are a few steps of the last one."""
+    if not view.has(metric):
+        return True
+    values = np.abs(view.values[metric])
+    return float(np.nanquantile(values, 0.9)) <= 12.0 * view.resolution(metric)
 
 
 def _after_warmup(view: View, metric: str) -> str | None:
@@ -685,12 +719,13 @@ def host_slows(view: View, idx: int) -> bool:
     length = view.contrast("response_length/mean", idx)
     if length is not None and length.ratio >= 1.25:
         return False
-    slower = [
-        stage
-        for stage in ("update_actor", "old_log_prob", "ref", "adv", "values", "update_critic")
-        if view.moved(f"timing_s/{stage}", idx, 1, factor=1.4)
-    ]
-    return len(slower) >= 2
+    known = [s for s in _ALONE if view.has(f"timing_s/{s}")]
+    slower = [stage for stage in known if view.moved(f"timing_s/{stage}", idx, 1, factor=1.4)]
+    return len(slower) >= 2 or (len(slower) == len(known) == 1)
+
+
+_ALONE = ("update_actor", "old_log_prob", "ref", "adv", "values", "update_critic")
+"""Stages that wait for nobody."""
 
 
 RESIDUAL = "seconds of no stage"

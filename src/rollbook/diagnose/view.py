@@ -78,6 +78,8 @@ class Contrast:
     metric: str
     before: float
     after: float
+    distance: float
+    """From before to after, on the scale that was asked for (logarithmic or not), as `jump` and `noise` are."""
     jump: float
     """What changed at the step itself, beyond the slopes on both sides."""
     noise: float
@@ -96,7 +98,12 @@ class Contrast:
     def score(self) -> float:
         """Difference of the medians in their own standard errors, signed."""
         error = 1.25 * self.noise * np.sqrt(1 / self.num_before + 1 / self.num_after)
-        return float(self.diff / max(error, 1e-12 + 1e-6 * abs(self.before)))
+        return float(self.distance / max(error, 1e-12 + 1e-6 * abs(self.before)))
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether half of it came at the step itself."""
+        return abs(self.jump) >= 0.5 * abs(self.distance)
 
 
 def _ratio(after: float, before: float) -> float:
@@ -228,11 +235,16 @@ class View:
             self._breaks[key] = _find_break(self, metric, direction, log)
         return self._breaks[key]
 
-    def contrast(self, metric: str | None, idx: int, *, width: int = 12, skip: int = 0) -> Contrast | None:
-        """Medians of up to `width` values before position `idx` and after it (leaving out `skip` values after)."""
+    def contrast(
+        self, metric: str | None, idx: int, *, width: int = 12, skip: int = 0, log: bool = False
+    ) -> Contrast | None:
+        """Medians of up to `width` values before position `idx` and after it (leaving out `skip` values after). `log`
+        measures as multiples: a fall to a tenth is as far as a rise to ten times."""
         if metric is None or metric not in self.values:
             return None
         values = self.values[metric]
+        if log:
+            values = np.log(np.maximum(values, 1e-12))
         left = np.flatnonzero(np.isfinite(values[:idx]))[-width:].astype(np.float64)
         right = np.flatnonzero(np.isfinite(values[idx + skip :]))[:width].astype(np.float64) + idx + skip
         if len(left) < 3 or len(right) < 2:
@@ -240,11 +252,16 @@ class View:
         a, b = values[left.astype(np.intp)], values[right.astype(np.intp)]
         centers = np.median(right) - np.median(left)
         slope = 0.5 * (_slope(left, a) + _slope(right, b))
-        diff = float(np.median(b) - np.median(a))
+        before, after = float(np.median(a)), float(np.median(b))
         noise = max(_spread(left, a), _spread(right, b) if len(b) >= 4 else 0.0)
-        return Contrast(
-            metric, float(np.median(a)), float(np.median(b)), diff - slope * centers, noise, len(a), len(b)
-        )
+        jump = after - before - slope * centers
+        levels = (float(np.exp(before)), float(np.exp(after))) if log else (before, after)
+        return Contrast(metric, *levels, after - before, jump, noise, len(a), len(b))
+
+    def noise_before(self, metric: str, idx: int) -> float:
+        """Short-term noise of the last 40 values before a position."""
+        past = self.values[metric][:idx]
+        return changes.noise_scale(past[np.isfinite(past)][-BASELINE:])
 
     def moved(
         self, metric: str | None, idx: int, direction: Direction, *, factor: float, score: float = 4.0
@@ -304,11 +321,12 @@ def _find_break(view: View, metric: str, direction: Direction, log: bool) -> Bre
         found = _describe(view, metric, known, clean, split.idx, direction, log, noise)
     step = _step(clean, direction, noise)
     if step is not None and (found is None or _is_hidden(step, found, known, noise)):
-        return _describe(view, metric, known, clean, step[0], direction, log, noise) or found
-    if split is not None:
+        found = _describe(view, metric, known, clean, step[0], direction, log, noise) or found
+    if found is not None and found.score >= EXCURSION_NOISES:
         return found
-    start = _excursion(clean, direction, noise)
-    return None if start is None else _describe(view, metric, known, clean, start, direction, log, noise)
+    start = _excursion(clean, direction, noise)  # no lasting change, or hardly: did it come and go?
+    gone = None if start is None else _describe(view, metric, known, clean, start, direction, log, noise)
+    return gone if found is None or (gone is not None and gone.score > 2 * found.score) else found
 
 
 STEP_WIDTH = 8
@@ -437,17 +455,19 @@ def _lingers(after: Series, base: float, direction: Direction, noise: float) -> 
 
 
 def _end_of(clean: Series, at: int, base: float, direction: Direction) -> int:
-    """Where the departure ends: having been there, the series stays within 30 % of its size for five values."""
-    smooth = direction * (changes.running_median(clean[at:], 5) - base)
+    """Where the departure ends: having been there, the series stays within 30 % of its size for five values, or for
+    more of a long series, whose noise alone comes back for five."""
+    width = max(5, len(clean[at:]) // 50) | 1
+    smooth = direction * (changes.running_median(clean[at:], width) - base)
     size = float(np.max(changes.running_median(smooth, 9)))
     there = np.flatnonzero(smooth >= 0.5 * size)
     if size <= 0 or not len(there):
         return len(clean)
     first = int(there[0])
     back = smooth[first:] < 0.3 * size
-    if len(back) < 5:
+    if len(back) < width:
         return len(clean)
-    runs = np.flatnonzero(np.convolve(back.astype(np.int64), np.ones(5, np.int64), "valid") == 5)
+    runs = np.flatnonzero(np.convolve(back.astype(np.int64), np.ones(width, np.int64), "valid") == width)
     return at + first + int(runs[0]) if len(runs) else len(clean)
 
 

@@ -210,6 +210,7 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
             r"Watchdog caught collective operation timeout|NCCL (?:operation|error|timeout).{0,80}time[d ]?out"
             r"|collective operation timeout|ProcessGroupNCCL.{0,120}[Tt]imeout|Connection closed by peer.{0,80}gloo"
             r"|HCCL.{0,60}timeout|Timed out waiting .{0,60}(?:all_?reduce|broadcast|barrier|all_?gather)"
+            r"|Timed out waiting \d+ ?ms for (?:recv|send|operation)"
             r"|did not answer to \w+ of version|did not export .{0,60} within",
         ),
         (
@@ -237,12 +238,12 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
     )
 )
 _NEEDLES = tuple(dict.fromkeys(needle for _, needles, _ in _TROUBLE for needle in needles))
-_SYNC_WORDS = re.compile(
-    r"update_weights|load_weights|wake_up|wakeup|resume_memory|sync_weights|weight_sync|rollout_mode|update_named_param"
-    r"|checkpoint_engine|all_gather_param|param_sync|sharding_manager|update_params|resume_memory_occupation"
+_SYNC_WORDS = re.compile(  # `timing_s/update_weights` is a metric, and every step has it
+    r"(?<!timing_s/)(?:update_weights|load_weights|wake_up|wakeup|resume_memory|sync_weights|weight_sync|rollout_mode|update_named_param"
+    r"|checkpoint_engine(?!/)|all_gather_param|param_sync|sharding_manager|update_params|resume_memory_occupation)"
 )
 _TRAIN_WORDS = re.compile(
-    r"update_actor|update_policy|\bbackward\b|compute_log_prob|update_critic|train_step|forward_backward"
+    r"(?<!timing_s/)(?<!token_ms/)(?:update_actor|update_policy|\bbackward\b|compute_log_prob|update_critic|train_step|forward_backward)"
 )
 
 

@@ -25,10 +25,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return _stopped(view, stopped)
     known = [m for m in (*signs.ENV_LOAD, *signs.ENV_FAILURES, signs.TURNS, *_CAPACITY) if view.has(m)]
     is_agentic = any(m.startswith("env/") for m in known) or view.level(signs.TURNS) > 2.2
-    fall = signs.reward(view).fall
-    scorer = view.contrast(SCORER, fall.idx, width=8) if fall is not None else None
-    scorer_moved = scorer is not None and _is_broken(scorer)
-    if not is_agentic and not scorer_moved and not any(view.has(m) for m in signs.ENV_FAILURES):
+    if not is_agentic and not _scorer_breaks(view) and not any(view.has(m) for m in signs.ENV_FAILURES):
         return NotJudged(
             rule=RULE,
             missing=("failures/frac", "env/turn_s/mean", "env/num_active", "num_turns/mean"),
@@ -42,6 +39,18 @@ def judge(view: View) -> Finding | NotJudged | None:
         if found is not None and (best is None or found.confidence > best.confidence):
             best = found
     return best
+
+
+def _scorer_breaks(view: View) -> list[int]:
+    """Positions at which scoring became many times longer or shorter."""
+    breaks = (view.rise(SCORER), view.fall(SCORER, log=True))
+    at = [b.idx for b in breaks if b is not None and b.score >= 5]
+    if (fall := signs.reward(view).fall) is not None:
+        at.append(fall.idx)
+    near = (i for idx in at for i in (idx, idx + 1))
+    return [
+        i for i in near if (c := view.contrast(SCORER, i, width=8, log=True)) is not None and _is_broken(c)
+    ]
 
 
 def _stopped(view: View, found: Stop) -> Finding:
@@ -59,7 +68,7 @@ def _stopped(view: View, found: Stop) -> Finding:
 
 def _moments(view: View) -> list[int]:
     """Steps at which something of the environment or the reward broke."""
-    moments = []
+    moments = _scorer_breaks(view)
     reward = signs.reward(view)
     if reward.fall is not None:
         moments.append(reward.fall.idx)
@@ -71,16 +80,18 @@ def _moments(view: View) -> list[int]:
         found = view.fall(metric)
         if found is not None and found.score >= 5:
             moments.append(found.idx)
-    return sorted(set(moments))
+    # A noisy series may date its break a step early: values of before would stand among those of after.
+    return sorted({i for idx in moments for i in (idx, idx + 1)})
 
 
 def _is_broken(c: Contrast) -> bool:
     """Seconds of a service that became much longer or much shorter at once."""
-    return abs(c.score) >= 6 and not 0.5 <= c.ratio <= 2.0 and abs(c.jump) >= 0.5 * abs(c.diff)
+    return abs(c.score) >= 6 and not 0.5 <= c.ratio <= 2.0 and c.is_at_once
 
 
-def _is_sudden(c: Contrast) -> bool:
-    return abs(c.jump) >= 0.5 * abs(c.diff)
+def _is_the_fall(reward: signs.Reward, idx: int) -> bool:
+    """Whether the reward's own fall, told from the whole run, is at a position."""
+    return reward.fall is not None and abs(reward.fall.idx - idx) <= 1
 
 
 def _at(view: View, idx: int) -> Finding | None:
@@ -96,7 +107,7 @@ def _at(view: View, idx: int) -> Finding | None:
         nonlocal weight, is_env
         weight += points
         is_env |= env
-        sudden.append(_is_sudden(c))
+        sudden.append(c.is_at_once)
         evidence.append(of_contrast(view, c, idx, says))
 
     failed = signs.failures_rise(view, idx)
@@ -105,11 +116,11 @@ def _at(view: View, idx: int) -> Finding | None:
         assert c is not None
         add(c, 2.0 if metric == failed[0] else 0.5, True)
     for metric in ("env/turn_s/mean", "env/turn_s/p99"):
-        c = view.contrast(metric, idx, width=8)
+        c = view.contrast(metric, idx, width=8, log=True)
         if c is not None and abs(c.score) >= 5 and not 0.6 <= c.ratio <= 1.6:
             add(c, 1.5, True, "refused at once" if c.ratio < 1 else "waiting for time-outs")
             break
-    c = view.contrast(SCORER, idx, width=8)
+    c = view.contrast(SCORER, idx, width=8, log=True)
     if c is not None and _is_broken(c):
         add(c, 1.5, True, "scoring " + ("is refused at once" if c.ratio < 1 else "waits for time-outs"))
     for metric in _CAPACITY:
@@ -122,7 +133,8 @@ def _at(view: View, idx: int) -> Finding | None:
         add(c, 1.5, True, "episodes end early")
     reward = signs.reward(view)
     lost = view.contrast(reward.metric, idx, width=8)
-    fell = lost is not None and lost.score <= -5 and signs.lost_reward(view, idx) >= 0.12
+    share_lost = signs.lost_reward(view, idx)
+    fell = lost is not None and share_lost >= 0.12 and (lost.score <= -5 or _is_the_fall(reward, idx))
     if lost is not None and fell:
         add(lost, 1.5, False)
     if not is_env:

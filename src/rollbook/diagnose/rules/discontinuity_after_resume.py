@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollbook.diagnose import signs
+from rollbook.diagnose.changes import noise_scale
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import many, num, share
 from rollbook.diagnose.series import Series
@@ -163,11 +164,69 @@ def _unmarked(view: View) -> list[Restart]:
             restarts.append(
                 Restart(idx, reward.metric, "falls at the step at which the entropy jumps", False)
             )
+    restarts += _jumps_together(view)
     without = _without_moments(view)
     if without is not None:
         says = "gradients and step KL rise and the reward falls at one step, while the engine still agrees"
         restarts.append(Restart(without, "actor/grad_norm", says, False))
     return restarts
+
+
+AT_ONCE = 5.0
+"""Noises that a series of the trainer must jump by, from one step to the next, to be looked at as a restart."""
+
+
+def _jumps_together(view: View) -> list[Restart]:
+    """The steps at which the distance to the reference shrinks most, or the gradients rise most, if the entropy and
+    others jump at that very step. A distance that grows again, or gradients that calm down, leave no lasting change."""
+    restarts = []
+    for metric, way, least in (("actor/kl_loss", -1, 0.5), ("actor/grad_norm", 1, 0.6)):
+        at = _steepest(view, metric, way, least)
+        if at is None:
+            continue
+        for idx in (at - 1, at, at + 1):
+            others = [
+                m
+                for m in ("actor/entropy", signs.reward(view).metric, "response_length/mean")
+                if m is not None
+            ]
+            jumps = {m: j for m in others if (j := _jump(view, m, idx)) is not None}
+            told = {
+                m
+                for m, (before, _, size, score) in jumps.items()
+                if score >= 4 and abs(size) >= 0.12 * abs(before)
+            }
+            if "actor/entropy" not in told or (way > 0 and len(told) < 2) or not _reward_was_there(view, idx):
+                continue
+            says = "the distance to the reference shrinks" if way < 0 else "the gradients jump"
+            restarts.append(Restart(idx, metric, f"{says} at the step at which the entropy does", False))
+            break
+    return restarts
+
+
+def _steepest(view: View, metric: str, way: int, least: float) -> int | None:
+    """Position of the largest movement one way, in multiples, between the values just before and just after."""
+    known = np.flatnonzero(np.isfinite(view.values.get(metric, np.zeros(0))))
+    if len(known) < 16:
+        return None
+    values = np.log(np.maximum(view.values[metric][known], 1e-12))
+    before = np.median(np.lib.stride_tricks.sliding_window_view(values, 6), axis=1)
+    after = np.median(np.lib.stride_tricks.sliding_window_view(values, 4), axis=1)
+    jumps = way * (after[6:] - before[: len(after) - 6])  # of position i + 6
+    at = int(np.argmax(jumps))
+    return int(known[at + 6]) if jumps[at] >= max(least, AT_ONCE * noise_scale(values) / 2) else None
+
+
+def _reward_was_there(view: View, idx: int) -> bool:
+    """Whether the reward after a step is one that the run had before: what fell lower than ever is no older policy."""
+    metric = signs.reward(view).metric
+    c = view.contrast(metric, idx, width=8)
+    if c is None or metric is None:
+        return True
+    past = view.values[metric][:idx]
+    low, high = np.nanquantile(past, 0.02), np.nanquantile(past, 0.98)
+    reach = 0.25 * max(float(high) - signs.lowest_reward(view), 0.0)
+    return bool(low - reach <= c.after <= high + reach)
 
 
 def _without_moments(view: View) -> int | None:
@@ -261,6 +320,9 @@ def _at(view: View, restart: Restart) -> Finding | None:
     gap = view.contrast(signs.GAP, restart.idx, width=8) if signs.gap(view) else None
     if gap is not None and gap.ratio >= 3 and gap.score >= 8:
         return None  # the engine is not the trainer's: another rule's
+    rise = found.rise if (found := signs.gap(view)) is not None else None
+    if rise is not None and rise.peak_ratio >= 3 and rise.score >= 8 and abs(rise.idx - restart.idx) <= 2:
+        return None
     confidence = 0.55 + 0.13 * num_jumps + (0.1 if restart.is_certain else -0.05) - 0.15 * only_lr
     reward = view.contrast(signs.reward(view).metric, restart.idx)
     return Finding(
@@ -284,6 +346,9 @@ def _jump(view: View, metric: str, idx: int) -> tuple[float, float, float, float
     first = view.level(metric, idx, idx + 4)
     jump = first - c.before
     slope = c.diff - c.jump  # what both sides' slopes explain
-    jump -= slope * 0.5
-    error = max(c.noise, 1e-12 + 1e-3 * abs(c.before)) * 1.25 * np.sqrt(1 / c.num_before + 1 / 4)
+    if slope * jump > 0:  # a slope the other way, by chance, would only add to it
+        jump -= slope * 0.5
+    # Ten values may lie close together by chance: those of forty before tell how far they usually scatter.
+    noise = max(c.noise, view.noise_before(metric, idx))
+    error = max(noise, 1e-12 + 1e-3 * abs(c.before)) * 1.25 * np.sqrt(1 / c.num_before + 1 / 4)
     return c.before, first, float(jump), float(abs(jump) / error)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose import signs
+from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
-from rollbook.diagnose.view import Break, View
+from rollbook.diagnose.view import Break, View, spearman
 
 RULE = "missed_weight_sync"
 LEAST_GROWTH = 1.6
@@ -90,18 +91,41 @@ def _is_unexplained_ramp(view: View, gap: signs.Gap, rise: Break) -> bool:
 
 
 def staleness_explains(view: View, rise: Break) -> bool:
-    """Whether the samples' own staleness rose with the gap."""
+    """Whether the samples' own staleness rose with the gap: at that step, while the pipeline fills, or slowly."""
     versions = signs.versions(view)
+    if versions.mean is not None and rise.idx < FILLING_STEPS:
+        early, late = (
+            view.level(versions.mean, 0, rise.idx + 1),
+            view.level(versions.mean, rise.idx, rise.idx + 40),
+        )
+        if late >= early + 0.5 and late >= 1.35 * early:
+            return True
     c = view.contrast(versions.mean, rise.idx, width=20, skip=3)
     if c is not None and c.diff >= 0.5 and c.ratio >= 1.35 and c.score >= 4:
         return True
     found = versions.rise
-    return (
-        found is not None
-        and view.near(found.idx, rise.idx, share=0.1, least=10)
-        and found.late >= found.before + 0.5
-        and found.late >= 1.35 * found.before
-    )
+    if found is None or found.late < found.before + 0.5 or found.late < 1.35 * found.before:
+        return False
+    if view.near(found.idx, rise.idx, share=0.1, least=10):
+        return True
+    return found.idx < rise.idx and follows_staleness(view, found.idx)
+
+
+FILLING_STEPS = 12
+"""Steps in which the pipeline of an asynchronous run may still fill up, so that its samples become older."""
+
+
+def follows_staleness(view: View, idx: int) -> bool:
+    """Whether the gap goes up and down with the staleness of the samples from a position on."""
+    mean = signs.versions(view).mean
+    if mean is None or signs.gap(view) is None:
+        return False
+    both = np.isfinite(view.values[mean][idx:]) & np.isfinite(view.values[signs.GAP][idx:])
+    if both.sum() < 20:
+        return False
+    width = max(5, int(both.sum()) // 20) | 1
+    smooth = [running_median(view.values[m][idx:][both], width) for m in (mean, signs.GAP)]
+    return spearman(*smooth) >= 0.7
 
 
 def optimizer_explains(view: View, rise: Break) -> bool:
@@ -152,7 +176,7 @@ def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: i
                 says="even the newest sample ages by one version a step",
             )
         )
-    for metric in (signs.gap(view) or _NO_GAP).metrics[:2]:
+    for metric in (signs.gap(view) or NO_GAP).metrics[:2]:
         c = view.contrast(metric, idx, width=30)
         if c is not None and end is not None:
             evidence.append(_peak(view, metric, idx, end, c.before))
@@ -218,4 +242,4 @@ def _peak(view: View, metric: str, idx: int, end: int, before: float) -> Evidenc
     )
 
 
-_NO_GAP = signs.Gap((), None, 1.0, 0.0, 0, 0, 0, 0)
+NO_GAP = signs.Gap((), None, 1.0, 0.0, 0, 0, 0, 0)

@@ -42,6 +42,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         living = [s for s, m in group.items() if view.last(m, 3) > signs.lowest_reward(view) + 1e-6]
         for source, metric in group.items():
             since = _zero_since(view, metric, least)
+            if since is None and group is train:
+                since = _outage(view, metric)
             if since is None or not (living or group is held_out):
                 continue
             if _others_fall(view, since, [m for s, m in group.items() if s != source]):
@@ -58,14 +60,16 @@ def judge(view: View) -> Finding | NotJudged | None:
         )
         return _without_sources(view) if unseen and not train else None
     confidence, idx, source, metric = best
-    before = view.level(metric, 0, idx)
+    before, floor = view.level(metric, 0, idx), float(view.values[metric][idx])
+    ended = _until(view, metric, idx) if metric in train.values() else None
+    until = f", until step {ended}" if ended is not None else ""
     evidence = [
         Evidence(
             metric=metric,
             step=view.step_at(idx),
             before=before,
-            after=0.0,
-            says=f"{num(before)} before, exactly 0 since step {view.step_at(idx)}",
+            after=floor,
+            says=f"{num(before)} before, exactly {num(floor)} since step {view.step_at(idx)}{until}",
         )
     ]
     others = [m for s, m in (*train.items(), *held_out.items()) if s != source][:3]
@@ -86,6 +90,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         cost_reward=max(0.0, -c.diff) if c is not None else None,
         action=f"take {source!r} out of the mix until its scorer gives full marks to its own reference answers again",
         next_check="score the reference answers of ten of its rows, in the worker that scores during training",
+        until_step=ended,
     )
 
 
@@ -107,6 +112,41 @@ def _zero_since(view: View, metric: str, least: int) -> int | None:
     floors = {0.0, signs.lowest_reward(view)}
     found = [since for floor in floors if (since := _at_floor_since(view, metric, floor, least)) is not None]
     return min(found, default=None)
+
+
+OUTAGE_STEPS = 6
+"""Steps in a row at the floor from which on a source that came back was out, and not unlucky."""
+
+
+def _outage(view: View, metric: str) -> int | None:
+    """Position of the longest stretch in which a reward that was well above the floor stood exactly at it, and which
+    ended: a scorer that was down for a while."""
+    values = view.values[metric] - min(0.0, signs.lowest_reward(view))
+    known = np.flatnonzero(np.isfinite(values))
+    if not len(known):
+        return None
+    at_floor = np.abs(values[known]) <= 1e-9
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], at_floor, [False]]).astype(np.int8))).reshape(
+        -1, 2
+    )
+    best: tuple[int, int] | None = None
+    for start, end in edges:
+        past = at_floor[max(0, start - 40) : start]
+        usual = values[known[max(0, start - 20) : start]]
+        if end - start < OUTAGE_STEPS or len(usual) < 6 or np.median(usual) < 0.02:
+            continue
+        if ((past.sum() + 1) / (len(past) + 2)) ** (end - start) <= 1e-3 and (
+            best is None or end - start > best[0]
+        ):
+            best = (int(end - start), int(known[start]))
+    return None if best is None else best[1]
+
+
+def _until(view: View, metric: str, idx: int) -> int | None:
+    """The step at which a reward that stood at its floor left it again."""
+    values = view.values[metric][idx:] - min(0.0, signs.lowest_reward(view))
+    back = np.flatnonzero(np.isfinite(values) & (np.abs(values) > 1e-9))
+    return view.step_at(idx + int(back[0])) if len(back) else None
 
 
 def _at_floor_since(view: View, metric: str, floor: float, least: int) -> int | None:

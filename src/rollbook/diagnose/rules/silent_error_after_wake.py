@@ -39,11 +39,23 @@ def judge(view: View) -> Finding | NotJudged | None:
         return None
     lost = signs.lost_reward(view, rise.idx)
     pearson = view.contrast("training/rollout_actor_probs_pearson_corr", rise.idx, width=8)
-    unrelated = pearson is not None and pearson.after < 0.6
+    unrelated = (pearson is not None and pearson.after < 0.6) or _is_far_apart(view, rise.idx)
     noise = pearson is not None and pearson.after < NOISE and pearson.before > 0.8
     if not (lost >= 0.4 or (unrelated and lost >= 0.15) or noise):
         return None
     return _finding(view, rise.idx, 0.95 if (lost >= 0.4 and rise.peak_ratio >= 5) or noise else 0.8)
+
+
+FAR_APART = (
+    ("rollout_corr/k3_kl", 1.0),
+    ("rollout_corr/kl", 1.0),
+    ("training/rollout_probs_diff_mean", 0.22),
+)
+"""Nats a token, or differences of probability, that no numerics of the same weights come to."""
+
+
+def _is_far_apart(view: View, idx: int) -> bool:
+    return any(view.level(metric, idx, idx + 8) >= least for metric, least in FAR_APART)
 
 
 def _in_first_steps(view: View) -> Finding | None:
@@ -57,7 +69,7 @@ def _in_first_steps(view: View) -> Finding | None:
         reward_before, reward_after = view.level(metric, 0, good), view.level(metric, good, good + 12)
         bottom = signs.lowest_reward(view)
         gone = reward_before > bottom and reward_after - bottom <= 0.5 * (reward_before - bottom)
-        if after >= BROKEN * before and gone and gap.num_bad:
+        if after >= BROKEN * before and gone and (gap.num_bad or gap.num_bad_late):
             return _finding(view, good, 0.85)
     return None
 

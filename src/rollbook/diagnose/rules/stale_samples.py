@@ -3,8 +3,11 @@ bound lets too much through. The disagreement of trainer and engine follows the 
 
 from __future__ import annotations
 
+import numpy as np
+
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.missed_weight_sync import NO_GAP, follows_staleness
 from rollbook.diagnose.rules.version_drift import newest_follows
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.view import View, spearman
@@ -67,6 +70,8 @@ def _harm(view: View, idx: int, skip: int) -> list[Evidence]:
         c = view.contrast(signs.GAP, idx, width=20, skip=skip)
         if c is not None and c.ratio >= 1.12 and c.score >= 4:
             worse.append(of_contrast(view, c, idx, "the gap follows"))
+        elif (slowly := _gap_follows(view, idx)) is not None:
+            worse.append(slowly)
     for metric, direction, factor in (
         ("rollout_corr/rollout_is_eff_sample_size", -1, 1.05),
         ("rollout_corr/chi2_token", 1, 1.5),
@@ -84,6 +89,20 @@ def _harm(view: View, idx: int, skip: int) -> list[Evidence]:
     return worse
 
 
+def _gap_follows(view: View, idx: int) -> Evidence | None:
+    """The gap goes with a staleness that rises so slowly that nothing shows at any one step."""
+    before, late = (
+        view.level(signs.GAP, max(0, idx - 60), idx),
+        view.level(signs.GAP, view.n - (view.n - idx) // 3),
+    )
+    if not late >= 1.25 * before or not follows_staleness(view, idx):
+        return None
+    metric = (signs.gap(view) or NO_GAP).metrics[0]
+    now, then = view.level(metric, view.n - (view.n - idx) // 3), view.level(metric, max(0, idx - 60), idx)
+    says = f"{num(then)} before step {view.step_at(idx)}, {num(now)} now: the gap follows"
+    return Evidence(metric=metric, step=view.step_at(idx), before=then, after=now, says=says)
+
+
 def _reward_lost(view: View, idx: int) -> float | None:
     c = view.contrast(signs.reward(view).metric, idx, width=20)
     return None if c is None else max(0.0, -c.diff)
@@ -93,11 +112,32 @@ ALWAYS = 4.0
 """Mean staleness from the first steps on that is more than any usual bound, if the importance weights suffer too."""
 
 
+PARTED = 2.5
+"""The gap over that of fresh samples from which on age is most of it."""
+
+
+VERY_OLD = 6.0
+"""Versions behind from which on that alone is a finding: bounds of four and less are in use, and fill up."""
+
+
+def _of_fresh(view: View, metric: str) -> float | None:
+    """The gap on the first, nearly fresh samples of a run; None where there were none."""
+    if signs.gap(view) is None:
+        return None
+    fresh = np.flatnonzero(np.nan_to_num(view.values[metric][:10], nan=np.inf) <= 0.5)
+    values = view.values[signs.GAP][fresh]
+    return float(np.nanmedian(values)) if np.isfinite(values).any() else None
+
+
 def _from_start(view: View, metric: str) -> Finding | None:
     start, level = view.level(metric, 0, max(5, view.n // 8)), view.level(metric)
     weights = view.level("rollout_corr/rollout_is_eff_sample_size")
     gap = signs.gap(view)
-    suffers = weights <= 0.75 or (gap is not None and gap.num_fine == 0)
+    fresh = _of_fresh(view, metric)
+    parted = view.level(signs.GAP) / fresh if fresh is not None else 1.0
+    suffers = (
+        weights <= 0.75 or (gap is not None and gap.num_fine == 0) or (parted >= PARTED and level >= VERY_OLD)
+    )
     if not (start >= ALWAYS and level >= ALWAYS and suffers):
         return None
     evidence = [
@@ -109,6 +149,11 @@ def _from_start(view: View, metric: str) -> Finding | None:
         says = f"effective sample size {num(weights)} of 1"
         name = "rollout_corr/rollout_is_eff_sample_size"
         evidence.append(Evidence(metric=name, step=view.step_at(0), after=weights, says=says))
+    if gap is not None and parted >= PARTED:
+        says = f"the gap is {num(parted)} times that of the first, fresh samples"
+        evidence.append(
+            Evidence(metric=gap.metrics[0], step=view.step_at(0), after=view.level(gap.metrics[0]), says=says)
+        )
     return Finding(
         rule=RULE,
         title="samples are stale from the first steps on",

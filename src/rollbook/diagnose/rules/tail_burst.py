@@ -89,6 +89,9 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     just_before = float(np.median(tail[idx][max(0, begin - 20) : begin]))
     if float(np.median(tail[idx][begin:end][both[begin:end]])) < least * just_before:
         return None  # it grew there slowly: longer responses, not a burst
+    slow_before = float(np.median(gen[idx][max(0, begin - 12) : begin]))
+    if float(np.median(gen[idx][begin:end][both[begin:end]])) < 1.2 * slow_before:
+        return None  # the steps were as slow before there was a tail
     start = int(idx[begin])
     if rate_after >= LASTING and not _step_together(view, metric, start, least):
         return None  # no burst but a level: then both must have come to it at once
@@ -102,6 +105,10 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
         return None
     hit = idx[begin:end][both[begin:end]]
     raw = view.values[metric]
+    if metric == "response_length/clip_ratio" and not _grew(view, start, hit):
+        return (
+            None  # more of them end at the limit, where the longest have always ended: no step waits longer
+        )
     if _host_is_slow(view, hit) or (
         metric == TAIL and float(np.median(raw[hit] / seconds_of(view)[hit])) < 0.2
     ):
@@ -142,6 +149,18 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
         "train on what has finished (asynchronous schedule)",
         next_check="read the longest responses of one such step: repetition, or honest reasoning cut short?",
     )
+
+
+def _grew(view: View, start: int, hit: NDArray[np.intp]) -> bool:
+    """Whether the longest responses of the steps that are hit are longer against the mean than before, if it is told."""
+    longest, mean = view.values.get("response_length/max"), view.values.get("response_length/mean")
+    if longest is None or mean is None:
+        return True
+    relative = longest / mean
+    before, after = relative[max(0, start - 40) : start], relative[hit]
+    if not np.isfinite(before).any() or not np.isfinite(after).any():
+        return True
+    return float(np.nanmedian(after)) >= 1.2 * float(np.nanmedian(before))
 
 
 def _step_together(view: View, metric: str, start: int, least: float) -> bool:
