@@ -6,15 +6,18 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+from rich.console import Console
 
 from rollbook.ledger.assumptions import load_assumptions
 from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.model import load_model
 from rollbook.ledger.workload import Workload
 from rollbook.planner.charts import nice_ticks
+from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import make_plan
 from rollbook.planner.report import html_report
 from rollbook.planner.request import PlanRequest
+from rollbook.planner.show import show_plan
 
 
 def page(num_gpus: int = 16, model: str = "Qwen3-8B", **changes: object) -> str:
@@ -81,3 +84,15 @@ def test_ticks_are_round_and_within_the_axis() -> None:
     for most in (0.7, 3.0, 42.0, 870.0, 12_345.0):
         ticks = nice_ticks(most)
         assert ticks[0] == 0 and ticks[-1] <= most and 3 <= len(ticks) <= 7
+
+
+def test_a_range_has_one_unit_and_a_wider_one_its_reason() -> None:
+    """No "2,087 s to 1 h 01 min"; and what nobody measured stands beside the numbers, in page and terminal."""
+    options = PlanOptions(model="Qwen3-32B", gpu="MI355X", num_gpus="64", response_tokens="8k")
+    made = make_plan(options.request(), is_brief=True)
+    page = html_report(made)
+    assert "no published measurement of decoding with MI355X" in page
+    assert not re.search(r"\d s to [^<]*min", page)
+    with (console := Console(width=200, record=True)).capture() as captured:
+        show_plan(made, console)
+    assert "no published measurement of fsdp training with MI355X" in captured.get()

@@ -17,7 +17,7 @@ from rollbook.ledger.switch import Move, pinned_bytes
 from rollbook.ledger.sync import SyncWork, sync_account
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate, host_state_bytes, with_offload
-from rollbook.planner.words import count, format_bytes, percent, seconds
+from rollbook.planner.words import count, format_bytes, percent, seconds, seconds_range
 
 _USUAL_INTERVAL_S = 3600.0
 """Without a wish, a checkpoint about once an hour: what a failure may cost."""
@@ -44,6 +44,11 @@ class Checkpointing:
         }
 
     @property
+    def write_span(self) -> str:
+        """Range of the seconds until the files are whole."""
+        return seconds_range(self.account.write_range.low, self.account.write_range.high)
+
+    @property
     def interval(self) -> str:
         return f"every {self.every_steps} steps" if self.every_steps > 1 else "every step"
 
@@ -59,8 +64,8 @@ class Checkpointing:
             )
         text += (
             f"A checkpoint {self.interval} writes {format_bytes(a.total_bytes)} ({format_bytes(a.bytes_per_gpu)} a "
-            f"training GPU) in {seconds(a.write_s)} ({seconds(a.write_range.low)} to "
-            f"{seconds(a.write_range.high)}) at {format_bytes(self.storage_bytes_per_s)}/s of storage"
+            f"training GPU) in {seconds(a.write_s)} ({self.write_span}) at "
+            f"{format_bytes(self.storage_bytes_per_s)}/s of storage"
         )
         if self.is_async:
             text += (
@@ -177,8 +182,7 @@ class Beside:
             ),
             (
                 "  written in",
-                f"{seconds(c.account.write_s)} ({seconds(c.account.write_range.low)} to "
-                f"{seconds(c.account.write_range.high)})",
+                f"{seconds(c.account.write_s)} ({c.write_span})",
             ),
             (
                 "  training stands still",

@@ -84,6 +84,12 @@ class Plan:
             raise PlanError(self.choice_because, "; or ".join(self.smallest_changes) or _NO_CHANGE)
         return self.chosen
 
+    @property
+    def chosen_notes(self) -> tuple[str, ...]:
+        """What is to be known of the recommended topology's numbers, beside the warnings about model and device."""
+        notes = self.chosen.account.notes if self.chosen else ()
+        return tuple(note for note in dict.fromkeys(notes) if note not in self.request.model.assumed)
+
     def as_json(self) -> dict[str, object]:
         """One object, keys as in `rollbook plan --json`."""
         r = self.request

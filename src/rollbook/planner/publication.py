@@ -18,7 +18,7 @@ from rollbook.ledger.sync import (
 )
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate
-from rollbook.planner.words import format_bytes, percent, seconds
+from rollbook.planner.words import format_bytes, percent, seconds, seconds_range
 
 MAX_BUCKETS = 2
 """Written into the config as `sync.max_buckets`: one is filled while the other travels."""
@@ -140,7 +140,7 @@ class Publication:
             (
                 "expected",
                 f"{_count(self.account.num_buckets, 'bucket')}; alone {stages}; fixed {seconds(self.account.fixed_s)}",
-                f"{seconds(self.seconds)} ({seconds(span.low)} to {seconds(span.high)})",
+                f"{seconds(self.seconds)} ({seconds_range(span.low, span.high)})",
             )
         )
         return rows

@@ -36,6 +36,7 @@ from rollbook.planner.words import (
     format_bytes,
     percent,
     seconds,
+    seconds_range,
     split,
 )
 
@@ -119,8 +120,9 @@ def _header(plan: Plan, title: str) -> str:
         )
         return f"<header><h1>{_e(title)}</h1><p>{_e(lead)}</p></header>{notes}{cards}"
     account = chosen.account
+    notes += "".join(f'<p class="why">Note: {_e(note)}.</p>' for note in plan.chosen_notes)
     low, high = account.step_s.low, account.step_s.high
-    span = f"{seconds(low)} to {seconds(high)}" if high > 1.001 * low else "a step"
+    span = seconds_range(low, high) if high > 1.001 * low else "a step"
     tokens_per_s = work.trained_tokens / chosen.step_s / r.cluster.num_gpus
     numbers = [
         ("main", seconds(chosen.step_s), f"a step ({span})" if span != "a step" else span),
@@ -379,7 +381,7 @@ def _timeline(plan: Plan, result: SimResult, shown: Candidate) -> str:
     span = result.step_range(shown.account.step_s)
     cells = [
         ("step, simulated", seconds(result.step_s)),
-        ("its range", f"{seconds(span.low)} to {seconds(span.high)}"),
+        ("its range", seconds_range(span.low, span.high)),
         ("step, closed form", seconds(shown.step_s)),
         ("rollout GPUs idle", percent(result.rollout_idle_frac)),
         ("training GPUs idle", percent(result.train_idle_frac)),

@@ -28,6 +28,7 @@ from rollbook.planner.words import (
     format_bytes,
     percent,
     seconds,
+    seconds_range,
     split_gpus,
 )
 
@@ -91,7 +92,7 @@ def _header(plan: Plan, chosen: Candidate, done: Execution) -> str:
         f"# {r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}: "
         f"{MODE_TITLES[chosen.mode]}, {split_gpus(*chosen.split, chosen.mode)}.",
         *_comment(
-            f"Expected: {seconds(chosen.step_s)} a step ({seconds(low)} to {seconds(high)}), whole-step MFU "
+            f"Expected: {seconds(chosen.step_s)} a step ({seconds_range(low, high)}), whole-step MFU "
             f"{percent(chosen.account.mfu_frac)}, under the assumptions `{r.assumptions.name}`."
         ),
     ]

@@ -25,6 +25,7 @@ from rollbook.planner.words import (
     device_words,
     percent,
     seconds,
+    seconds_range,
     split,
     split_gpus,
 )
@@ -107,7 +108,7 @@ def _recommendation(plan: Plan) -> RenderableType:
         return Group(*lines)
     account = chosen.account
     low, high = account.step_s.low, account.step_s.high
-    span = f" ({seconds(low)} to {seconds(high)})" if high > low * 1.001 else ""
+    span = f" ({seconds_range(low, high)})" if high > low * 1.001 else ""
     head = Text.assemble(
         (capitalized(MODE_TITLES[chosen.mode]), "bold green"),
         f", {split_gpus(*chosen.split, chosen.mode)}: a step takes ",
@@ -115,7 +116,8 @@ def _recommendation(plan: Plan) -> RenderableType:
         f"{span}, whole-step MFU {percent(account.mfu_frac)}"
         + (", with the optimizer state in host memory." if chosen.train.is_offloaded else "."),
     )
-    return Group(head, Text(f"{capitalized(plan.choice_because)}."))
+    lines = [head, Text(f"{capitalized(plan.choice_because)}.")]
+    return Group(*lines, *(Text(f"Note: {note}.", style="yellow") for note in plan.chosen_notes))
 
 
 def _step_table(account: StepAccount, losses: tuple[Loss, ...]) -> Table:

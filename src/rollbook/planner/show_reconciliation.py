@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollbook.planner.reconcile import Reconciliation, StageResult
-from rollbook.planner.words import percent, seconds
+from rollbook.planner.words import percent, seconds, seconds_range
 
 _STYLES = {"slower": "red", "faster": "green", "as planned": "", "not planned": "dim"}
 _BAR_WIDTH = 30
@@ -24,7 +24,7 @@ def show_reconciliation(result: Reconciliation, console: Console) -> None:
         Text.assemble(
             (f"A step takes {seconds(step.measured_s)}", "bold"),
             f"; planned were {seconds(step.expected.seconds)}{'' if is_as_foreseen else ' for the work it got'} "
-            f"({seconds(step.expected.low)} to {seconds(step.expected.high)}): {step.ratio:.2f} x, {step.verdict}."
+            f"({seconds_range(step.expected.low, step.expected.high)}): {step.ratio:.2f} x, {step.verdict}."
             + ("" if is_as_foreseen else f" Before the run it was {seconds(step.planned.seconds)}."),
         )
     )

@@ -14,7 +14,7 @@ from rich.text import Text
 from rollbook.ledger.step import is_colocated
 from rollbook.planner.search import Candidate
 from rollbook.planner.sim_result import SimResult
-from rollbook.planner.words import MODE_TITLES, capitalized, count, percent, seconds, split
+from rollbook.planner.words import MODE_TITLES, capitalized, count, percent, seconds, seconds_range, split
 
 _WIDTH = 68
 _LEVELS = " ▁▂▃▄▅▆▇█"
@@ -68,7 +68,7 @@ def _averages(result: SimResult, candidate: Candidate) -> Table:
     table.add_row("step", seconds(result.step_s), seconds(account.seconds.total), difference, style="bold")
     spans = [result.step_range(account.step_s), account.step_s]
     if spans[1].high > spans[1].low * 1.001:
-        table.add_row("  its range", *(f"{seconds(s.low)} to {seconds(s.high)}" for s in spans), "")
+        table.add_row("  its range", *(seconds_range(s.low, s.high) for s in spans), "")
     rows = [
         ("rollout GPUs idle", percent(result.rollout_idle_frac), percent(idle["rollout"])),
         ("training GPUs idle", percent(result.train_idle_frac), percent(idle["train"])),

@@ -23,6 +23,24 @@ def seconds(value: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
+def seconds_range(low: float, high: float) -> str:
+    """Both ends in the unit of the upper one.
+
+    >>> seconds_range(0.0041, 0.0215), seconds_range(8.1, 25.4), seconds_range(99.0, 810.1)
+    ('4.1 to 21.5 ms', '8.1 to 25.4 s', '99 to 810 s')
+    >>> seconds_range(2087.0, 3661.0), seconds_range(7421.0, 9000.0)
+    ('35 min to 1 h 01 min', '2 h 04 min to 2 h 30 min')
+    """
+    if high >= 3600:
+        short = f"{low / 60:.0f} min" if low < 3600 else seconds(low)
+        return f"{short} to {seconds(high)}"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if high >= size or unit == "µs":
+            digits = 0 if high >= 99.95 * size else 1
+            return f"{low / size:,.{digits}f} to {high / size:,.{digits}f} {unit}"
+    raise AssertionError
+
+
 def percent(frac: float) -> str:
     """
     >>> percent(0.2871), percent(0.004), percent(0.0001)
@@ -93,6 +111,7 @@ __all__ = [
     "format_bytes",
     "percent",
     "seconds",
+    "seconds_range",
     "split",
     "split_gpus",
 ]
