@@ -103,6 +103,15 @@ def test_more_gpus_than_were_measured_widen_steps_and_publications() -> None:
     assert errors[1] == 1.25 * errors[0] == 1.25 * DEFAULT.sync.error_frac["broadcast"]
 
 
+def test_longer_sequences_than_were_measured_widen_the_step() -> None:
+    cluster = Cluster(accelerator=load_accelerator("H100"), num_gpus=64)
+    far = replace(WORK, prompt_tokens=900_000.0)
+    long, short = (
+        step_account(load_model("Llama-3.1-8B"), work, cluster, DEFAULT, rollout_tp=8) for work in (far, WORK)
+    )
+    assert any("sequences of more than 65,536 tokens" in note for note in long.notes) and not short.notes
+
+
 def test_ranges_do_not_widen_beyond_what_they_say() -> None:
     """However many traits are unknown: beyond that it would be no prediction any more."""
     nothing = {"device": ["abacus"], "model": ["beads"], "dtype": ["wood"], "engine": ["hand"]}

@@ -202,6 +202,8 @@ class Assumptions:
     train_error_frac: float
     most_step_gpus: int
     """Of any measured RL step."""
+    most_sequence_tokens: int
+    """Of any measured training or decoding."""
     measured: Mapping[str, Mapping[str, tuple[str, ...]]]
     """Part of the ledger -> kind of trait -> what the measurements behind it have of it; see `reliability`."""
     sources: Mapping[str, str]

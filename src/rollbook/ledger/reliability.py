@@ -22,7 +22,7 @@ _MOST = 2.5
 """Times as wide as where everything was measured."""
 _ASSUMED_MODEL = 2.0
 _SCALE = 1.25
-"""Where more GPUs work together than in any measurement."""
+"""Where more GPUs work together, or sequences are longer, than in any measurement."""
 _UNKNOWN_STORAGE = 2.0
 
 
@@ -67,9 +67,9 @@ def assumed_model_factor(model: ModelSpec) -> float:
     return _ASSUMED_MODEL if model.assumed else 1.0
 
 
-def scale_factor(num_gpus: int, most_measured: float) -> float:
-    """On an error, where more GPUs work together than in any measurement."""
-    return _SCALE if num_gpus > most_measured else 1.0
+def scale_factor(size: float, most_measured: float) -> float:
+    """On an error, where more GPUs work together, or sequences are longer, than in any measurement."""
+    return _SCALE if size > most_measured else 1.0
 
 
 def checkpoint_error_frac(assumptions: Assumptions, *, is_storage_measured: bool) -> float:

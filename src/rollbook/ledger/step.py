@@ -201,7 +201,7 @@ def join_sides(
     moves = hand_over_moves(
         model, workload, cluster, assumptions, rollout=rollout, train=train, sleep=layouts.sleep
     )
-    wider, notes = step_widening(cluster, assumptions, mode)
+    wider, notes = step_widening(cluster, workload, assumptions, mode)
     base_s = 0.0 if cluster.accelerator.is_cpu else assumptions.step_base_s
     base_s += sum(move.seconds for move in moves if move.name == BASE_MOVE and is_colocated(mode))
     account = combine(
@@ -244,18 +244,25 @@ _MOST_BASE_FRAC = 0.35
 """Share of a step above which base costs decide it."""
 
 
-def step_widening(cluster: Cluster, assumptions: Assumptions, mode: Mode) -> tuple[float, tuple[str, ...]]:
+def step_widening(
+    cluster: Cluster, workload: Workload, assumptions: Assumptions, mode: Mode
+) -> tuple[float, tuple[str, ...]]:
     """Factor on the error of a whole step, with a note on what nobody measured."""
     if cluster.accelerator.is_cpu:
         return 1.0, ()
     wider, notes = widening(assumptions, "step", {"mode": [mode]}, what="RL steps")
-    scale = scale_factor(cluster.num_gpus, assumptions.most_step_gpus)
-    if scale > 1:
-        notes += (
-            f"no published measurement of an RL step on more than {assumptions.most_step_gpus} GPUs: its range is "
-            f"{scale:g} times as wide",
-        )
-    return wider * scale, notes
+    longest = workload.prompt_tokens + workload.max_response_tokens + workload.observation_tokens
+    for size, most, what in (
+        (cluster.num_gpus, assumptions.most_step_gpus, "an RL step on more than {:,} GPUs"),
+        (longest, assumptions.most_sequence_tokens, "sequences of more than {:,} tokens"),
+    ):
+        scale = scale_factor(size, most)
+        if scale > 1:
+            wider *= scale
+            notes += (
+                f"no published measurement of {what.format(most)}: the step's range is {scale:g} times as wide",
+            )
+    return wider, notes
 
 
 def hand_over_moves(
