@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.controller import calibrate
+from rollbook.controller import calibrate, expectation
 from rollbook.controller.calibrate import Rehearsal, TypicalWork
 from rollbook.ledger.fit import fit_call, fit_decode, fit_pass, fit_train
 from rollbook.ledger.hardware import MachineSpec
@@ -177,7 +177,7 @@ def test_another_network_is_measured_by_its_own_passes(trainer: LoadedTrainer) -
     assert set(points.others) == {"teacher"}
 
 
-def test_a_line_through_all_and_one_splits_the_host_into_base_and_share() -> None:
+def test_a_line_through_all_and_few_splits_the_host_into_base_and_share() -> None:
     """Packing: 1 ms + 10 us a sequence; reporting: 40 us of each of 64 trajectories + 100 us of a trained one."""
     one = Rehearsal(
         num_scored=64,
@@ -197,6 +197,22 @@ def test_a_line_through_all_and_one_splits_the_host_into_base_and_share() -> Non
     assert (made.host.advantage_base_s, made.host.advantage_s) == pytest.approx((0.0, 1e-5), abs=1e-9)
     assert (made.host.report_s, made.host.report_trained_s) == pytest.approx((40e-6, 100e-6))
     assert (made.digest_bytes_per_s, made.sync_base_s) == pytest.approx((5e8, 0.03))
+
+
+def test_host_work_is_measured_at_the_sizes_that_filters_leave(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All groups of a step, and a quarter of them."""
+    seen: list[Rehearsal] = []
+
+    def with_rehearsals(machine: MachineSpec, rehearsals: list[Rehearsal], **keywords: Any) -> MachineSpec:
+        seen.extend(rehearsals)
+        return calibrate.with_rehearsals(machine, rehearsals, **keywords)
+
+    monkeypatch.setattr(expectation, "with_rehearsals", with_rehearsals)
+    monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
+    tiny_run(num_steps=1, **{"plan.is_on": True, "run.groups_per_step": 8})
+    assert {rehearsal.num_sequences for rehearsal in seen} == {(16, 4)}
 
 
 TEACHER = {
