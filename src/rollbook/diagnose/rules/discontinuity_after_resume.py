@@ -158,7 +158,7 @@ def _unmarked(view: View) -> list[Restart]:
         jumps = (
             entropy is not None
             and abs(entropy.score) >= 6
-            and abs(entropy.jump) >= max(0.6 * abs(entropy.diff), 0.08 * abs(entropy.before))
+            and abs(entropy.jump) >= max(0.6 * abs(entropy.diff), 0.15 * abs(entropy.before))
         )
         if jumps and _was_there_before(view, idx):
             restarts.append(
@@ -196,12 +196,28 @@ def _jumps_together(view: View) -> list[Restart]:
                 for m, (before, _, size, score) in jumps.items()
                 if score >= 4 and abs(size) >= 0.12 * abs(before)
             }
-            if "actor/entropy" not in told or (way > 0 and len(told) < 2) or not _reward_was_there(view, idx):
+            if "actor/entropy" not in told or not _is_one_step(view, "actor/entropy", idx):
+                continue
+            if (way > 0 and len(told) < 2) or not _reward_was_there(view, idx):
                 continue
             says = "the distance to the reference shrinks" if way < 0 else "the gradients jump"
             restarts.append(Restart(idx, metric, f"{says} at the step at which the entropy does", False))
             break
     return restarts
+
+
+def _is_one_step(view: View, metric: str, idx: int) -> bool:
+    """Whether most of what changes around a position is there two steps after it, and none of it two steps before: a
+    policy that runs away takes ten."""
+    values = view.values[metric]
+    known = np.flatnonzero(np.isfinite(values))
+    at = int(np.searchsorted(known, idx))
+    near = values[known[max(0, at - 10) : at + 8]]
+    if at < 10 or len(near) < 18:
+        return False
+    whole = float(np.median(near[12:18]) - np.median(near[:8]))
+    local = float(np.median(near[10:12]) - np.median(near[8:10]))
+    return abs(whole) > 0 and local / whole >= 0.6
 
 
 def _steepest(view: View, metric: str, way: int, least: float) -> int | None:

@@ -11,7 +11,11 @@ import numpy as np
 
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.missed_weight_sync import optimizer_explains, staleness_explains
+from rollbook.diagnose.rules.missed_weight_sync import (
+    goes_with_the_policy,
+    optimizer_explains,
+    staleness_explains,
+)
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
@@ -43,7 +47,9 @@ def judge(view: View) -> Finding | NotJudged | None:
     rise = gap.rise
     publications = signs.publications(view)
     if rise is not None and rise.peak_ratio >= 1.6 and rise.score >= 6:
-        explained = staleness_explains(view, rise) or optimizer_explains(view, rise)
+        explained = (
+            staleness_explains(view, rise) or optimizer_explains(view, rise) or goes_with_the_policy(view)
+        )
         no_sync = publications.absent_since is not None and view.near(
             publications.absent_since, rise.idx, least=8
         )

@@ -86,6 +86,7 @@ def _is_unexplained_ramp(view: View, gap: signs.Gap, rise: Break) -> bool:
     return not (
         staleness_explains(view, rise)
         or optimizer_explains(view, rise)
+        or goes_with_the_policy(view)
         or signs.policy(view).nan_step is not None
     )
 
@@ -133,9 +134,24 @@ def optimizer_explains(view: View, rise: Break) -> bool:
     policy = signs.policy(view)
     if policy.blow_up_idx is None:
         return False
-    by_far = policy.update_ratio >= 2.0 * rise.peak_ratio  # then a few steps of uncertainty do not matter
+    by_far = policy.update_ratio >= 1.25 * rise.peak_ratio  # then a few steps of uncertainty do not matter
     slack = max(8, view.n // 12) if by_far else max(4, view.n // 25)
     return policy.blow_up_idx <= rise.idx + slack and policy.update_ratio >= 0.8 * rise.peak_ratio
+
+
+def goes_with_the_policy(view: View) -> bool:
+    """Whether the gap goes up and down with the trainer's own steps, which grow to many times what they were at first:
+    a policy that swings."""
+    moved = view.values.get("actor/ppo_kl")
+    if moved is None or signs.gap(view) is None:
+        return False
+    both = np.isfinite(moved) & np.isfinite(view.values[signs.GAP])
+    if both.sum() < 24:
+        return False
+    width = max(7, int(both.sum()) // 12) | 1
+    steps, gap = (running_median(np.abs(x[both]), width) for x in (moved, view.values[signs.GAP]))
+    at_first = float(np.median(steps[: len(steps) // 3]))
+    return float(np.quantile(steps, 0.95)) >= 4.0 * at_first and spearman(steps, gap) >= 0.7
 
 
 def _never_synced(view: View, gap: signs.Gap) -> bool:

@@ -152,7 +152,7 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
 
 
 def _grew(view: View, start: int, hit: NDArray[np.intp]) -> bool:
-    """Whether the longest responses of the steps that are hit are longer against the mean than before, if it is told."""
+    """Whether the longest responses of the steps that are hit are longer against the mean than before, if told."""
     longest, mean = view.values.get("response_length/max"), view.values.get("response_length/mean")
     if longest is None or mean is None:
         return True
