@@ -94,8 +94,8 @@ class Lending:
         self._router, self._publisher = router, publisher
         self._probe, self._recorder, self._clock = probe, recorder, clock
         self._own: Sequence[Engine] = list(router.engines)
-        self._is_said = False
-        """That it does not pay, since it last did."""
+        self._said: bool | None = None
+        """Whether it pays, as was said last."""
         self._serving_at_s: float | None = None
         self._tokens_then = (0, 0)
         """Decoded by it and by the other replicas when it began to serve."""
@@ -248,7 +248,7 @@ class Lending:
         self._recorder.metrics(values)
 
     def _judge(self, verdict: Verdict | None) -> None:
-        """Put on record what a comparison found; that lending stopped to pay is also said."""
+        """Put on record what a comparison found; what is new is also said."""
         if verdict is None:
             return
         self._recorder.event("lending_judged", **asdict(verdict))
@@ -258,17 +258,25 @@ class Lending:
                 "lending/alone_tokens_per_s": Last(verdict.alone_tokens_per_s),
             }
         )
-        if not verdict.pays and not self._is_said:
-            self._recorder.finding(
-                "lending_does_not_pay",
-                "lending the trainer's device makes the run slower: engines sampled "
-                f"{verdict.lent_tokens_per_s:,.0f} tokens/s in {verdict.num_lent} waits with it and "
-                f"{verdict.alone_tokens_per_s:,.0f} in {verdict.num_alone} without it. It is tried again after "
-                f"{verdict.num_waits_held} waits",
-                remedy="engines of one host take each other's cores and interpreter, and few sequences are no faster "
-                "on two engines: leave lending.is_on out, or train and sample on devices of their own",
+        if verdict.pays == self._said:
+            return
+        self._said = verdict.pays
+        measured = (
+            f"engines sampled {verdict.lent_tokens_per_s:,.0f} tokens/s in waits with it ({verdict.num_lent}) and "
+            f"{verdict.alone_tokens_per_s:,.0f} in waits without it ({verdict.num_alone})"
+        )
+        if verdict.pays:
+            self._recorder.event(
+                "lending_pays", says=f"the trainer's device is lent while it waits: {measured}"
             )
-        self._is_said = not verdict.pays
+            return
+        self._recorder.finding(
+            "lending_does_not_pay",
+            f"lending the trainer's device makes the run slower: {measured}. It is tried again after "
+            f"{verdict.num_waits_held} waits",
+            remedy="engines of one host take each other's cores and interpreter, and few sequences are no faster on "
+            "two engines: leave lending.is_on out, or train and sample on devices of their own",
+        )
 
     async def _put_away(self) -> None:
         self._publisher.leave(self.replica_id)

@@ -84,11 +84,14 @@ EVENT_KINDS: dict[str, EventKind] = {
     ),
     "taken_back": EventKind(
         ("replica_id", "lent_s", "back_s", "saved_s", "num_tokens", "num_returned", "is_late"),
-        "The trainer has its device again; unfinished responses go on at other replicas. `saved_s` is against the pace of "
-        "waits without a lending, and negative where it made the wait longer.",
+        "The trainer has its device again; unfinished responses go on at other replicas. `saved_s` is against the pace "
+        "of waits without a lending, and negative where it made the wait longer.",
     ),
     "lending_cut_short": EventKind(
         ("replica_id", "back_s"), "The groups were there before the engine on the trainer's device served."
+    ),
+    "lending_pays": EventKind(
+        ("says",), "Waits with a lending were measured to be faster, for the first time or again."
     ),
     "lending_judged": EventKind(
         ("pays", "lent_tokens_per_s", "alone_tokens_per_s", "num_lent", "num_alone", "num_waits_held"),

@@ -36,6 +36,7 @@ _NOTICES = {
     "sink_failed": "error",
     "interrupted": "effect",
     "no_effect": "says",
+    "lending_pays": "says",
 }
 """Event kinds that are said aloud, and the field that says it. Not a step that failed: the run ends with its error."""
 PHASES = {
