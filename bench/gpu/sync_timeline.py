@@ -147,7 +147,10 @@ def trace_sender() -> None:
 
 def trace_replica() -> None:
     TRACE.around(
-        remote.ReplicaServer, "_receive", "replica: take, begin", lambda self, frame: _idx(frame.header)
+        remote.ReplicaServer,
+        "_receive",
+        "replica: take, begin",
+        lambda self, frame, channel: _idx(frame.header),
     )
     TRACE.around(
         ReplicaTransaction,
