@@ -59,3 +59,10 @@ def test_replicas_that_end_early_are_idle_until_the_slowest_has_ended() -> None:
         for prompts in ("16", "1024")
     )
     assert few.busy_s / few.generate_s < 0.8 < many.busy_s / many.generate_s <= 1.0
+
+
+def test_a_generative_judge_takes_its_seconds_in_the_simulation_too() -> None:
+    search, found = candidate("separate_sync", reward="generative", reward_tokens="256")
+    seconds = found.account.seconds
+    assert seconds.reward > 0.05 * seconds.total
+    assert simulate(scenario_of(search.request, found)).step_s == pytest.approx(seconds.total, rel=0.05)

@@ -255,3 +255,11 @@ def test_a_log_normal_environment_has_the_mean_and_percentile_it_was_given() -> 
     drawn = lognormal(4.0, 20.0)(np.random.default_rng(0), 200_000)
     assert drawn.mean() == pytest.approx(4.0, rel=0.02)
     assert np.quantile(drawn, 0.99) == pytest.approx(20.0, rel=0.03)
+
+
+def test_a_judge_on_the_engines_stops_decoding_for_every_trajectory() -> None:
+    """One wave of eight that end together: eight verdicts of 0.5 s, one after the other, before the step goes on."""
+    judged = simulate(scenario(num_replicas=1, groups_per_step=2, judge_s=0.5))
+    plain = simulate(scenario(num_replicas=1, groups_per_step=2))
+    assert judged.step_s == pytest.approx(plain.step_s + 8 * 0.5)
+    assert judged.rollout_idle_frac == pytest.approx(plain.rollout_idle_frac, abs=1e-9)

@@ -58,6 +58,7 @@ def scenario_of(request: PlanRequest, candidate: Candidate, *, num_steps: int = 
         env_s=_env_seconds(agent) if is_agent and agent.env_s > 0 else None,
         observation_tokens=agent.observation_tokens if is_agent else 0.0,
         holds_slot_in_env=agent.keeps_prefix,
+        judge_s=rollout.reward_s * rollout.num_replicas / work.num_sequences,
         forward_s=train.forward_s,
         train_s=train.train_s,
         switch_s=account.seconds.switch,

@@ -337,6 +337,11 @@ class Engines:
         from_s = max(replica.ready_at_s, replica.held_at_s if replica.is_held else self.now_s)
         replica.ready_at_s = from_s + prefill_tokens * self.scenario.prefill_token_s
 
+    def _judge(self, replica: SimReplica) -> float:
+        """Decoding stands while the engine judges a trajectory, after what it has to do already; when that is done."""
+        replica.ready_at_s = max(replica.ready_at_s, self.now_s) + self.scenario.judge_s
+        return replica.ready_at_s
+
     def _leave(self, sequence: SimSequence, replica: SimReplica, num_sampled: float) -> None:
         """`sequence` stops decoding; what it sampled is part of its context now."""
         sequence.context += num_sampled
@@ -471,13 +476,19 @@ class Engines:
                 self._push(self.now_s + wait_s, _ENV_ANSWERS, sequence)
                 continue
             self._free(sequence, replica)
-            if sequence.fails or s.reward_s is None:
+            if sequence.fails or (s.reward_s is None and not s.judge_s):
                 self._finish(sequence, not sequence.fails)
             else:
-                self._push(self.now_s + float(s.reward_s(self._rng, 1)[0]), _REWARDED, sequence)
+                judged_at_s = self._judge(replica) if s.judge_s else self.now_s
+                elsewhere_s = float(s.reward_s(self._rng, 1)[0]) if s.reward_s is not None else 0.0
+                self._push(judged_at_s + elsewhere_s, _REWARDED, sequence)
         if self._is_queue_open and not replica.is_down:
             while self._queue and replica.free and self._has_room(replica, self._queue[0]):
                 self._place(self._queue.popleft(), replica)
+        if s.judge_s and replica.num_live == 0:
+            replica.busy_s += (
+                replica.ready_at_s - self.now_s
+            )  # with sequences beside it, these count its time
         self._note_live()
         self._schedule(replica)
 

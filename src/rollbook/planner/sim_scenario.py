@@ -78,6 +78,8 @@ class Scenario:
     """Tokens the environment adds after each turn but the last; they are prefilled."""
     holds_slot_in_env: bool = True
     """Keep slot and KV while the environment works; else give both up and prefill the context again."""
+    judge_s: float = 0.0
+    """Seconds a replica's decoding stands still to judge a finished trajectory: a generative reward on the engines."""
     reward_s: Draw | None = None
     """Seconds from the last token of a trajectory to its reward, on no GPU of either side."""
     forward_s: float = 0.0
@@ -186,6 +188,6 @@ _AT_LEAST_ONE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "prompt_tokens", "prefill_token_s", "observation_tokens", "forward_s", "train_s", "switch_s", "gather_s",
-    "sync_pause_s", "replica_recovery_s", "max_staleness_steps", "num_lent_replicas", "lend_switch_s",
+    "sync_pause_s", "replica_recovery_s", "judge_s", "max_staleness_steps", "num_lent_replicas", "lend_switch_s",
     "trajectory_failure_frac", "seed", "num_warmup_steps",
 )  # fmt: skip
