@@ -143,7 +143,7 @@ def test_a_run_that_does_not_read_an_option_says_so_or_refuses_it(
                 said.append(str(refused))
             continue
         (unused,) = [unused for unused in unused_options(config) if unused.option == option]
-        assert unused.value == value and "has no effect in this run, only with" in unused.says
+        assert unused.value == value and f"{option} is " in unused.says and ", which takes " in unused.says
         said.append(unused.says)
     assert said
 

@@ -29,7 +29,7 @@ class Unused(NamedTuple):
     @property
     def says(self) -> str:
         value = f"'{self.value}'" if isinstance(self.value, str) else self.value
-        return f"{self.option} is {value} and has no effect in this run, only with {self.needs}"
+        return f"{self.option} is {value}, which takes {self.needs}"
 
 
 class Needs(NamedTuple):
