@@ -379,7 +379,7 @@ PROCESSES: Mapping[str, Json] = {
 def wallclock(bench: Bench, modes: Mapping[str, Json] = THREADS) -> Json:
     """Async against sync where lengths are long-tailed. Every run is calibrated as any run is, and its prediction
     written before its first step; the modes take turns, so that what else the machine does meets all of them."""
-    steps, num_rounds = bench.pick(25, 8), bench.pick(2, 1)
+    steps, num_rounds = bench.pick(25, 10), bench.pick(2, 1)
     # From where the pipeline is full to where nothing is left to be generated ahead.
     counted = slice(bench.pick(5, 2), steps - ASYNC["buffer.max_staleness_steps"] - 1)
     base = {**LONG_TAILED, "plan": {"is_on": True}}

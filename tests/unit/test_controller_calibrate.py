@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -213,6 +214,32 @@ def test_host_work_is_measured_at_the_sizes_that_filters_leave(
     monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
     tiny_run(num_steps=1, **{"plan.is_on": True, "run.groups_per_step": 8})
     assert {rehearsal.num_sequences for rehearsal in seen} == {(16, 4)}
+
+
+@pytest.mark.parametrize("schedule", ["sync", "separate_async"])
+def test_engines_are_as_slow_as_their_own_clock_says_and_the_rest_of_a_sample_is_paid_by_the_trajectory(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """Samples of 8 trajectories in which engines computed for 4 s, and nothing for 1.6 s more. In turns a step has
+    both; beside the trainer engines compute while others are scored."""
+    plain = expectation._sample
+
+    async def sample(*args: Any, **keywords: Any) -> expectation.Sample:
+        return replace(await plain(*args, **keywords), engine_s=4.0, elapsed_s=5.6)
+
+    monkeypatch.setattr(expectation, "_sample", sample)
+    monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
+    monkeypatch.setattr(calibrate, "WINDOW_S", 0.05)
+    monkeypatch.setattr(calibrate, "CONTENTION_ROUNDS", 1)
+    overrides: dict[str, Any] = {"run.schedule": schedule, "plan.is_on": True}
+    if schedule == "separate_async":
+        overrides["buffer.max_staleness_steps"] = 1
+    run = tiny_run(num_steps=1, **overrides)
+    plan = json.loads((run.folder / "plan.json").read_text())
+    assert plan["machine"]["coefficients"]["reward_s"] == pytest.approx(0.2)
+    rollout_s = plan["stages"]["rollout"]["seconds"]
+    scored_s = 1.6 if schedule == "sync" else 0.0
+    assert rollout_s == pytest.approx(4.0 + scored_s, abs=1.2)
 
 
 TEACHER = {
