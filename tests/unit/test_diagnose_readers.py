@@ -416,3 +416,14 @@ def test_the_stage_of_an_out_of_memory_is_that_of_its_traceback(tmp_path: Path) 
     )
     (event,) = load(str(_write(tmp_path / "run.log", text))).events
     assert (event.step, event.fields) == (1, {"stage": "sync"})
+
+
+def test_seconds_of_a_sync_in_a_record_do_not_put_an_error_into_the_sync(tmp_path: Path) -> None:
+    text = (
+        "step:1 - timing_s/update_weights:2.0 - checkpoint_engine/payload_mbytes:1\n"
+        'File "torch_functional.py", line 155, in entropy_from_logits\n'
+        "torch.OutOfMemoryError: CUDA out of memory.\n"
+        "step:2 - a/b:1\n"
+    )
+    (event,) = load(str(_write(tmp_path / "run.log", text))).events
+    assert (event.kind, event.fields) == ("out_of_memory", {})

@@ -410,3 +410,123 @@ def test_much_shorter_responses_that_cost_nearly_as_much_are_no_wait() -> None:
     assert diagnose(_run(**short)).is_well
     waits = {**short, "timing_s/gen": _step(_noisy(50.0, 10), 4)}
     assert diagnose(_run(**waits)).verdict == "buffer_never_fills"
+
+
+def test_a_gap_is_read_off_the_metrics_that_are_quiet() -> None:
+    """A correlation so near 1 that what is left of it is noise must not drown a difference that grows fourfold."""
+    corr = 1 - np.abs(np.random.default_rng(40).normal(4e-4, 3e-4, N)) - np.where(T < AT, 0, 1e-4 * (T - AT))
+    run = _run(
+        **{
+            GAP: _grow(_noisy(0.003, 2), 4),
+            "rollout_corr/kl": np.full(N, np.nan),
+            "training/rollout_actor_probs_pearson_corr": corr,
+        }
+    )
+    assert diagnose(run).verdict == "missed_weight_sync"
+
+
+def test_a_gap_that_grows_slowly_with_staleness_is_no_missed_sync() -> None:
+    """Nothing shows at any one step: a version more every ten steps."""
+    age = 0.5 + np.where(T < 30, 0.0, 0.1 * (T - 30))
+    slow = {f"{STALENESS}/mean": _noisy(age, 41), f"{STALENESS}/max": np.ceil(1.5 * age)}
+    gap = {GAP: _noisy(0.004 * np.sqrt(1 + (0.3 * age) ** 2), 2, 0.03)}
+    gap["rollout_corr/kl"] = _noisy(5e-4 * (1 + (0.3 * age) ** 2), 3, 0.1)
+    diagnosis = diagnose(_run(**slow, **gap))
+    assert diagnosis.verdict == "stale_samples"
+    assert "missed_weight_sync" not in [finding.rule for finding in diagnosis.findings]
+
+
+def test_a_source_that_was_out_for_a_while_is_named_with_its_end() -> None:
+    out = (T >= AT) & (T < AT + 12)
+    code = np.where(out, 0.0, np.random.default_rng(42).normal(0.4, 0.03, N))
+    maths = np.random.default_rng(43).normal(0.5, 0.03, N)
+    finding = diagnose(_run(reward__code__mean=code, reward__maths__mean=maths)).findings[0]
+    assert (finding.rule, finding.step, finding.until_step) == ("one_source_all_zero", AT + 1, AT + 13)
+
+
+def test_a_sandbox_pool_that_dies_again_and_again_is_found() -> None:
+    dead = (T >= AT) & ((T - AT) % 20 < 9)
+    broken = {
+        "num_turns/mean": _noisy(6.0, 44, 0.02) * np.where(dead, 0.6, 1.0),
+        "response/aborted_ratio": np.where(dead, 0.4, 0.004) + np.random.default_rng(45).normal(0, 1e-3, N),
+        "critic/rewards/mean": np.where(dead, 0.15, 0.4) + np.random.default_rng(46).normal(0, 0.01, N),
+    }
+    finding = diagnose(_run(**broken)).findings[0]
+    assert finding.rule == "dead_sandbox_pool" and abs(finding.step - AT) <= 2
+
+
+def test_a_distance_to_the_reference_that_shrinks_and_grows_again_is_a_restart() -> None:
+    since = np.clip(T - AT, 0, None)
+    restarted = {
+        "actor/kl_loss": np.where(T < AT, 1e-3 * T, 1e-3 * (20 + 2 * since)) * _noisy(1.0, 47, 0.02),
+        "actor/entropy": _noisy(0.6 - 0.003 * np.where(T < AT, T, 20 + since), 48, 0.01),
+    }
+    finding = diagnose(_run(**restarted)).findings[0]
+    assert finding.rule == "discontinuity_after_resume" and abs(finding.step - AT) <= 2
+    reference = {
+        "actor/kl_loss": restarted["actor/kl_loss"]
+    }  # replaced by the policy of that step, on purpose
+    assert diagnose(_run(**reference)).findings == ()
+
+
+def test_a_policy_that_runs_away_is_no_restart() -> None:
+    way = np.clip((T - AT) / 10, 0, 1)
+    away = {
+        "actor/entropy": _noisy(0.4 * (1 + way), 5, 0.02),
+        "actor/grad_norm": _noisy(0.2 * np.exp(2 * way), 4, 0.1),
+        "actor/ppo_kl": _noisy(2e-4 * np.exp(4 * way), 6, 0.1),
+        "actor/pg_clipfrac": _noisy(2e-3 * np.exp(2 * way), 7, 0.1),
+        "critic/rewards/mean": 0.4 * (1 - 0.7 * way) + np.random.default_rng(1).normal(0, 0.01, N),
+        GAP: _noisy(0.006 * (1 + 0.8 * way), 2),
+        "rollout_corr/kl": _noisy(0.001 * (1 + 0.8 * way) ** 2, 3, 0.1),
+    }
+    diagnosis = diagnose(_run(**away))
+    assert diagnosis.findings == ()
+    assert diagnosis.states[0].name == "learning_rate_too_high"
+
+
+def test_responses_eight_times_as_long_are_a_tail_whatever_the_host_does() -> None:
+    """Forty steps; seconds that wander by a factor of ten, and by half from one step to the next."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        t = np.arange(40)
+        hit = (t >= 13) & (t % 3 == 0)
+        host = np.exp(0.2 * np.cumsum(rng.normal(0, 1, 40)) + rng.normal(0, 0.25, 40))
+        columns = {
+            "critic/rewards/mean": 0.5 + rng.normal(0, 0.03, 40),
+            "response_length/max": np.where(hit, 24.0, 3.0),
+            "response_length/mean": np.where(hit, 3.8, 2.9),
+            "timing_s/gen": 0.03 * host * np.where(hit, 3, 1),
+            "timing_s/update_actor": 0.02 * host * np.exp(rng.normal(0, 0.4, 40)),
+        }
+        rows = [Row(step=int(i), data={k: float(v[i]) for k, v in columns.items()}) for i in t]
+        assert diagnose(assemble(rows, source="log", format="test")).verdict == "tail_burst", seed
+
+
+def test_more_responses_at_the_limit_hold_no_step_up_that_was_held_up_before() -> None:
+    """The wait is eight times as long from step 60 on; the longest have always ended at the limit."""
+    waits = {
+        "timing_s/gen": _step(_noisy(50.0, 10), 8),
+        "response_length/max": np.full(N, 4096.0),
+        "response_length/clip_ratio": _step(_noisy(0.004, 49, 0.2), 6),
+    }
+    assert "tail_burst" not in [finding.rule for finding in diagnose(_run(**waits)).findings]
+
+
+def test_a_correction_that_rejects_nearly_everything_is_named_with_its_onset() -> None:
+    masked = np.where(T < AT, 0.02, 0.95) + np.random.default_rng(50).normal(0, 0.005, N)
+    finding = diagnose(_run(rollout_corr__rollout_rs_seq_masked_fraction=masked)).findings[0]
+    assert (finding.rule, finding.step) == ("all_rejected", AT + 1)
+    assert "0.951 of the sequences are left out" in finding.evidence[0].says
+    always = np.full(N, 0.97)
+    assert diagnose(_run(rollout_corr__rollout_rs_masked_fraction=always)).findings[0].step == 1
+    usual = np.full(N, 0.3)
+    assert diagnose(_run(rollout_corr__rollout_rs_masked_fraction=usual)).findings == ()
+
+
+def test_rejection_only_says_what_a_missed_sync_has_done() -> None:
+    masked = np.clip(0.02 + 0.05 * np.clip(T - AT, 0, None), 0, 0.98)
+    stale = {GAP: _grow(_noisy(0.006, 2), 6), "rollout_corr/kl": _grow(_noisy(0.001, 3, 0.1), 30)}
+    diagnosis = diagnose(_run(**stale, **{"rollout_corr/rollout_rs_masked_fraction": masked}))
+    assert [finding.rule for finding in diagnosis.findings] == ["missed_weight_sync"]
+    assert "all_rejected" in [finding.rule for finding in diagnosis.consequences]

@@ -7,6 +7,7 @@ functions of a view and ask freely.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -324,7 +325,9 @@ def _find_break(view: View, metric: str, direction: Direction, log: bool) -> Bre
         found = _describe(view, metric, known, clean, step[0], direction, log, noise) or found
     if found is not None and found.score >= EXCURSION_NOISES:
         return found
-    start = _excursion(clean, direction, noise)  # no lasting change, or hardly: did it come and go?
+    # No lasting change, or hardly: did it come and go, once or again and again?
+    start = _excursion(clean, direction, noise)
+    start = _spells(clean, direction) if start is None else start
     gone = None if start is None else _describe(view, metric, known, clean, start, direction, log, noise)
     return gone if found is None or (gone is not None and gone.score > 2 * found.score) else found
 
@@ -382,6 +385,30 @@ def _excursion(clean: Series, direction: Direction, noise: float) -> int | None:
             if best is None or size > best[0]:
                 best = (size, int(start))
     return None if best is None else best[1]
+
+
+SPELL_STEPS = 5
+"""Values that a spell lasts, and that it is away."""
+
+
+def _spells(clean: Series, direction: Direction) -> int | None:
+    """Start of the first of at least two spells far off the level of the run's first third, to which the series comes
+    back between them. So frequent that they make half of the run, no single stretch stands out of it."""
+    third = len(clean) // 3
+    if third < 12:
+        return None
+    quiet = clean[:third]
+    base, noise = float(np.median(quiet)), max(changes.noise_scale(quiet), 1e-9)
+    usual = max(noise, 1.4826 * float(np.median(np.abs(quiet - base))))
+    away = direction * (changes.running_median(clean, 5) - base) / usual
+    edges = np.diff(np.concatenate([[False], away > EXCURSION_NOISES, [False]]).astype(np.int8))
+    spells = [
+        (a, b) for a, b in np.flatnonzero(edges).reshape(-1, 2) if b - a >= SPELL_STEPS and a >= third // 2
+    ]
+    for (_, end), (start, _) in itertools.pairwise(spells):
+        if start - end >= SPELL_STEPS and float(np.median(np.abs(away[end:start]))) <= 2.0:
+            return int(spells[0][0])
+    return None
 
 
 def _describe(

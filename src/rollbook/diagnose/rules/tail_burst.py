@@ -19,6 +19,14 @@ TAIL = "rollout/tail_s"
 CLEARLY_APART = 1.6
 """Seconds of the steps with long responses over those of the steps without, from which on it does not matter that
 something else made all of them slower."""
+TOKENS = (
+    "response_length/max",
+    "response_length/p99",
+    "generated/response_length/max",
+    "generated/response_length/p99",
+)
+CLEARLY_LONGER = 4.0
+"""Growth of the longest responses from which on their tokens say more than the seconds of a host that swings."""
 LASTING = 0.9
 """Share of the steps that are hit from which a stretch is a new level and no row of bursts."""
 
@@ -64,7 +72,14 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     idx = np.flatnonzero(known)
     quiet_tail, quiet_gen = _quiet(tail[idx]), _quiet(gen[idx])
     long = tail[idx] >= quiet_tail * max(least, _beyond_noise(tail[idx], quiet_tail))
-    slow = gen[idx] >= quiet_gen * max(1.25, _beyond_noise(gen[idx], quiet_gen))
+    pace = gen[idx] / quiet_gen
+    slow = pace >= max(1.25, _beyond_noise(gen[idx], quiet_gen))
+    by_tokens = (
+        metric in TOKENS and long.any() and float(np.median(tail[idx][long])) >= CLEARLY_LONGER * quiet_tail
+    )
+    if by_tokens:  # so long that they must take time: where the host swings, the steps beside them tell how much
+        pace = _beside_others(pace, long)
+        slow = pace >= 1.25
     both = long & slow
     if both.sum() < 4:
         return None
@@ -74,7 +89,7 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     rate_after = float(both[begin:end].mean())
     if rate_after < 0.12 or rate_after < 3 * rate_before + 0.05 or begin < 4 or both[begin:end].sum() < 4:
         return None
-    inside_long, inside_gen = long[begin:end], gen[idx][begin:end]
+    inside_long, inside_gen = long[begin:end], pace[begin:end]
     if float(slow[begin:end][inside_long].mean()) < 0.6:
         return None  # long tails do not cost seconds here
     others = inside_gen[~inside_long]
@@ -89,8 +104,8 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     just_before = float(np.median(tail[idx][max(0, begin - 20) : begin]))
     if float(np.median(tail[idx][begin:end][both[begin:end]])) < least * just_before:
         return None  # it grew there slowly: longer responses, not a burst
-    slow_before = float(np.median(gen[idx][max(0, begin - 12) : begin]))
-    if float(np.median(gen[idx][begin:end][both[begin:end]])) < 1.2 * slow_before:
+    slow_before = float(np.median(pace[max(0, begin - 12) : begin]))
+    if float(np.median(pace[begin:end][both[begin:end]])) < 1.2 * slow_before:
         return None  # the steps were as slow before there was a tail
     start = int(idx[begin])
     if rate_after >= LASTING and not _step_together(view, metric, start, least):
@@ -116,6 +131,9 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     before, after = view.level(metric, 0, start), float(np.median(raw[hit]))
     seconds = seconds_of(view)
     usual = view.level("timing_s/gen", 0, start)
+    beside = idx[begin:end][~inside_long]
+    if by_tokens and len(beside) >= 4:
+        usual = float(np.median(seconds[beside]))
     lost = float(np.clip(seconds[hit] - usual, 0, None).sum()) * view.stride
     slow_gen = float(np.median(seconds[hit]))
     if after < 1.2 * before or slow_gen < 1.1 * usual:
@@ -133,7 +151,7 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
             step=view.step_at(start),
             before=usual,
             after=slow_gen,
-            says=f"{num(usual)} s before, {num(slow_gen)} s in those steps",
+            says=f"{num(usual)} s in steps without them, {num(slow_gen)} s in those steps",
         ),
     )
     return Finding(
@@ -149,6 +167,18 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
         "train on what has finished (asynchronous schedule)",
         next_check="read the longest responses of one such step: repetition, or honest reasoning cut short?",
     )
+
+
+def _beside_others(pace: Series, long: NDArray[np.bool_]) -> Series:
+    """Seconds over the median of up to four steps without long responses on either side; as they are where there are
+    not three of them."""
+    out = pace.copy()
+    for i in range(len(pace)):
+        near = np.arange(max(0, i - 4), min(len(pace), i + 5))
+        near = near[~long[near] & (near != i)]
+        if len(near) >= 3:
+            out[i] = pace[i] / max(float(np.median(pace[near])), 1e-12)
+    return out
 
 
 def _grew(view: View, start: int, hit: NDArray[np.intp]) -> bool:
