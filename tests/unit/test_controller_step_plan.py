@@ -1,4 +1,4 @@
-"""Promise 8 in the loop itself: every span of a step carries what the ledger expected of it, beside what was measured."""
+"""Promise 8 in the loop itself: every span of a step carries what the ledger expected of it, beside the measured."""
 
 from __future__ import annotations
 
