@@ -80,7 +80,7 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
         "stacks.megatron.moe_least_s": (1e-12, 4e-11, 2e-10),
         "stacks.megatron.generation_factor.GB200 (per GPU)": (0.4, 1.0, 1.0),
         "stacks.megatron.forward_share": (0.2, 0.3, 0.5),
-        "switch.state_bytes_per_s": (1e9, 10000000000.0, 5e10),
+        "switch.state_bytes_per_s": (1e9, 1300000000.0, 5e10),
         "switch.base_s": (0.5, 2.0, 20.0),
     },
 }
