@@ -41,6 +41,9 @@ STAGES: dict[str, str] = {
 }
 """The stages of a step: spans directly under `recorder.step`; on the right verl's name where it has one."""
 
+ELSEWHERE = "elsewhere"
+"""Owner of metrics that rollbook reads in other systems' logs, shows and judges by, and does not write itself."""
+
 STAGES_OUTSIDE_STEP = frozenset({"eval", "warmup"})
 """Stages that `timing_s/step` leaves out, as verl does: they are not part of the work being planned."""
 
@@ -193,6 +196,7 @@ def to_markdown() -> str:
         "",
         "Reduction `ratio` is the sum of numerators over the sum of denominators, over micro batches, ranks",
         "and replicas; `quantile` and `std` are computed once over all items of a step.",
+        f"Owner `{ELSEWHERE}`: read in other systems' logs, shown and judged by; rollbook itself does not write it.",
         "",
         "| name | unit | numerator | denominator | reduction | owner | meaning |",
         "|---|---|---|---|---|---|---|",
