@@ -14,7 +14,7 @@ from rollbook.ledger.assumptions import load_assumptions
 from rollbook.ledger.decode import decode_step
 from rollbook.ledger.hardware import Accelerator, Cluster, load_accelerator
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
-from rollbook.ledger.model import load_model
+from rollbook.ledger.model import ModelSpec, load_model
 from rollbook.ledger.step import Layouts, step_account
 from rollbook.ledger.sync import SYNC_METHODS, SyncWork, sync_account
 from rollbook.ledger.workload import MODES, Mode, Workload
@@ -40,8 +40,8 @@ modes = st.sampled_from(MODES)
 
 
 def account(
-    model, gpu: Accelerator, mode: Mode, work: Workload, num_gpus: int = 64, tp: int = 16
-) -> StepAccount:  # type: ignore[no-untyped-def]
+    model: ModelSpec, gpu: Accelerator, mode: Mode, work: Workload, num_gpus: int = 64, tp: int = 16
+) -> StepAccount:
     half = 0 if mode in ("sync", "colocate_async") else num_gpus // 2
     return step_account(
         model,
