@@ -647,6 +647,8 @@ ENV_FAILURES = (
     "rollout/timeout_sample_ratio",
 )
 TURNS = "num_turns/mean"
+SANDBOX_S = 1e-3
+"""Seconds a turn below which the environment answers from its own process, and only the host's noise shows."""
 
 
 def failures_rise(view: View, idx: int) -> list[str]:

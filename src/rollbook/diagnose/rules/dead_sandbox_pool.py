@@ -117,7 +117,12 @@ def _at(view: View, idx: int) -> Finding | None:
         add(c, 2.0 if metric == failed[0] else 0.5, True)
     for metric in ("env/turn_s/mean", "env/turn_s/p99"):
         c = view.contrast(metric, idx, width=8, log=True)
-        if c is not None and abs(c.score) >= 5 and not 0.6 <= c.ratio <= 1.6:
+        if (
+            c is not None
+            and max(c.before, c.after) >= signs.SANDBOX_S
+            and abs(c.score) >= 5
+            and not 0.6 <= c.ratio <= 1.6
+        ):
             add(c, 1.5, True, "refused at once" if c.ratio < 1 else "waiting for time-outs")
             break
     c = view.contrast(SCORER, idx, width=8, log=True)

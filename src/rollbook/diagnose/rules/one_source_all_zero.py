@@ -82,13 +82,17 @@ def judge(view: View) -> Finding | NotJudged | None:
         evidence.append(of_contrast(view, c, idx))
     return Finding(
         rule=RULE,
-        title=f"all rewards of source {source!r} are zero",
+        title=f"all rewards of source {source!r} "
+        + ("are zero" if ended is None else f"were zero until step {ended}"),
         area="data",
         confidence=share(confidence),
         step=view.step_at(idx),
         evidence=tuple(evidence),
         cost_reward=max(0.0, -c.diff) if c is not None else None,
-        action=f"take {source!r} out of the mix until its scorer gives full marks to its own reference answers again",
+        action=f"take {source!r} out of the mix until its scorer gives full marks to its own reference answers again"
+        if ended is None
+        else f"its scorer was down: take the run up from before step {view.step_at(idx)}, or know that the updates "
+        f"until step {ended} learned from zeros; let a scorer that fails fail its trajectory instead of scoring it 0",
         next_check="score the reference answers of ten of its rows, in the worker that scores during training",
         until_step=ended,
     )

@@ -45,6 +45,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         ratio, steadiness = view.trend(metric)
         if ratio < least or steadiness < 0.75 or not _is_gradual(view, metric):
             continue
+        if metric == "env/turn_s/mean" and view.last(metric) < signs.SANDBOX_S:
+            continue
         points += worth
         env |= metric.startswith("env/")
         idx = _onset(view, metric)

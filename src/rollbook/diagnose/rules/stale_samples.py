@@ -116,7 +116,7 @@ PARTED = 2.5
 """The gap over that of fresh samples from which on age is most of it."""
 
 
-VERY_OLD = 6.0
+VERY_OLD = 5.0
 """Versions behind from which on that alone is a finding: bounds of four and less are in use, and fill up."""
 
 

@@ -77,7 +77,9 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     by_tokens = (
         metric in TOKENS and long.any() and float(np.median(tail[idx][long])) >= CLEARLY_LONGER * quiet_tail
     )
-    if by_tokens:  # so long that they must take time: where the host swings, the steps beside them tell how much
+    if (
+        by_tokens
+    ):  # so long that they must take time: where the host swings, the steps beside them tell how much
         pace = _beside_others(pace, long)
         slow = pace >= 1.25
     both = long & slow
