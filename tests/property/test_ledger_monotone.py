@@ -157,3 +157,28 @@ def test_splitting_sequences_and_layers_is_charged(model, cp, pp) -> None:  # ty
     assert train_s(TrainLayout(cp_size=cp)) > plain
     assert train_s(TrainLayout(pp_size=pp)) > plain
     assert train_s(TrainLayout(pp_size=pp, micro_batches_per_step=1)) > train_s(TrainLayout(pp_size=pp))
+
+
+@pytest.mark.parametrize("gpu", ["H100", "GB200"])
+def test_experts_beyond_a_scale_up_domain_cost_by_what_leaves_it(gpu: str) -> None:
+    """One GPU more than the domain sends a small share over the network: no cliff at its edge."""
+    device, model = load_accelerator(gpu), load_model("DeepSeek-V3")
+
+    def exchange_s(ep_size: int) -> float:
+        step = decode_step(
+            model,
+            Cluster(accelerator=device, num_gpus=ep_size),
+            DEFAULT.decode,
+            ReplicaLayout(tp_size=1, ep_size=ep_size, weight_dtype="float8"),
+            num_rows=128.0 * ep_size,
+            context_tokens=2000.0,
+        )
+        return float(step.exchange_s)
+
+    domain = device.scale_up_gpus
+    inside, edge, far = (exchange_s(n) for n in (domain, domain + 1, 16 * domain))
+    hops_s = (
+        model.num_moe_layers * 2 * (DEFAULT.decode.cross_node_latency_s - DEFAULT.decode.all_reduce_latency_s)
+    )
+    assert inside < edge < inside + hops_s + (far - inside) / domain * 2
+    assert edge < far

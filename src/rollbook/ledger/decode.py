@@ -179,12 +179,14 @@ def _exchange_s(
         seconds = seconds + blocks * (latency + moved / link)
     if layout.ep_size > layout.tp_size and model.num_moe_layers:
         crosses = layout.ep_size > accelerator.scale_up_gpus
-        link = cluster.nic_bytes_per_s if crosses else accelerator.scale_up_bytes_per_s
+        near = min(accelerator.scale_up_gpus / layout.ep_size, 1.0)
         width = model.expert_input_size or model.hidden_size
         # Dispatch in float8, combine in bfloat16.
         moved = rows / layout.num_gpus * model.experts_per_token * width * 3
         latency = assumptions.cross_node_latency_s if crosses else assumptions.all_reduce_latency_s
-        seconds = seconds + model.num_moe_layers * (2 * latency + moved / link)
+        # Experts are picked evenly, so a token's share within the scale-up domain is the domain's share of the GPUs.
+        moved_s = moved * (near / accelerator.scale_up_bytes_per_s + (1 - near) / cluster.nic_bytes_per_s)
+        seconds = seconds + model.num_moe_layers * (2 * latency + moved_s)
     return seconds
 
 
