@@ -2,7 +2,8 @@
 
     sim_draws      distributions of lengths and seconds
     sim_scenario   everything that the simulation needs to know
-    sim_engines    replicas, queue and events
+    sim_parts      groups, sequences, replicas
+    sim_engines    queue, slots and events
     simulate       the trainer's line, below: it admits, waits, trains and publishes
     sim_result     steps, timeline and averages
 
@@ -23,7 +24,8 @@ import numpy as np
 
 from rollbook.ledger.lengths import grown_by
 from rollbook.ledger.step import is_colocated
-from rollbook.planner.sim_engines import Engines, SimGroup, SimSequence
+from rollbook.planner.sim_engines import Engines
+from rollbook.planner.sim_parts import SimGroup, SimSequence
 from rollbook.planner.sim_result import SimResult, SimStep
 from rollbook.planner.sim_scenario import Scenario
 
