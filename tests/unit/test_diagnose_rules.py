@@ -530,3 +530,13 @@ def test_rejection_only_says_what_a_missed_sync_has_done() -> None:
     diagnosis = diagnose(_run(**stale, **{"rollout_corr/rollout_rs_masked_fraction": masked}))
     assert [finding.rule for finding in diagnosis.findings] == ["missed_weight_sync"]
     assert "all_rejected" in [finding.rule for finding in diagnosis.consequences]
+
+
+def test_a_gap_of_a_few_steps_is_said_to_be_too_young_to_tell() -> None:
+    """Five steps after it came: other numerics stay, a lost part of a publication grows."""
+    young = np.where(T >= N - 5, 4.0, 1.0)
+    finding = diagnose(
+        _run(**{GAP: _noisy(0.006, 2) * young, "rollout_corr/kl": _noisy(0.001, 3, 0.1) * young**2})
+    ).findings[0]
+    assert (finding.rule, finding.confidence) == ("engine_mismatch", 0.6)
+    assert "read it again in 10 steps" in finding.next_check

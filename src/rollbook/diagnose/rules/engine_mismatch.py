@@ -28,6 +28,12 @@ ACTION = (
 CHECK = "score one short greedy prompt on both sides with the engine's own weights and find where they part"
 LEAST_STEPS = 8
 """Steps below which a level is not judged: a first update at a large learning rate moves more than any numerics."""
+TELLS_AFTER = 10
+"""Steps after which a gap that stays is told from one that grows with the steps since a missed publication."""
+TOO_EARLY = (
+    f"read it again in {TELLS_AFTER} steps: a gap that grows with them is a publication that lost a part, and stays "
+    "where it is for other numerics; compare the digests of one replica with the trainer's meanwhile"
+)
 LEAST_PAST = 6
 """Steps that a level must have had before it can be said to have changed: samples age in the first steps of any
 asynchronous run."""
@@ -54,6 +60,8 @@ def judge(view: View) -> Finding | NotJudged | None:
             publications.absent_since, rise.idx, least=8
         )
         if not rise.is_ramp and not explained and not no_sync and rise.idx >= LEAST_PAST:
+            if view.n - rise.idx < TELLS_AFTER:
+                return _finding(view, rise.idx, 0.6, "since a few steps", check=f"{TOO_EARLY}; {CHECK}")
             return _finding(view, rise.idx, 0.9 if rise.peak_ratio >= 2 else 0.75, "at once, and stays")
         if rise.is_ramp and not explained and not no_sync and gap.num_fine == 0 and gap.num_bad:
             return _finding(view, 0, 0.7, "from the first step, and grows")
@@ -83,7 +91,7 @@ def _refused(view: View, found: Stop) -> Finding:
     )
 
 
-def _finding(view: View, idx: int, confidence: float, when: str) -> Finding:
+def _finding(view: View, idx: int, confidence: float, when: str, *, check: str = CHECK) -> Finding:
     gap = signs.gap(view)
     assert gap is not None
     evidence: list[Evidence] = []
@@ -122,5 +130,5 @@ def _finding(view: View, idx: int, confidence: float, when: str) -> Finding:
         step=step,
         evidence=tuple(evidence),
         action=ACTION,
-        next_check=CHECK,
+        next_check=check,
     )
