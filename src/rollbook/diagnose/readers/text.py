@@ -238,13 +238,25 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
     )
 )
 _NEEDLES = tuple(dict.fromkeys(needle for _, needles, _ in _TROUBLE for needle in needles))
-_SYNC_WORDS = re.compile(  # `timing_s/update_weights` is a metric, and every step has it
-    r"(?<!timing_s/)(?:update_weights|load_weights|wake_up|wakeup|resume_memory|sync_weights|weight_sync|rollout_mode|update_named_param"
-    r"|checkpoint_engine(?!/)|all_gather_param|param_sync|sharding_manager|update_params|resume_memory_occupation)"
+_SYNC_WORDS = re.compile(
+    r"update_weights|load_weights|wake_up|wakeup|resume_memory|sync_weights|weight_sync|rollout_mode|update_named_param"
+    r"|checkpoint_engine|all_gather_param|param_sync|sharding_manager|update_params|resume_memory_occupation"
 )
 _TRAIN_WORDS = re.compile(
-    r"(?<!timing_s/)(?<!token_ms/)(?:update_actor|update_policy|\bbackward\b|compute_log_prob|update_critic|train_step|forward_backward)"
+    r"update_actor|update_policy|\bbackward\b|compute_log_prob|update_critic|train_step|forward_backward"
 )
+
+
+_OF_METRICS = ("timing_s/", "token_ms/", "mfu/")
+"""Before these words they are metrics' names: every step has `timing_s/update_weights`, and is in no stage for it."""
+
+
+def _speaks_of(words: re.Pattern[str], line: str) -> bool:
+    """Whether a line holds one of the words, other than in the name of a metric."""
+    return any(
+        not line.startswith("/", found.end()) and not line[: found.start()].endswith(_OF_METRICS)
+        for found in words.finditer(line)
+    )
 
 
 MAX_WATCHED = 2000
@@ -259,11 +271,15 @@ class TroubleWatcher:
 
     def watch(self, line: str, step: int | None) -> Event | None:
         """An event when `line` (already plain) reports trouble; `step` is the newest step logged so far."""
+        is_record = line.startswith("step:")
         if len(line) > MAX_WATCHED:
             line = line[-MAX_WATCHED:]  # a record of metrics, perhaps with another process's words at its end
-        if _SYNC_WORDS.search(line):
+        if is_record:
+            if self._context:
+                self._remember("")
+        elif _speaks_of(_SYNC_WORDS, line):
             self._remember("sync")
-        elif _TRAIN_WORDS.search(line):
+        elif _speaks_of(_TRAIN_WORDS, line):
             self._remember("train")
         elif self._context:
             self._remember("")
