@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -62,7 +64,12 @@ class ScriptedEnv:
 
 
 async def play(
-    engine: ScriptedEngine, env: ScriptedEnv, *, max_turns: int = 8, context: int = 100
+    engine: ScriptedEngine,
+    env: ScriptedEnv,
+    *,
+    max_turns: int = 8,
+    context: int = 100,
+    clock: Callable[[], float] = lambda: 0.0,
 ) -> Trajectory:
     return await run_trajectory(
         engine.generate,
@@ -74,7 +81,7 @@ async def play(
         sampling=SamplingParams(max_response_tokens=10),
         max_turns=max_turns,
         max_context_tokens=context,
-        clock=lambda: 0.0,
+        clock=clock,
         on_turn=lambda turn_idx, replica_id: None,
     )
 
@@ -100,6 +107,20 @@ async def test_three_turns_keep_every_sampled_token_and_each_prompt_starts_with_
     assert [r.first_token_idx for r in engine.requests] == [0, 2, 3]
     assert (trajectory.oldest_version, trajectory.newest_version, trajectory.replica_id) == (0, 1, 4)
     assert trajectory.reward == 1.0
+
+
+async def test_seconds_of_an_environment_are_those_of_turns_that_go_on() -> None:
+    """Two observations, 3 s and 5 s; the third call scores."""
+    now_s = [0.0]
+
+    class SlowEnv(ScriptedEnv):
+        async def observe(self, response_ids: Ids, finish_reason: FinishReason) -> Observation:
+            now_s[0] += {2: 3.0, 1: 5.0, 0: 40.0}[len(self.observations)]
+            return await super().observe(response_ids, finish_reason)
+
+    engine = ScriptedEngine(*[([7], 0, FinishReason.STOP)] * 3)
+    trajectory = await play(engine, SlowEnv([50], [60]), clock=lambda: now_s[0])
+    assert trajectory.env_turns_s == (3.0, 5.0)
 
 
 async def test_an_aborted_response_is_continued_and_its_versions_joined() -> None:
