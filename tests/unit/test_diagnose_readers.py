@@ -407,13 +407,15 @@ def test_no_sentence_of_trouble_is_skipped_before_it_is_read(tmp_path: Path) -> 
     assert [event.kind for event in run.events] == list(sentences)
 
 
-def test_the_stage_of_an_out_of_memory_is_that_of_its_traceback(tmp_path: Path) -> None:
-    text = (
-        "step:1 - a/b:1\n"
-        'File "fsdp_vllm.py", line 204, in update_weights\n'
-        "torch.OutOfMemoryError: CUDA out of memory.\n"
-        "step:2 - a/b:1\n"
-    )
+@pytest.mark.parametrize(
+    "frame",
+    [
+        '"fsdp_vllm.py", line 204, in update_weights',
+        '"verl/sharding_manager/fsdp_vllm.py", line 2, in __enter__',
+    ],
+)
+def test_the_stage_of_an_out_of_memory_is_that_of_its_traceback(tmp_path: Path, frame: str) -> None:
+    text = f"step:1 - a/b:1\nFile {frame}\ntorch.OutOfMemoryError: CUDA out of memory.\nstep:2 - a/b:1\n"
     (event,) = load(str(_write(tmp_path / "run.log", text))).events
     assert (event.step, event.fields) == (1, {"stage": "sync"})
 

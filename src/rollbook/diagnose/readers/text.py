@@ -253,10 +253,7 @@ _OF_METRICS = ("timing_s/", "token_ms/", "mfu/")
 
 def _speaks_of(words: re.Pattern[str], line: str) -> bool:
     """Whether a line holds one of the words, other than in the name of a metric."""
-    return any(
-        not line.startswith("/", found.end()) and not line[: found.start()].endswith(_OF_METRICS)
-        for found in words.finditer(line)
-    )
+    return any(not line[: found.start()].endswith(_OF_METRICS) for found in words.finditer(line))
 
 
 MAX_WATCHED = 2000
