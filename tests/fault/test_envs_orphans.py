@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 NUM_WORKERS = 3
-WITHIN_S = 10.0
+WITHIN_S = 60.0
+"""Far below the 600 s for which a worker would hang, far above what a busy host takes to end one."""
 
 DRIVER = """
 import asyncio, sys
