@@ -23,6 +23,7 @@ import torch
 from rollbook.cli.main import main
 from rollbook.controller import calibrate
 from rollbook.controller.loop import Controller
+from rollbook.controller.replay import replay_run
 from rollbook.errors import (
     ConfigError,
     DataError,
@@ -222,6 +223,14 @@ def test_adapters_alone_are_not_served_on_another_base() -> None:
     ReplicaActor(config, 0, **{**keywords, "host": "127.0.0.1"})._load()
     with pytest.raises(EngineError, match="the base of replica 3 has the digest"):
         ReplicaActor(other, 3, **{**keywords, "host": "127.0.0.1"})._load()
+
+
+def test_a_run_on_ray_repeats_in_one_process(tmp_path: Path) -> None:
+    more = {"run.schedule": "separate_async", "buffer.max_staleness_steps": 1, "sync.transport": "shm"}
+    run = run_tiny(tmp_path, num_steps=2, **{**ON_RAY, **more})
+    report = replay_run(run.folder)
+    assert report.is_equal, report.differences
+    assert (report.num_steps, report.num_digests) == (2, 3)
 
 
 # ---- the plan

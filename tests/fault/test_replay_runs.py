@@ -180,6 +180,21 @@ def test_a_run_whose_trajectories_were_not_all_kept_is_refused(tmp_path: Path) -
         replay_run(run.folder)
 
 
+def test_a_run_of_another_engine_is_refused(tmp_path: Path) -> None:
+    run = run_tiny(tmp_path, num_steps=1)
+    path = run.folder / "config.toml"
+    path.write_text(path.read_text().replace('engine = "native"', 'engine = "vllm"'))
+    with pytest.raises(ConfigError, match="rollout.engine of .* is 'vllm'"):
+        replay_run(run.folder)
+
+
+def test_sums_of_several_ranks_are_named_where_the_reader_looks_last() -> None:
+    report = ReplayReport(run_dir="runs/reverse", num_trainer_ranks=2)
+    assert report.conclusion() == "EQUAL, bit for bit"
+    report.differs("digest", 3, "weights of version 4", "a", "b")
+    assert "divided among 2 ranks" in report.conclusion().splitlines()[-1]
+
+
 FULL_POOL = {
     **ASYNC,
     "run.schedule": "colocate_async",

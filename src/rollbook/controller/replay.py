@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from rollbook.buffer.buffer import Taken
+from rollbook.cluster.config import ClusterConfig
 from rollbook.config.loading import load_config
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.begin import warm_up
@@ -94,6 +95,8 @@ class ReplayReport:
     """Largest difference of a logprob, of trajectories with the same tokens."""
     is_batch_invariant: bool = True
     """Of the run: an engine's numbers do not depend on what it computes beside a sequence."""
+    num_trainer_ranks: int = 1
+    """Of the run; a replay has one."""
 
     @property
     def is_equal(self) -> bool:
@@ -115,6 +118,12 @@ class ReplayReport:
                 "\nThe run has rollout.batch_invariant = false, so that an engine's rounding depends on the sequences "
                 "beside one: it can be repeated, and not to the last bit. A run with rollout.batch_invariant = true "
                 "can"
+            )
+        if self.num_trainer_ranks > 1:
+            said += (
+                f"\nThe run's trainer was divided among {self.num_trainer_ranks} ranks, which add gradients up in "
+                "another order than the one rank of a replay: weights differ in their last bits from the first update "
+                "on"
             )
         return said
 
@@ -173,6 +182,11 @@ def replay_run(folder: Path, *, only_step: int | None = None) -> ReplayReport:
             f"observe.trajectories_every_steps of {folder} is {config.observe.trajectories_every_steps}",
             "a replay needs the trajectories of every step: set it to 1 in the next run",
         )
+    if config.rollout.engine != "native":
+        raise ConfigError(
+            f"rollout.engine of {folder} is '{config.rollout.engine}'",
+            "a replay samples again what each version sampled, which takes the draws of the native engine",
+        )
     log = _read_log(folder, config)
     if only_step is not None and not 0 <= only_step < log.num_steps:
         raise ConfigError(
@@ -182,17 +196,22 @@ def replay_run(folder: Path, *, only_step: int | None = None) -> ReplayReport:
     with tempfile.TemporaryDirectory() as aside:
         recorder = Recorder(Path(aside) / "replay")
         try:
-            return asyncio.run(_replay(_for_replay(config), log, recorder, only_step))
+            report = asyncio.run(_replay(_for_replay(config), log, recorder, only_step))
         finally:
             recorder.close()
+    report.num_trainer_ranks = config.cluster.num_trainer_ranks
+    return report
 
 
 def _for_replay(config: RunConfig) -> RunConfig:
-    """The same numbers from one replica with weights of its own, so that older ones can be put back into it."""
+    """The same numbers in this process, from one replica with weights of its own, so that older ones can be put back
+    into it, and without a link that the run itself may be using."""
+    link = {"transport": "inproc", "delta": False, "staging": "direct", "commit_order": "together"}
     return config.model_copy(
         update={
             "rollout": config.rollout.model_copy(update={"num_replicas": 1}),
-            "sync": config.sync.model_copy(update={"staging": "direct", "commit_order": "together"}),
+            "sync": config.sync.model_copy(update=link),
+            "cluster": ClusterConfig(),
             "plan": config.plan.model_copy(update={"is_on": False}),
             "lending": LendingSection(),
         }
