@@ -1,19 +1,23 @@
-"""A replica that is dead for many publications is one event, with the cause that its death had."""
+"""A replica that is dead for many publications is one event, with the cause that its death had; started again, it goes
+on where it was."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from rollbook.controller.loop import Controller
-from rollbook.errors import SyncError
+from rollbook.controller.step_metrics import engine_values
+from rollbook.errors import EngineDownError, EngineError, SyncError
+from rollbook.rollout.engine import COUNTERS, EngineStats
 from rollbook.rollout.router import Router
 from rollbook.sync.publisher import PublicationReport
-from tiny_run import run_tiny
+from tiny_run import run_tiny, tiny_config
 
 
 def test_a_replica_that_fails_every_publication_is_told_once_for_each_reason(tmp_path: Path) -> None:
@@ -82,3 +86,115 @@ async def test_a_death_that_the_pool_and_the_publication_both_see_is_told_once()
     router.put_back(1)
     router.announce(1, "another")
     assert told == ["1: gone", "1: another", "1: another"]
+
+
+def pool_of(engine: Any, *others: Any, max_restarts: int) -> tuple[Any, list[tuple[str, str]]]:
+    pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
+    from rollbook.cluster.replicas import RayPool
+
+    findings: list[tuple[str, str]] = []
+
+    async def set_port(address: Any) -> None: ...
+
+    async def resync(replica_id: int) -> Any:
+        raise SyncError("the trainer has moved on", "none")
+
+    recorder: Any = SimpleNamespace(
+        event=lambda kind, **values: None,
+        finding=lambda rule, summary, *, remedy: findings.append((rule, summary)),
+    )
+    publisher: Any = SimpleNamespace(lost={}, quarantined={}, set_port=set_port, resync=resync)
+    config: Any = SimpleNamespace(max_restarts=max_restarts)
+    pool = RayPool(config=config, recorder=recorder, publisher=publisher, engines=[engine, *others])
+    return pool, findings
+
+
+def dying(num_deaths: int) -> Any:
+    """A replica that dies so many times before it is ready."""
+    left = iter(range(num_deaths))
+
+    async def close() -> None: ...
+
+    async def start() -> None:
+        for _ in left:
+            raise EngineDownError("replica 1 is down: its process is gone", "it is started again")
+        engine.down = ""
+
+    engine = SimpleNamespace(replica_id=1, down="killed", address=None, close=close, start=start)
+    return engine
+
+
+async def test_a_replica_that_dies_while_it_is_started_again_is_started_once_more() -> None:
+    engine = dying(2)
+    pool, findings = pool_of(engine, max_restarts=3)
+    pool.lost(engine, "its process is gone")
+    await pool.is_back(engine)
+    assert engine.down == "" and not findings
+
+
+async def test_a_replica_that_is_not_started_any_more_is_said() -> None:
+    engine, other = dying(9), SimpleNamespace(replica_id=0, down="")
+    pool, findings = pool_of(engine, other, max_restarts=3)
+    pool.lost(engine, "its process is gone")
+    with pytest.raises(EngineError, match="replica 1 died 4 times"):
+        await pool.is_back(engine)
+    assert findings == [
+        (
+            "replica_given_up",
+            "replica 1 serves no more in this run: replica 1 died 4 times: killed",
+        )
+    ]
+
+
+def reading(decode_tokens: int, *, weight_version: int = 1) -> EngineStats:
+    return EngineStats(
+        weight_version=weight_version,
+        num_running=2,
+        num_waiting=0,
+        num_slots=4,
+        kv_pool_tokens=64,
+        kv_used_tokens=8,
+        prefill_tokens=3 * decode_tokens,
+        cached_prompt_tokens=0,
+        decode_tokens=decode_tokens,
+        decode_steps=decode_tokens,
+        num_preemptions=0,
+        busy_s=decode_tokens / 8,
+    )
+
+
+async def test_counters_of_a_replica_go_on_when_it_is_started_again() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
+    from rollbook.cluster.replicas import RemoteEngine
+
+    class Engine(RemoteEngine):
+        readings: ClassVar[list[EngineStats]] = []
+
+        async def _ask(self, name: str, args: tuple[Any, ...], deadline_s: float) -> Any:
+            return None if name == "start" else self.readings.pop(0)
+
+    engine = Engine(0, tiny_config(), lambda: None, SimpleNamespace())  # type: ignore[arg-type]
+    seen = []
+    for readings in ([100, 160], [5, 20], [0, 40]):  # of three processes, one after the other
+        await engine.start()
+        engine.readings[:] = map(reading, readings)
+        seen += [await engine.stats() for _ in readings]
+    assert [s.decode_tokens for s in seen] == [100, 160, 165, 180, 180, 220]
+    values = engine_values({0: seen[1]}, {0: seen[2]}, elapsed_s=1.0)
+    assert values["generated/num_tokens"].result() == 5
+    assert values["rollout/prefill_tokens"].result() == 15
+    assert {s.num_running for s in seen} == {2}, "a gauge is of the process there is"
+
+
+def test_every_number_of_an_engine_that_only_grows_is_a_counter() -> None:
+    gauges = {"weight_version", "num_running", "num_waiting", "num_slots", "kv_pool_tokens", "kv_used_tokens"}
+    gauges |= {"mismatch", "mismatch_error_frac", "waiting_requests"}
+    assert {f.name for f in fields(EngineStats)} == {*COUNTERS, *gauges}
+
+
+def test_a_replica_out_of_service_serves_no_version() -> None:
+    """It keeps its last readings: the versions that are served are those of the others."""
+    stats = {replica_id: reading(1, weight_version=version) for replica_id, version in enumerate((9, 3, 8))}
+    values = engine_values({}, stats, elapsed_s=1.0, out_of_service={1: "its process is gone"})
+    assert values["sync/version_spread"].result() == 1
+    assert values["replica/num_serving"].result() == 2

@@ -219,6 +219,16 @@ def test_findings_are_said_aloud_with_their_remedy(tmp_path: Path) -> None:
     )
 
 
+def test_a_replica_that_leaves_and_comes_back_is_named(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, 120, is_terminal=False)
+    screen.recorder.event("quarantined", replica_id=1, why="its process is gone")
+    screen.recorder.event("back_in_service", replica_id=1)
+    assert screen.out.getvalue().splitlines()[1:] == [
+        "quarantined: replica 1: its process is gone",
+        "back in service: replica 1",
+    ]
+
+
 def test_a_notice_is_one_line_in_a_log_and_a_finished_run_taken_up_again_has_no_summary(
     tmp_path: Path,
 ) -> None:

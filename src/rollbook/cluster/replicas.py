@@ -37,6 +37,9 @@ class RemoteEngine:
         self._pool = pool
         self._actor: Any = None
         self._stats: EngineStats | None = None
+        """The last ones known."""
+        self._ended: EngineStats | None = None
+        """Of the process before this one, and all before it."""
         self.down = "it was not started"
         """Why it takes no call; empty while it does."""
         self.address: ReplicaAddress
@@ -47,6 +50,7 @@ class RemoteEngine:
             EngineError: the model can't run there.
             DeadlineError: no answer in time.
         """
+        self._ended = self._stats
         self._actor = self._start_actor()
         self.address = await self._ask("start", (), self.config.cluster.start_deadline_s)
         self.down = ""
@@ -95,9 +99,10 @@ class RemoteEngine:
         await self._do("stats")
 
     async def stats(self) -> EngineStats:
-        """The last ones known while it is down."""
+        """The last ones known while it is down; counters go on when it is started again."""
         try:
-            self._stats = await self._do("stats")
+            stats: EngineStats = await self._do("stats")
+            self._stats = stats.going_on(self._ended)
         except EngineDownError:
             if self._stats is None:
                 raise
@@ -194,20 +199,43 @@ class RayPool:
 
     async def _restart(self, engine: RemoteEngine) -> None:
         replica_id = engine.replica_id
-        number = self._num_restarts[replica_id] = self._num_restarts.get(replica_id, 0) + 1
-        if number > self.config.max_restarts:
-            raise EngineError(
-                f"replica {replica_id} died {number} times, the last time because {engine.down}",
-                "look at its log; resume the run once the cause is mended, or raise cluster.max_restarts",
-            )
-        await engine.close()
-        await engine.start()
+        try:
+            await self._start_again(engine)
+        except (EngineError, DeadlineError) as error:
+            if not self.is_last(engine):  # else the run ends with it
+                self.recorder.finding(
+                    "replica_given_up",
+                    f"replica {replica_id} serves no more in this run: {error.what}",
+                    remedy=f"the others go on without it; {error.remedy}",
+                )
+            raise
         await self.publisher.set_port(engine.address)
         with suppress(SyncError):  # the trainer has moved on: the next publication brings it along
             report = await self.publisher.resync(replica_id)
             self.recorder.event("publication", **report.as_event())
             if self.router is not None and replica_id in report.committed:
                 self.router.put_back(replica_id)
+
+    async def _start_again(self, engine: RemoteEngine) -> None:
+        """A new process in place of the one that died; another one if it dies in its turn before it is ready.
+
+        Raises:
+            EngineError: it died too often, or the model can't run there.
+            DeadlineError: it does not start in time.
+        """
+        replica_id = engine.replica_id
+        while True:
+            number = self._num_restarts[replica_id] = self._num_restarts.get(replica_id, 0) + 1
+            if number > self.config.max_restarts:
+                times = "once" if number == 1 else f"{number} times"
+                raise EngineError(
+                    f"replica {replica_id} died {times}: {engine.down}",
+                    "look at its log; resume the run once the cause is mended, or raise cluster.max_restarts",
+                )
+            await engine.close()
+            with suppress(EngineDownError):
+                await engine.start()
+                return
 
     async def close(self) -> None:
         for task in self._restarts.values():

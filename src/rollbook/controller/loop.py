@@ -513,7 +513,7 @@ class Controller:
             self._engine_stats,
             now,
             elapsed_s=now_s - self._engine_stats_at_s,
-            num_quarantined=len(self.router.out_of_service),
+            out_of_service=self.router.out_of_service,
         )
         if self.lending is not None:
             sampled = Total(values["generated/num_tokens"].result() + self.lending.pop_tokens())

@@ -6,7 +6,7 @@ Names, units and denominators stand in `observe/catalogue.py`.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from rollbook.algos.shaping import RAW_SCORE
 from rollbook.buffer.buffer import GroupBuffer, GroupState, Taken
 from rollbook.observe.values import Last, Low, Peak, Ratio, Total, Value, Values
-from rollbook.rollout.engine import EngineStats
+from rollbook.rollout.engine import COUNTERS, EngineStats
 from rollbook.types import TrainBatch, Trajectory
 
 MAX_MESSAGE = 1000
@@ -191,14 +191,14 @@ def engine_values(
     after: Mapping[int, EngineStats],
     *,
     elapsed_s: float,
-    num_quarantined: int,
+    out_of_service: Collection[int] = (),
 ) -> Values:
     """Differences of the engines' counters over a step, and their gauges now."""
     values: Values = {
-        "replica/num_serving": Last(len(after) - num_quarantined),
-        "replica/num_quarantined": Last(num_quarantined),
+        "replica/num_serving": Last(len(after) - len(out_of_service)),
+        "replica/num_quarantined": Last(len(out_of_service)),
     }
-    versions = [stats.weight_version for stats in after.values()]
+    versions = [s.weight_version for replica_id, s in after.items() if replica_id not in out_of_service]
     if versions:
         values["sync/version_spread"] = Last(max(versions) - min(versions))
     if any(stats.mismatch != "none" for stats in after.values()):
@@ -234,20 +234,8 @@ def engine_values(
     }
 
 
-_COUNTERS = (
-    "prefill_tokens",
-    "cached_prompt_tokens",
-    "decode_tokens",
-    "decode_steps",
-    "num_preemptions",
-    "busy_s",
-    "decode_s",
-    "active_slots_sum",
-)
-
-
 def _difference(then: EngineStats | None, now: EngineStats) -> Counter[str]:
     delta: Counter[str] = Counter()
-    for name in _COUNTERS:
+    for name in COUNTERS:
         delta[name] = getattr(now, name) - (getattr(then, name) if then is not None else 0)
     return delta

@@ -37,8 +37,10 @@ _NOTICES = {
     "interrupted": "effect",
     "no_effect": "says",
     "lending_pays": "says",
+    "back_in_service": "",
 }
 """Event kinds that are said aloud, and the field that says it. Not a step that failed: the run ends with its error."""
+_OF_A_REPLICA = ("quarantined", "back_in_service")
 PHASES = {
     "import": "loading torch and the parts of the run",
     "model": "making the model and its optimizer",
@@ -200,9 +202,10 @@ class TerminalView:
             self.console.print("\n".join(plan_lines(event)), soft_wrap=True, highlight=False)
         if kind in _NOTICES:
             style = "red" if event.get("severity") == "error" else "yellow"
-            notice = Text(
-                f"{kind.replace('_', ' ')}: {event.get(_NOTICES[kind], '')}".rstrip(": "), style=style
-            )
+            says = event.get(_NOTICES[kind], "")
+            if kind in _OF_A_REPLICA:
+                says = f"replica {event.get('replica_id')}: {says}".rstrip(": ")
+            notice = Text(f"{kind.replace('_', ' ')}: {says}".rstrip(": "), style=style)
             if event.get("remedy"):
                 notice.append(f"\n  hint: {event['remedy']}", style="dim")
             self.console.print(notice, soft_wrap=not self.console.is_terminal)

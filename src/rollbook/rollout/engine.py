@@ -5,7 +5,7 @@ Token ids go in, token ids with logprobs and weight versions come out; no text c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from rollbook.types import FinishReason, Floats, Ids, KVStart, SamplingParams, VersionRun
@@ -82,6 +82,26 @@ class EngineStats:
     """How far that moved them: norm of the difference over norm of the weights."""
     waiting_requests: tuple[str, ...] = field(default=())
     """Ids of requests not finished, for deadline messages (at most 32)."""
+
+    def going_on(self, earlier: EngineStats | None) -> EngineStats:
+        """The same with counters that go on where those of the engine in whose place this one was started ended."""
+        if earlier is None:
+            return self
+        return replace(self, **{name: getattr(self, name) + getattr(earlier, name) for name in COUNTERS})
+
+
+COUNTERS = (
+    "prefill_tokens",
+    "cached_prompt_tokens",
+    "decode_tokens",
+    "decode_steps",
+    "num_preemptions",
+    "busy_s",
+    "prefill_s",
+    "decode_s",
+    "active_slots_sum",
+)
+"""Fields of EngineStats that only grow."""
 
 
 class Engine(Protocol):
