@@ -47,7 +47,18 @@ TEACHER = {"new": {"hidden_size": 32, "num_heads": 2, "alphabet": "0123456789+="
             },
             "every weight would be 1",
         ),
+        (
+            {
+                "algorithm.correction.level": "token",
+                "algorithm.loss": "reinforce",
+                "algorithm.proximal": "behavior",
+            },
+            "every weight would be 1",
+        ),
         ({"rollout.mismatch": "int8", "rollout.engine": "vllm"}, "mismatch is 'int8' and rollout.engine"),
+        ({"rollout.mismatch": "bf16", "rollout.dtype": "bfloat16"}, "nothing would be rounded"),
+        ({"rollout.mismatch": "bf16", "model.dtype": "bfloat16"}, "nothing would be rounded"),
+        ({"algorithm.filter.min_scored": 3}, "min_scored is 3 and rollout.group_size 2: every group"),
         ({"algorithm.name": "distill"}, "distill.placement is 'advantage' and there is no teacher"),
         ({"teacher": TEACHER}, "there is a \\[teacher\\] table"),
     ],
@@ -66,7 +77,7 @@ def test_bounds_that_contradict_are_refused_with_their_values(overrides: dict[st
         {"sync.quantize": "int8"},
         {"rollout.dtype": "bfloat16"},
         {"model.dtype": "bfloat16"},
-        {"algorithm.proximal": "behavior", "algorithm.loss": "reinforce"},
+        {"algorithm.proximal": "behavior", "algorithm.loss": "reinforce", "trainer.num_mini_batches": 2},
     ],
     ids=str,
 )

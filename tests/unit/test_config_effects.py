@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,40 @@ def read_names() -> set[str]:
 def test_every_option_is_read_somewhere() -> None:
     read = read_names()
     assert [dotted for dotted, name in options() if name not in read] == []
+
+
+def test_an_option_that_shares_its_name_is_read_where_its_own_section_is_known() -> None:
+    """`read_names` takes any attribute of the name; this asks each of the sections that have one of it."""
+    modules = []
+    for path in SRC.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        attributes = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+        names = {n.id for n in nodes if isinstance(n, ast.Name)}
+        if path not in DECLARING:
+            modules.append((attributes, attributes | names))
+    known_by: dict[tuple[str, type[BaseModel]], set[str]] = {}
+    for name, section, table in owned():
+        bases = {base.__name__ for base in section.__mro__[:-1] if base.__module__.endswith(".config")}
+        known_by.setdefault((name, section), bases).add(table)
+    names_of = Counter(name for name, _ in known_by)
+    unread = [
+        (section.__name__, name)
+        for (name, section), words in known_by.items()
+        if names_of[name] > 1 and not any(name in read and words & known for read, known in modules)
+    ]
+    assert unread == []
+
+
+def owned(
+    section: type[BaseModel] = RunConfig, table: str = ""
+) -> Iterator[tuple[str, type[BaseModel], str]]:
+    """(field name, section, name of its table) of every option that is no table."""
+    for name, field in section.model_fields.items():
+        inner = list(sections(field.annotation))
+        for each in inner:
+            yield from owned(each, name)
+        if not inner:
+            yield name, section, table
 
 
 def test_the_table_names_options_and_tables_that_exist() -> None:
@@ -210,6 +245,12 @@ def test_a_config_shared_by_the_schedules_starts_with_each_of_them() -> None:
     assert said["separate_async"] == said["sync"], "at a bound of 0 it is synchronous"
     for one, other in itertools.combinations(said, 2):
         assert said[one] or said[other]
+
+
+def test_weights_of_held_out_sources_are_never_drawn_by() -> None:
+    made = {"task": "addition", "num_prompts": 8, "seed": 3, "weight": 2.0}
+    said = {unused.option for unused in unused_options(tiny_config(**{"data.held_out": [made]}))}
+    assert said == {"data.held_out.0.weight"}
 
 
 def test_a_run_says_at_its_opening_what_has_no_effect(tiny_run: TinyRun) -> None:

@@ -108,10 +108,6 @@ ONLY_WITH: Mapping[str, Needs] = {
         lambda c: c.sync.transport == "shm" or (c.sync.transport == "inproc" and c.cluster.kind == "ray"),
     ),
     "sync.disk_dir": Needs("sync.transport = 'disk'", lambda c: c.sync.transport == "disk"),
-    "sync.token_file": Needs(
-        "an engine outside this process: a sync.transport other than 'inproc', or cluster.kind = 'ray'",
-        lambda c: c.sync.transport != "inproc" or c.cluster.kind == "ray",
-    ),
     "sync.probe_prompt_tokens": PROBES,
     "sync.probe_response_tokens": PROBES,
     "sync.probe_factor": PROBES,
@@ -216,6 +212,8 @@ OF_A_SOURCE: Mapping[str, OfItem] = {
         READ,
     ),
 }
+DRAWN = OfItem("data.sources: held-out prompts are all asked", lambda s: False)
+OF_HELD_OUT: Mapping[str, OfItem] = {**OF_A_SOURCE, "weight": DRAWN, "end_weight": DRAWN}
 OF_A_TERM: Mapping[str, OfItem] = {
     "full_marks": OfItem("is_tested = true", lambda t: t.is_tested),
 }
@@ -230,7 +228,7 @@ def unused_options(config: RunConfig) -> list[Unused]:
     sources, held_out = config.data.sources, config.data.held_out
     for title, items, table in (
         ("data.sources", sources, OF_A_SOURCE),
-        ("data.held_out", held_out, OF_A_SOURCE),
+        ("data.held_out", held_out, OF_HELD_OUT),
         ("reward.terms", config.reward.terms, OF_A_TERM),
     ):
         for idx, item in enumerate(items):

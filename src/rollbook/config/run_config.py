@@ -176,7 +176,11 @@ class RunConfig(Section):
             and self.sync.quantize == "none"
             and rollout.device == self.model.device
         )
-        on_policy = self.buffer.max_staleness_steps == 0 and algorithm.proximal == "recompute"
+        num_updates = self.trainer.num_mini_batches * self.trainer.num_epochs
+        is_at_start = (
+            algorithm.proximal == "recompute" or num_updates == 1
+        )  # weights are of the step's first policy
+        on_policy = self.buffer.max_staleness_steps == 0 and is_at_start
         if algorithm.correction.is_on and is_same and on_policy:
             yield (
                 "algorithm.correction is on, buffer.max_staleness_steps is 0, and engine and trainer compute alike, in "
@@ -192,6 +196,12 @@ class RunConfig(Section):
                 "use a group_size of at least 2, or an algorithm without a group baseline (reinforce_pp, ppo)",
             )
         num_sequences = self.run.groups_per_step * self.rollout.group_size
+        if (min_scored := self.algorithm.filter.min_scored) > self.rollout.group_size:
+            yield (
+                f"algorithm.filter.min_scored is {min_scored} and rollout.group_size {self.rollout.group_size}: every "
+                "group would be dropped",
+                f"use at most {self.rollout.group_size}, or larger groups",
+            )
         mini_batches = self.trainer.num_mini_batches
         if num_sequences < mini_batches:
             yield (
@@ -234,12 +244,6 @@ class RunConfig(Section):
             yield (
                 f"rollout.engine is '{self.rollout.engine}' and cluster.kind 'ray'",
                 "replicas on Ray are native engines: use engine = 'native', or kind = 'inproc'",
-            )
-        if self.cluster.kind == "ray" and self.memory.moves_anything:
-            yield (
-                f"memory.sleep_level is {self.memory.sleep_level} and memory.offload {self.memory.offload} with "
-                "cluster.kind 'ray'",
-                "a device changes hands within one process: use kind = 'inproc', or leave [memory] as it is",
             )
         if self.cluster.num_trainer_ranks > 1 and self.model.lora is not None:
             yield (
@@ -325,6 +329,12 @@ class RunConfig(Section):
             yield (
                 f"rollout.mismatch is '{self.rollout.mismatch}' and rollout.engine is '{self.rollout.engine}'",
                 "only the native engine rounds its weights on purpose: use engine = 'native', or mismatch = 'none'",
+            )
+        dtype = self.model.dtype if self.rollout.dtype == "auto" else self.rollout.dtype
+        if self.rollout.mismatch == "bf16" and dtype == "bfloat16":
+            yield (
+                "rollout.mismatch is 'bf16' and the engine's weights are bfloat16: nothing would be rounded",
+                "use int8, int4 or fp8, or rollout.dtype = 'float32'",
             )
         if self.rollout.engine == "openai":
             yield (

@@ -44,8 +44,6 @@ class SyncConfig(Section):
     """Folder for the files of the "shm" transport; it should lie in memory."""
     disk_dir: str = ""
     """Folder for the "disk" transport, the same on trainer and engines."""
-    token_file: str = ""
-    """File with the secret that an engine on another host asks for; needed unless everything is on one host."""
     export_deadline_s: float = Field(300.0, gt=0)
     """Longest wait for the trainer to gather one bucket."""
     open_deadline_s: float = Field(60.0, gt=0)

@@ -167,7 +167,8 @@ class ReplicaServer:
         header = frame.header
         if self._token and not tokens_match(self._token, header.get("token")):
             raise SyncError(
-                "a connection did not present the token", "use the same sync.token_file on both sides"
+                "a connection did not present the token",
+                "connect with the token that this server was started with",
             )
         if field(header, "protocol", int) != PROTOCOL:
             raise SyncError(

@@ -137,7 +137,7 @@ def require_token(host: str, token: str) -> None:
     if not is_loopback and not token:
         raise ConfigError(
             f"an endpoint that changes weights was to listen on {host} without a token",
-            "listen on 127.0.0.1, or set sync.token_file to a file with a secret on both hosts",
+            "listen on 127.0.0.1, or give it a token that the trainer is told too",
         )
 
 
