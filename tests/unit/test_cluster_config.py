@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+
 import pytest
 
+from rollbook.controller.startable import unstartable
 from rollbook.errors import ConfigError
 from tiny_run import tiny_config
 
@@ -17,7 +20,7 @@ from tiny_run import tiny_config
             {"cluster.kind": "ray", "rollout.engine": "vllm"},
             "rollout.engine is 'vllm' and cluster.kind 'ray'",
         ),
-        ({"cluster.kind": "ray", "memory.offload": True}, "memory.offload True with cluster.kind 'ray'"),
+        ({"cluster.kind": "ray", "memory.offload": True}, "memory.offload true, and cluster.kind is 'ray'"),
         (
             {"cluster.kind": "ray", "cluster.num_trainer_ranks": 2, "model.lora": {"publish": "merged"}},
             "cluster.num_trainer_ranks is 2 with model.lora",
@@ -36,3 +39,20 @@ def test_one_process_and_ray_with_shared_memory_are_accepted() -> None:
     tiny_config(**{"cluster.kind": "ray", "cluster.num_trainer_ranks": 2}).check()
     tiny_config(**{"cluster.kind": "ray", "sync.transport": "shm"}).check()
     tiny_config(**{"cluster.kind": "ray", "sync.transport": "broadcast"}).check()
+
+
+@pytest.mark.parametrize("overrides", [{"sync.transport": "ipc"}, {"memory.offload": True}], ids=str)
+def test_what_ray_does_not_do_is_one_problem_with_one_remedy(overrides: dict[str, object]) -> None:
+    config = tiny_config(**{"cluster.kind": "ray", **overrides})
+    with pytest.raises(ConfigError) as caught:
+        config.check(unstartable(config))
+    assert "problems" not in str(caught.value)
+
+
+def test_where_no_ray_cluster_is_the_address_is_named() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
+    from rollbook.cluster.placement import connect
+
+    config = tiny_config(**{"cluster.kind": "ray", "cluster.address": "nonsense"})
+    with pytest.raises(ConfigError, match="cluster.address is 'nonsense'"):
+        connect(config.cluster, 1, AsyncExitStack())

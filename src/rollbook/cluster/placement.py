@@ -12,13 +12,19 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rollbook.cluster.calls import first_line
 from rollbook.cluster.config import ClusterConfig
 from rollbook.config.environment import set_environment
 from rollbook.config.run_config import RunConfig
+from rollbook.errors import ConfigError
 
 
 def connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack) -> bool:
-    """Join the cluster, or start one on this machine; True for the latter."""
+    """Join the cluster, or start one on this machine; True for the latter.
+
+    Raises:
+        ConfigError: there is none at `cluster.address`.
+    """
     if ray.is_initialized():
         return not cluster.address
     set_environment(RAY_USAGE_STATS_ENABLED="0")
@@ -26,7 +32,13 @@ def connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack) -> b
     terminated = signal.getsignal(signal.SIGTERM)  # Ray takes it, and the run has its own end for it
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": True}
     if cluster.address:
-        ray.init(address=cluster.address, **common)
+        try:
+            ray.init(address=cluster.address, **common)
+        except (ValueError, ConnectionError, RuntimeError) as error:
+            raise ConfigError(
+                f"cluster.address is '{cluster.address}', and no Ray cluster is found there: {first_line(error)}",
+                "give host:port of a running one, as `ray start --head` prints it, or leave it empty to start one here",
+            ) from None
     else:
         ray.init(
             address="local",

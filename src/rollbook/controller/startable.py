@@ -115,7 +115,7 @@ def _transport_problems(config: RunConfig) -> Iterator[Problem]:
                 f"sync.shm_dir is '{sync.shm_dir}', and vLLM's own processes look into {SHM_DIR}",
                 f"use sync.shm_dir = '{SHM_DIR}'",
             )
-    elif transport == "ipc":
+    elif transport == "ipc" and config.cluster.kind == "inproc":
         yield (
             "sync.transport is 'ipc', and the engine runs in the trainer's process, which has that memory already",
             "use sync.transport = 'inproc' (or rollout.vllm.in_process = false)",
