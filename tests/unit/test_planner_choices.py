@@ -15,6 +15,8 @@ from rich.console import Console
 
 from rollbook.errors import ConfigError, PlanError
 from rollbook.ledger.hardware import DecodeFit, HostFit, MachineSpec, TrainFit
+from rollbook.ledger.step import train_side
+from rollbook.planner.layouts import train_layouts
 from rollbook.planner.options import PlanOptions, option_name
 from rollbook.planner.plan import Plan, make_plan
 from rollbook.planner.report import html_report
@@ -47,7 +49,13 @@ def test_the_publication_of_a_plan_maps_every_tensor_and_route() -> None:
 
 def test_fewer_changed_weights_make_a_delta_cheaper() -> None:
     def delta(frac: float) -> float:
-        found = plan(model="Qwen3-32B", num_gpus="64", changed_frac=frac, split="32:32").as_json()
+        found = plan(
+            model="Qwen3-32B",
+            num_gpus="64",
+            response_tokens="8k",
+            max_response_tokens="32k",
+            changed_frac=frac,
+        ).as_json()
         recommendation = found["recommendation"]
         assert isinstance(recommendation, dict)
         return float(recommendation["publication"]["options_s"]["delta"])
@@ -155,6 +163,32 @@ def test_no_recomputation_that_is_asked_for_makes_a_faster_step_than_the_chosen_
         for recompute in ("auto", "selective", "full")
     )
     assert chosen == min(selective, full)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "num_gpus"),
+    [("Qwen3-32B", "A100", 16), ("Qwen3-32B", "H20", 64), ("Qwen3-8B", "A100", 128)],
+)
+def test_no_layout_of_as_many_stages_that_fits_trains_faster_than_the_chosen_one(
+    model: str, gpu: str, num_gpus: int
+) -> None:
+    request = PlanOptions(
+        model=model, gpu=gpu, num_gpus=str(num_gpus), response_tokens="8k", max_response_tokens="32k"
+    ).request()
+    chosen = Search(request).train(num_gpus)
+    others = [
+        train_side(
+            request.model,
+            request.workload,
+            request.cluster,
+            request.assumptions,
+            num_gpus=num_gpus,
+            layout=layout,
+        )
+        for layout in train_layouts(request, num_gpus)
+        if layout.pp_size == chosen.layout.pp_size
+    ]
+    assert chosen.side.total_s == min(side.total_s for side in others if not side.why_not)
 
 
 def test_what_is_split_to_recompute_less_is_trained_undivided_with_more() -> None:

@@ -340,17 +340,17 @@ def _layout_sentence(request: PlanRequest, chosen: Candidate) -> str:
         for name, size in (("TP", layout.tp_size), ("PP", layout.pp_size), ("CP", layout.cp_size))
         if size > 1
     ]
-    # The fewest GPUs a layer is split over may fit too, when it recomputes everything, and be slower.
+    # The fewest GPUs a layer is split over may fit too, and be slower.
     least = smallest_layouts(request, chosen.account.train.num_gpus)[0]
-    is_faster = least.model_parallel_size < layout.model_parallel_size
-    otherwise = (
-        "have to recompute everything otherwise, which takes longer" if is_faster else "not fit otherwise"
-    )
-    how = (
-        "shards its state over all of its GPUs"
-        if not degrees
-        else f"splits by {', '.join(degrees)}, because one micro batch of the longest sequence would {otherwise},"
-    )
+    why = "because one micro batch of the longest sequence would not fit otherwise"
+    if least.model_parallel_size < layout.model_parallel_size:
+        why = "the fastest that fits"
+        if least.recompute == "full" and layout.recompute != "full":
+            why = (
+                "because one micro batch of the longest sequence would have to recompute everything otherwise, which "
+                "takes longer"
+            )
+    how = f"splits by {', '.join(degrees)}, {why}," if degrees else "shards its state over all of its GPUs"
     engine = f"An engine replica takes {replica.num_gpus} GPU{'s' if replica.num_gpus > 1 else ''}"
     if replica.num_gpus > 1:
         engine += f" (TP {replica.tp_size}" + (f", EP {replica.ep_size}" if replica.ep_size > 1 else "") + ")"

@@ -359,11 +359,11 @@ def rollout_s(side: RolloutSide, mode: Mode) -> float:
 
 
 def smallest_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:
-    """The trainer layout with the fewest model-parallel GPUs whose memory fits; else the most thorough one.
+    """The trainer layouts worth pricing, the one with the fewest model-parallel GPUs whose memory fits first; else the
+    most thorough one.
 
-    Splitting a layer or a pipeline costs exchange or bubbles, so it is done for memory alone; among equals recomputing
-    less is faster, and context parallelism splits what grows with length. Where the smallest recomputes everything,
-    the smallest in as many stages that does not stands beside it: splitting more can cost less than computing twice.
+    Splitting into more stages costs bubbles, so it is done for memory alone. In as many stages, splitting layers
+    further can cost less than computing twice: every layout that recomputes less and fits stands beside the smallest.
     """
     r = request
     usable = r.cluster.accelerator.hbm_bytes * (1 - r.assumptions.memory_overhead_frac)
@@ -379,8 +379,6 @@ def smallest_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:
         memory = train_memory(r.model, r.workload, r.assumptions, num_gpus=num_gpus, layout=layout)
         if memory.total <= usable:
             found.append(layout)
-            if layout.recompute != "full":
-                return found
         elif memory.total < least:
             best, least = layout, memory.total
     return found or [best]
