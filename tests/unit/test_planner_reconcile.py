@@ -355,6 +355,46 @@ def test_mistakes_are_told_with_a_remedy(capsys: pytest.CaptureFixture[str], tmp
     assert code == 2 and "there is no" in err
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        'reference = "no"', "reference = 1", "reward = 4", "gpu = true", "lengths = 5", "mini_batches = 1.5",
+        "mini_batches = true", 'turns = "abc"', "prompts = [1]", "mode = 3",
+    ],
+)  # fmt: skip
+def test_a_value_of_another_kind_in_a_workload_file_is_told(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "w.toml"
+    path.write_text(f'model = "Qwen3-8B"\n{line}\n')
+    with pytest.raises(ConfigError, match=line.split()[0]):
+        read_options(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "extra"),
+    [
+        ('split = "8:8"', []), ("lend = 4.0", []), ("horizon = 3", []), ("checkpoint_every = 5", []),
+        ('assume = "rollbook"', ["--assume", "paper"]), (None, ["--assume", "paper"]),
+    ],
+)  # fmt: skip
+def test_what_changes_nothing_in_a_reconciliation_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str | None, extra: list[str]
+) -> None:
+    log = verl_log(tmp_path / "verl.jsonl")
+    args = [str(log), *extra]
+    if line is not None:
+        path = tmp_path / "w.toml"
+        path.write_text(f'model = "Qwen3-8B"\nnum_gpus = 16\n{line}\n')
+        args += ["--workload", str(path)]
+    code, _, err = run(capsys, *args)
+    assert code == 2 and (line or "--assume").split()[0] in err and "leave" in err
+
+
+def test_steps_that_a_log_does_not_hold_are_told_with_those_it_holds() -> None:
+    steps, times = np.arange(3, 9), {"timing_s/step": np.ones(6)}
+    with pytest.raises(DataError, match=r"(?s)no timed step from 50\n.*steps 3 to 8"):
+        means_of(steps, times, first=50, last=None)
+
+
 def test_a_workload_file_must_be_toml_and_name_a_model(tmp_path: Path) -> None:
     path = tmp_path / "w.toml"
     with pytest.raises(ConfigError, match="cannot read"):

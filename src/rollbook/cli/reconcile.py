@@ -25,8 +25,12 @@ def command(
         ),
     ] = None,
     assume: Annotated[
-        str, typer.Option("--assume", help="Assumptions for --workload: paper, default, or a TOML file.")
-    ] = "default",
+        str,
+        typer.Option(
+            "--assume",
+            help="Assumptions for --workload: default, paper, rollbook, or a TOML file; empty: the workload's own.",
+        ),
+    ] = "",
     format: Annotated[str, typer.Option("--format", help="Log format; empty: found out.")] = "",
     first: Annotated[int, typer.Option("--first", help="First step to look at; -1: after the warm-up.")] = -1,
     last: Annotated[int, typer.Option("--last", help="Last step to look at; -1: the last of the log.")] = -1,
@@ -39,11 +43,14 @@ def command(
     `rollbook demo` makes runs/reverse.
     """
     from rollbook.diagnose.readers.table import load
+    from rollbook.errors import PlanError
     from rollbook.planner.ending import ending_of, require_finished_step
     from rollbook.planner.reconcile import expectation_of_run, means_of, reconcile
 
     require_number("--first", first, least=-1, remedy="give a step, or -1: after the warm-up")
     require_number("--last", last, least=-1, remedy="give a step, or -1: the last of the log")
+    if assume and workload is None:
+        raise PlanError("--assume has no effect: the run has its plan", "leave it out, or give --workload")
     require_finished_step(Path(run))
     series = load(run, format=format or None)
     means, first_step, last_step, num_steps = means_of(
@@ -78,13 +85,22 @@ def command(
     show_reconciliation(result, Console(highlight=False))
 
 
+_BESIDE_A_STEP = ("checkpoint_every", "checkpoint_async", "storage_gb_per_s", "length_growth", "horizon")
+
+
 def _expectation_of(path: Path, assume: str, means: dict[str, float]) -> Expectation:
     """The plan of a described workload; lengths that the description leaves out are taken from the log."""
+    from rollbook.errors import PlanError
     from rollbook.planner.options import PlanOptions, read_options
     from rollbook.planner.reconcile import expectation_of_request
     from rollbook.planner.request import choice_of
 
-    values: dict[str, Any] = {"assume": assume, **read_options(path)}
+    values: dict[str, Any] = read_options(path)
+    if assume and values.get("assume", assume) != assume:
+        raise PlanError(
+            f"--assume is {assume} and {path} says assume = {values['assume']!r}", "leave one of them out"
+        )
+    values["assume"] = assume or values.get("assume", "default")
     notes = []
     for key, metric in (("prompt_tokens", "prompt_length/mean"), ("response_tokens", "response_length/mean")):
         is_given = key in values or (key == "response_tokens" and "lengths" in values)
@@ -93,5 +109,10 @@ def _expectation_of(path: Path, assume: str, means: dict[str, float]) -> Expecta
             notes.append(f"{key} = {values[key]}, as the log measured it")
     named = str(values.pop("mode", "sync"))
     mode = choice_of("mode", named, "sync", "colocate_async", "separate_sync", "separate_async")
+    idle = dict.fromkeys(_BESIDE_A_STEP, "only stages of a step are compared")
+    if mode in ("sync", "colocate_async"):
+        idle |= dict.fromkeys(("split", "lend"), f"mode {mode} shares all GPUs")
+    for key in values.keys() & idle.keys():
+        raise PlanError(f"{path}: {key} has no effect: {idle[key]}", "leave it out")
     expectation, _ = expectation_of_request(PlanOptions(**values).request(), mode=mode)
     return replace(expectation, notes=expectation.notes + tuple(notes))

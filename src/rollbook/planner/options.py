@@ -9,6 +9,7 @@ import math
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import UnionType
 
 from rollbook.errors import ConfigError, PlanError, nearest_name
 from rollbook.ledger.assumptions import Assumptions, load_assumptions
@@ -66,7 +67,7 @@ BOUNDS: dict[str, Bounds] = {
     "length_growth": Bounds(
         least=-0.5, most=0.5, remedy="give a growth a step between -0.5 and 0.5, such as 0.01"
     ),
-    "horizon": Bounds(least=1, most=100_000, remedy="give at least 1 step over which responses grow"),
+    "horizon": Bounds(least=1, most=100_000, remedy="give the steps of the run, at least 1"),
     "env_p99_seconds": Bounds(least=0, most=_MOST_S, remedy="give 0 (as the mean) or more, in seconds"),
     "rollout_tp": Bounds(least=0, most=1024, remedy="give at least 1, or 0 to leave it to the planner"),
     "lora_rank": Bounds(least=0, most=65_536, remedy="give 0 (all weights train), or a rank such as 16"),
@@ -329,23 +330,37 @@ def read_options(path: Path) -> dict[str, str | int | float | bool | Path]:
     """A workload's description in TOML: fields of `PlanOptions` as keys, and `mode`.
 
     Raises:
-        ConfigError: unreadable, an unknown key, or no model.
+        ConfigError: unreadable, an unknown key, a value of another kind, or no model.
     """
     try:
         values = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", "give a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", 'write lines such as model = "Qwen3-8B"') from None
-    known = {f.name for f in fields(PlanOptions)} | {"mode"}
-    for key in values:
+    known = {f.name: str(f.type) for f in fields(PlanOptions)} | {"mode": "str"}
+    for key, value in values.items():
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key}", nearest_name(key, known))
+        kind, wanted = _KINDS[known[key]]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigError(f"{path}: {key} is {value!r}", f"give {wanted}")
     if "model" not in values:
         raise ConfigError(f"{path} names no model", 'add model = "..."')
     if "lengths" in values:
         values["lengths"] = Path(str(values["lengths"]))
     return values
+
+
+_KINDS: dict[str, tuple[type | UnionType, str]] = {
+    "str": (str, "a name in quotes"),
+    "Path | None": (str, "a path in quotes"),
+    "Count": (int | float | str, 'a count such as 4096 or "8k"'),
+    "int": (int, "a whole number"),
+    "float": (int | float, "a number"),
+    "bool": (bool, "true or false"),
+}
+"""Of a TOML value, by the annotation of the field that takes it."""
 
 
 def _read_lengths(path: Path) -> tuple[float, ...]:

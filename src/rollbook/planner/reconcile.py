@@ -393,10 +393,10 @@ def means_of(
     if "timing_s/step" in values:
         keep &= np.isfinite(values["timing_s/step"])
     if not keep.any():
-        raise DataError(
-            f"no timed step between {first} and {last}",
-            f"the log holds steps {int(steps.min(initial=0))} to {int(steps.max(initial=0))}",
-        )
+        asked = [f"from {first}"] if first is not None else []
+        asked += [f"up to {last}"] if last is not None else []
+        held = f"holds steps {steps.min()} to {steps.max()}" if len(steps) else "holds no step"
+        raise DataError(f"no timed step {' '.join(asked)}".rstrip(), f"the log {held}")
     means = {}
     for name, series in values.items():
         if name.startswith(("timing_s/", "expected_s/")):
