@@ -52,6 +52,25 @@ def test_a_shape_that_is_no_count_is_refused_by_name(tmp_path: Path, key: str, v
     assert refused.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {"num_experts": 8, "num_experts_per_tok": 64, "moe_intermediate_size": 64},
+            "64 experts a token of 8",
+        ),
+        ({"layer_types": 3}, "layer_types"),
+        ({"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": 3}, "mlp_only_layers"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"hidden_size": 128.5}, r"hidden_size is 128\.5"),
+    ],
+)
+def test_what_no_model_can_have_is_refused(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(RunError, match=told) as refused:
+        load_model(written(tmp_path, **changed))
+    assert refused.value.remedy
+
+
 def test_heads_wider_than_the_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="256 heads share a hidden size of 128"):
         load_model(written(tmp_path, num_attention_heads=256))

@@ -460,14 +460,20 @@ def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
     def count(*keys: str) -> int:
         key, value = next(((k, config[k]) for k in keys if config.get(k) is not None), (keys[0], 0))
         numbers = value if isinstance(value, list) else [value]
-        if not all(isinstance(n, int | float) and 0 <= n <= MOST_COUNT for n in numbers):
+        if not all(_is_count(n) for n in numbers):
             raise ConfigError(f"{name}: {key} is {value!r} in config.json", "give a count of 0 or more")
         return int(sum(numbers))
 
     num_layers = count("num_hidden_layers")
     num_experts = count("num_experts", "n_routed_experts", "num_local_experts")
     moe_width = count("moe_intermediate_size", "intermediate_size") if num_experts else 0
-    layer_types = [str(t) for t in config.get("layer_types") or ()]
+    experts_per_token = count("num_experts_per_tok", "moe_topk") if num_experts else 0
+    if experts_per_token > num_experts:
+        raise ConfigError(
+            f"{name}: {experts_per_token} experts a token of {num_experts} in config.json",
+            "give at most as many as there are",
+        )
+    layer_types = [str(t) for t in _listed(config, "layer_types")]
     if "num_key_value_heads" not in config and not config.get("kv_lora_rank"):
         assumed.append("num_key_value_heads is absent: as many as attention heads")
     if not config.get("intermediate_size") and not num_experts:
@@ -489,7 +495,7 @@ def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
         qk_norm=model_type in _QK_NORM_TYPES or bool(config.get("use_qk_norm")),
         has_attention_gate=model_type in _GATED_TYPES,
         num_experts=num_experts,
-        experts_per_token=count("num_experts_per_tok", "moe_topk") if num_experts else 0,
+        experts_per_token=experts_per_token,
         moe_intermediate_size=moe_width,
         shared_intermediate_size=(
             count("shared_expert_intermediate_size")
@@ -515,10 +521,24 @@ def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
     )
 
 
+def _is_count(value: object) -> bool:
+    return not isinstance(value, bool) and (
+        isinstance(value, int | float) and 0 <= value <= MOST_COUNT and value == int(value)
+    )
+
+
+def _listed(config: Mapping[str, Any], key: str) -> list[Any]:
+    """A list of a config.json, empty where it is absent or null."""
+    value = config.get(key) or []
+    if not isinstance(value, list):
+        raise ConfigError(f"{key} is {value!r} in config.json", "give a list, or leave it out")
+    return value
+
+
 def _positive(config: Mapping[str, Any], key: str, default: int) -> int:
     """A count of a config.json, the default where it is absent, null or 0."""
     value = config.get(key) or default
-    if not isinstance(value, int | float) or not 0 <= value <= MOST_COUNT:
+    if not _is_count(value):
         raise ConfigError(f"{key} is {value!r} in config.json", "give a count of 0 or more")
     return int(value)
 
@@ -551,4 +571,4 @@ def _num_dense_layers(config: Mapping[str, Any], num_layers: int) -> int:
     dense = _positive(config, "first_k_dense_replace", 0)
     if not dense and (step := _positive(config, "decoder_sparse_step", 1)) > 1:
         return num_layers - num_layers // step
-    return max(dense, len(config.get("mlp_only_layers") or ()))
+    return max(dense, len(_listed(config, "mlp_only_layers")))
