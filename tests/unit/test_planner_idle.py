@@ -9,6 +9,7 @@ from rollbook.planner.options import PlanOptions
 from rollbook.planner.scenario import scenario_of
 from rollbook.planner.search import Candidate, Search
 from rollbook.planner.simulate import simulate
+from rollbook.planner.waterfall import waterfall
 
 
 def candidate(mode: Mode, **options: object) -> tuple[Search, Candidate]:
@@ -29,6 +30,15 @@ def test_closed_form_and_simulation_agree_on_idle_shares(mode: Mode) -> None:
     closed = found.account.idle_frac
     assert result.rollout_idle_frac == pytest.approx(closed["rollout"], abs=0.04)
     assert result.train_idle_frac == pytest.approx(closed["train"], abs=0.04)
+
+
+def test_the_losses_name_the_side_that_is_ahead() -> None:
+    search, _ = candidate("separate_async")
+    for split, ahead in (((24, 8), "engines that are ahead"), ((4, 28), "the training GPUs idle")):
+        account = search.candidate("separate_async", *split).account
+        (waiting,) = [loss for loss in waterfall(account, search.request.cluster) if loss.loss == "waiting"]
+        assert (account.train.total_s > account.seconds.generate_throughput) == ("engines" in ahead)
+        assert ahead in waiting.why
 
 
 def test_shared_gpus_are_idle_together_and_during_hand_overs() -> None:

@@ -49,6 +49,7 @@ _STAGES = (
     ("switch", "hand-over"),
     ("sync", "weight sync"),
     ("environment", "environments"),
+    ("other", "rewards by a model"),
     ("waiting", "waiting"),
 )
 _MOST_TOPOLOGIES = 7
@@ -193,6 +194,7 @@ def _lanes(account: StepAccount) -> tuple[tuple[Segment, ...], ...]:
         ("decode", s.generate_throughput),
         ("tail", s.generate_tail),
         ("environment", s.env if account.mode != "separate_async" else 0.0),
+        ("other", s.reward),
     ]
     train = [("forward", s.forward), ("train", s.train)]
     if is_colocated(account.mode):
@@ -202,6 +204,9 @@ def _lanes(account: StepAccount) -> tuple[tuple[Segment, ...], ...]:
         before = [("waiting", rollout_s), *train, ("sync", s.sync)]
         return _segments(rollout, s.total), _segments(before, s.total)
     busy = max(sum(v for _, v in rollout), sum(v for _, v in train))
+    side = account.rollout
+    held_s = (1 - account.idle_frac["rollout"]) * s.total * side.num_gpus / side.used_gpus
+    rollout.append(("tail", max(held_s - sum(v for _, v in rollout), 0.0)))  # engines ahead run few sequences
     sync = [("sync", min(s.sync, max(s.total - busy, 0.0)))]
     return _segments([*rollout, *sync], s.total), _segments([*train, *sync], s.total)
 

@@ -124,18 +124,33 @@ def _why_waiting(account: StepAccount) -> str:
     return why
 
 
+_VISIBLE_FRAC = 0.05
+"""Of a step: what the staleness bound adds is named above this."""
+
+
 def _why_sides_wait(account: StepAccount) -> str:
     idle = account.idle_frac
     if account.mode == "separate_async":
-        if min(idle["rollout"], idle["train"]) > 0.05:
+        s, train_s = account.seconds, account.train.total_s
+        rollout_s = s.prefill + s.generate_throughput + s.reward
+        both_s = s.sync + s.other
+        if s.total - max(rollout_s, train_s) - both_s > _VISIBLE_FRAC * s.total:
             return (
                 "the longest responses of a batch hold up both sides, and the staleness bound lets nothing newer "
                 f"take their place: rollout GPUs idle {percent(idle['rollout'])}, training GPUs "
                 f"{percent(idle['train'])} of the step"
             )
-        side = "rollout" if idle["rollout"] > idle["train"] else "training"
-        frac = max(idle["rollout"], idle["train"])
-        return f"the {side} GPUs are faster than the other side and idle {percent(frac)} of the step"
+        if rollout_s < train_s:
+            why = (
+                f"generation needs {seconds(rollout_s)} and training {seconds(train_s)}: engines that are ahead run "
+                f"the longest responses alone or idle ({percent(idle['rollout'])} of the step)"
+            )
+        else:
+            why = (
+                f"training needs {seconds(train_s)} and generation {seconds(rollout_s)}: the training GPUs idle "
+                f"{percent(idle['train'])} of the step"
+            )
+        return why + (f"; publication and step loop hold both for {seconds(both_s)}" if both_s else "")
     if account.mode == "separate_sync":
         return (
             f"each side waits for the other: rollout GPUs idle {percent(idle['rollout'])}, training GPUs "
