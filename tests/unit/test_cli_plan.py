@@ -127,6 +127,13 @@ def test_planning_imports_no_torch() -> None:
             "without --env-seconds",
             "the mean",
         ),
+        (["--model", "qwen3-8b", "--json", "--emit", "verl"], "--json beside --emit", "leave one"),
+        (["--model", "qwen3-8b", "--json", "--top", "3"], "--top is 3", "leave out"),
+        (
+            ["--model", "qwen3-8b", "--prompts", "1", "--mini-batches", "17"],
+            "17 mini batches of 16 sequences",
+            "at most 16",
+        ),
         (["--model", "qwen3-8b", "--prompt-tokens", "1m"], "a prompt of 1000000", "shorten the prompt"),
     ],
 )
@@ -234,6 +241,13 @@ def test_simulate_refuses_an_option_that_would_be_ignored(
 ) -> None:
     code, out, err = run(capsys, "simulate", *SMALL, *args)
     assert (code, out) == (2, "") and "has no effect" in err and remedy in err
+
+
+def test_simulate_refuses_failures_that_leave_no_time_to_work(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "simulate", *SMALL, "--replica-mtbf-hours", "1e-7")
+    assert (code, out) == (2, "") and "more than 100 times a step" in err
+    least = err.rstrip().rsplit(" ", 1)[1]
+    assert run(capsys, "simulate", *SMALL, "--replica-mtbf-hours", least)[0] == 0
 
 
 def test_simulate_refuses_a_mode_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

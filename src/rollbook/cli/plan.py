@@ -12,6 +12,7 @@ from rollbook.ledger.quantity import require_number
 from rollbook.planner.options import PlanOptions
 
 DEFAULTS = PlanOptions(model="")
+_TOP = 6
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="Name in the registry, or a Hugging Face config.json or its folder.")
@@ -220,16 +221,21 @@ def command(
         str, typer.Option("--emit", help="Print the plan for verl, slime, areal, ray or kubernetes.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    top: Annotated[int, typer.Option("--top", help="Topologies to print.")] = 6,
+    top: Annotated[int, typer.Option("--top", help="Topologies to print.")] = _TOP,
 ) -> None:
     """Predict a job's FLOPs, bytes and seconds, choose its topology, and say why. Exit code 1: nothing fits.
 
     Example: rollbook plan --model Qwen3-32B --num-gpus 128 --response-tokens 8k --max-response-tokens 32k
     """
+    from rollbook.errors import PlanError
     from rollbook.planner.emit import EMITTERS, emitter
     from rollbook.planner.plan import make_plan
 
     require_number("--top", top, least=1, remedy="give at least 1: the topologies to print")
+    if emit and as_json:
+        raise PlanError("--json beside --emit: one of the two is printed", "leave one of them out")
+    if top != _TOP and (emit or as_json):
+        raise PlanError(f"--top is {top} and no table is printed", "leave out --top, or --json and --emit")
     if emit:
         emitter(emit)  # a misspelt name is told before the work
     options = PlanOptions(

@@ -76,6 +76,7 @@ BOUNDS: dict[str, Bounds] = {
 """Of the numbers that only a simulation has, by option."""
 
 _RECOVERY_S = 120.0
+_MOST_FAILURES_PER_STEP = 100
 
 
 def command(
@@ -168,9 +169,11 @@ def command(
 
     Example: rollbook simulate --model Qwen3-8B --num-gpus 32 --mode separate_async --split 16:16
     """
+    from rollbook.errors import PlanError
     from rollbook.planner.request import choice_of
     from rollbook.planner.scenario import scenario_of, with_lending
     from rollbook.planner.simulate import simulate
+    from rollbook.planner.words import device_words, seconds
 
     numbers = {
         "steps": steps, "seed": seed, "sync_every": sync_every, "lend": lend, "failure_frac": failure_frac,
@@ -210,6 +213,13 @@ def command(
     )  # fmt: skip
     request = options.request()
     candidate = _candidate(request, mode)
+    least_h = candidate.step_s / _MOST_FAILURES_PER_STEP / 3600
+    if 0 < replica_mtbf_hours < least_h:
+        raise PlanError(
+            f"--replica-mtbf-hours is {replica_mtbf_hours:g} where a step takes {seconds(candidate.step_s)}: "
+            f"each replica would fail more than {_MOST_FAILURES_PER_STEP} times a step",
+            f"give 0 (never), or at least {1.1 * least_h:.2g}",
+        )
     scenario = replace(
         scenario_of(request, candidate, num_steps=steps),
         seed=seed,
@@ -232,7 +242,6 @@ def command(
     from rich.console import Console
 
     from rollbook.planner.show_simulation import show_simulation
-    from rollbook.planner.words import device_words
 
     console = Console(highlight=False)
     with console.capture() as captured:

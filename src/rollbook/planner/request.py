@@ -80,6 +80,11 @@ class PlanRequest:
                 if fitting > 0
                 else "shorten the prompt, or choose a model with a longer context",
             )
+        if work.num_mini_batches > work.num_sequences:
+            raise PlanError(
+                f"{work.num_mini_batches} mini batches of {work.num_sequences} sequences a step",
+                f"use at most {work.num_sequences}, or more sequences",
+            )
         if work.group_size == 1 and work.algorithm == "grpo":
             raise PlanError(
                 "group_size is 1 with algorithm grpo: the baseline is the group's own mean, so every advantage is 0",
