@@ -21,6 +21,7 @@ from rollbook.planner.sensitivity import sensitivity
 from rollbook.planner.simulate import simulate
 from rollbook.planner.staleness import bounded_step_s
 from rollbook.planner.waterfall import waterfall
+from rollbook.planner.words import seconds
 
 
 def request(
@@ -220,6 +221,23 @@ def test_offload_is_used_only_where_nothing_else_fits() -> None:
     tight = make_plan(request("DeepSeek-V3", 64), is_brief=True).require_chosen()
     assert tight.train.is_offloaded
     assert "host memory" in make_plan(request("DeepSeek-V3", 64), is_brief=True).derivation[4].because
+
+
+def test_a_step_that_offload_would_shorten_is_told_with_its_seconds() -> None:
+    asked = PlanOptions(
+        model="Qwen3-32B",
+        gpu="H20",
+        num_gpus="8",
+        response_tokens="8k",
+        max_response_tokens="16k",
+        length_sigma=1.0,
+    )
+    chosen = make_plan(asked.request(), is_brief=True)
+    on_host = make_plan(replace(asked, offload="optimizer").request(), is_brief=True)
+    (advice,) = chosen.advice
+    assert on_host.require_chosen().step_s < 0.97 * chosen.require_chosen().step_s
+    assert seconds(on_host.require_chosen().step_s) in advice and advice in chosen.chosen_notes
+    assert not on_host.advice and not make_plan(request("Qwen3-8B", 64), is_brief=True).advice
 
 
 def test_every_size_of_the_front_is_whole_nodes_and_faster_with_more_gpus() -> None:

@@ -24,7 +24,7 @@ from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate, Search, host_bytes_per_node, node_unit
 from rollbook.planner.sensitivity import Shift, sensitivity
 from rollbook.planner.waterfall import Loss, above_peak, waterfall
-from rollbook.planner.words import MODE_TITLES, device_words, split
+from rollbook.planner.words import MODE_TITLES, device_words, format_bytes, percent, seconds, split
 
 _MOST_GPUS = 4096
 
@@ -77,6 +77,8 @@ class Plan:
     smallest_changes: tuple[str, ...]
     """When nothing fits: changes of the question that would, the smallest first."""
     warnings: tuple[str, ...] = field(default=())
+    advice: tuple[str, ...] = field(default=())
+    """What would shorten the recommended topology's step and was not chosen unasked."""
 
     def require_chosen(self) -> Candidate:
         """Raises PlanError when nothing fits."""
@@ -87,7 +89,7 @@ class Plan:
     @property
     def chosen_notes(self) -> tuple[str, ...]:
         """What is to be known of the recommended topology's numbers, beside the warnings about model and device."""
-        notes = self.chosen.account.notes if self.chosen else ()
+        notes = (*self.chosen.account.notes, *self.advice) if self.chosen else ()
         return tuple(note for note in dict.fromkeys(notes) if note not in self.request.model.assumed)
 
     def as_json(self) -> dict[str, object]:
@@ -125,6 +127,7 @@ class Plan:
         assert publication is not None
         return {
             **chosen.as_json(),
+            "notes": list(self.chosen_notes),
             "title": f"{MODE_TITLES[chosen.mode]}, {split(*chosen.split, chosen.mode)}",
             "because": self.choice_because,
             "max_staleness_steps": staleness_bound(chosen, self.request),
@@ -191,7 +194,27 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         else (),
         smallest_changes=changes,
         warnings=tuple(_warnings(request, base)),
+        advice=tuple(_advice(request, chosen, search)) if chosen else (),
     )
+
+
+_WORTH_OFFLOAD_FRAC = 0.03
+"""Share of a step that the optimizer state in host memory must save to be worth a word."""
+
+
+def _advice(request: PlanRequest, chosen: Candidate, search: Search) -> list[str]:
+    if request.offload != "auto" or chosen.train.is_offloaded or request.assumptions.method == "paper":
+        return []
+    on_host = Search(replace(request, offload="optimizer"), layouts=search.layouts)
+    found = on_host.candidate(chosen.mode, *chosen.split)
+    gain = 1 - found.step_s / chosen.step_s
+    if not found.fits or gain < _WORTH_OFFLOAD_FRAC:
+        return []
+    held = format_bytes(host_bytes_per_node(request, found.train))
+    return [
+        f"with the optimizer state in host memory, {held} a node, the step would take {seconds(found.step_s)}, "
+        f"{percent(gain)} less, because training then recomputes less or is split less: --offload optimizer"
+    ]
 
 
 def staleness_bound(chosen: Candidate, request: PlanRequest) -> int:
