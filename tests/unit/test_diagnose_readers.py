@@ -420,6 +420,18 @@ def test_the_stage_of_an_out_of_memory_is_that_of_its_traceback(tmp_path: Path, 
     assert (event.step, event.fields) == (1, {"stage": "sync"})
 
 
+def test_an_engine_that_finds_no_memory_when_it_wakes_is_an_out_of_memory_in_the_sync(tmp_path: Path) -> None:
+    """vLLM's allocator writes a capital E and no traceback of the trainer."""
+    text = (
+        "step:1 - a/b:1\n"
+        "(vLLMHttpServer pid=7) CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62\n"
+        "(vLLMHttpServer pid=7) RuntimeError: CUDA Error: out of memory\n"
+    )
+    out_of_memory, *_, stopped = load(str(_write(tmp_path / "run.log", text))).events
+    assert (out_of_memory.kind, out_of_memory.fields) == ("out_of_memory", {"stage": "sync"})
+    assert (stopped.kind, stopped.fields) == ("run_failed", {"cause": "device_memory"})
+
+
 def test_seconds_of_a_sync_in_a_record_do_not_put_an_error_into_the_sync(tmp_path: Path) -> None:
     text = (
         "step:1 - timing_s/update_weights:2.0 - checkpoint_engine/payload_mbytes:1\n"

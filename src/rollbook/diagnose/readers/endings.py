@@ -22,7 +22,8 @@ _DEATHS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ),
         (
             "device_memory",
-            r"(?:CUDA|NPU|HIP)(?: error:)? out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
+            r"(?:CUDA|NPU|HIP)(?: [Ee]rror:)? out of memory|torch\.(?:cuda\.)?OutOfMemoryError"
+            r"|CUBLAS_STATUS_ALLOC_FAILED",
         ),
         (
             "collective",
@@ -31,7 +32,7 @@ _DEATHS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ),
         (
             "device",
-            r"CUDA error: |device-side assert|CUDA_ERROR_|CUBLAS_STATUS_|CUDNN_STATUS_|NVRM: Xid"
+            r"CUDA [Ee]rror: |device-side assert|CUDA_ERROR_|CUBLAS_STATUS_|CUDNN_STATUS_|NVRM: Xid"
             r"|illegal memory access|uncorrectable (?:NVLink|ECC) error",
         ),
         (

@@ -201,7 +201,7 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         (
             "out_of_memory",
             ("out of memory", "OutOfMemoryError", "Cannot allocate", "ALLOC_FAILED"),
-            r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|NPU out of memory|HIP out of memory"
+            r"(?:CUDA|NPU|HIP)(?: [Ee]rror:)? out of memory|OutOfMemoryError"
             r"|CUBLAS_STATUS_ALLOC_FAILED|out of memory\. Tried to allocate",
         ),
         (
@@ -240,7 +240,7 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
 _NEEDLES = tuple(dict.fromkeys(needle for _, needles, _ in _TROUBLE for needle in needles))
 _SYNC_WORDS = re.compile(
     r"update_weights|load_weights|wake_up|wakeup|resume_memory|sync_weights|weight_sync|rollout_mode|update_named_param"
-    r"|checkpoint_engine|all_gather_param|param_sync|sharding_manager|update_params|resume_memory_occupation"
+    r"|cumem|checkpoint_engine|all_gather_param|param_sync|sharding_manager|update_params|resume_memory_occupation"
 )
 _TRAIN_WORDS = re.compile(
     r"update_actor|update_policy|\bbackward\b|compute_log_prob|update_critic|train_step|forward_backward"
