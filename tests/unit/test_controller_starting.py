@@ -6,11 +6,15 @@ import gc
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from rollbook.controller.begin import _topology
 from rollbook.controller.entry import resume_run, start_run
+from rollbook.controller.schedule import SCHEDULES
 from rollbook.envs.config import RewardConfig
 from rollbook.envs.rewards.functions import REWARDS, prepare
 from rollbook.envs.rewards.math_verify import _library
@@ -19,7 +23,7 @@ from rollbook.envs.rewards.scorer import Scorer
 from rollbook.envs.rewards.self_test import require_proven, self_test
 from rollbook.errors import ConfigError
 from rollbook.types import Failure, FailureKind, Prompt
-from tiny_run import RunResult, TinyRun, as_set, write_tiny
+from tiny_run import RunResult, TinyRun, as_set, tiny_config, write_tiny
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
@@ -155,6 +159,16 @@ def test_every_stage_that_takes_time_is_planned_also_those_of_some_steps(tiny_ru
     assert plan["topology"] == "sync: 1 native engine on cpu, in turn with the trainer on cpu"
     again = RunResult(resume_run(run.folder, ["run.num_steps=3"]))
     assert again.metrics[2]["expected_s/save_checkpoint"] > 0  # from the checkpoint written last
+
+
+def test_ranks_of_the_trainer_and_their_processes_stand_in_the_plan() -> None:
+    config = tiny_config(
+        **{"run.schedule": "separate_async", "cluster": {"kind": "ray", "num_trainer_ranks": 2}}
+    )
+    controller: Any = SimpleNamespace(config=config, schedule=SCHEDULES["separate_async"])
+    assert _topology(controller) == (
+        "separate_async: 1 native engine on cpu, beside the trainer's 2 ranks on cpu, in processes on Ray"
+    )
 
 
 def test_a_step_is_expected_to_take_what_its_stages_are_and_its_rate_counts_what_was_generated(

@@ -98,8 +98,10 @@ def _topology(controller: Controller) -> str:
     rollout, num_replicas = controller.config.rollout, controller.config.rollout.num_replicas
     engines = f"{num_replicas} {rollout.engine} engine{'s' if num_replicas > 1 else ''}"
     beside = "in turn with" if controller.schedule.pauses_for_training else "beside"
-    trainer = f"the trainer on {controller.config.model.device}"
-    return f"{controller.schedule.name}: {engines} on {rollout.device}, {beside} {trainer}"
+    cluster, device = controller.config.cluster, controller.config.model.device
+    ranks = f"'s {cluster.num_trainer_ranks} ranks" if cluster.num_trainer_ranks > 1 else ""
+    where = ", in processes on Ray" if cluster.kind == "ray" else ""
+    return f"{controller.schedule.name}: {engines} on {rollout.device}, {beside} the trainer{ranks} on {device}{where}"
 
 
 async def _note_mismatch(controller: Controller) -> None:

@@ -272,7 +272,7 @@ class Lending:
             return
         self._recorder.finding(
             "lending_does_not_pay",
-            f"lending the trainer's device makes the run slower: {measured}. It is tried again after "
+            f"lending the trainer's device does not make the run faster: {measured}. It is tried again after "
             f"{verdict.num_waits_held} waits",
             remedy="engines of one host take each other's cores and interpreter, and few sequences are no faster on "
             "two engines: leave lending.is_on out, or train and sample on devices of their own",
