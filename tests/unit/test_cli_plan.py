@@ -122,6 +122,7 @@ def test_planning_imports_no_torch() -> None:
         (["--model", "qwen3-8b", "--observation-tokens", "4k"], "with one turn", "--turns of 2"),
         (["--model", "qwen3-8b", "--env-seconds", "30"], "with one turn", "--turns of 2"),
         (["--model", "qwen3-8b", "--lose-prefix"], "--lose-prefix with one turn", "--turns of 2"),
+        (["--model", "qwen3-8b", "--turns", "3"], "--turns is 3 and the environment", "--env-seconds or"),
         (
             ["--model", "qwen3-8b", "--turns", "2", "--env-p99-seconds", "5"],
             "without --env-seconds",

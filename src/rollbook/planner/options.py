@@ -264,6 +264,12 @@ class PlanOptions:
                     f"leave out {option_name(name)}, or --{other}",
                 )
         self._check_reward()
+        has_environment = self.env_seconds > 0 or str(self.observation_tokens).strip() != "0"
+        if self.turns > 1 and not has_environment and self.keep_prefix:
+            raise PlanError(
+                f"--turns is {self.turns:g} and the environment takes no time, adds no tokens and keeps the prefix",
+                "give --env-seconds or --observation-tokens, or leave out --turns",
+            )
         for name in ("observation_tokens", "env_seconds", "keep_prefix"):
             if self.turns == 1 and not self._is_default(name):
                 what = (
