@@ -540,3 +540,50 @@ def test_a_gap_of_a_few_steps_is_said_to_be_too_young_to_tell() -> None:
     ).findings[0]
     assert (finding.rule, finding.confidence) == ("engine_mismatch", 0.6)
     assert "read it again in 10 steps" in finding.next_check
+
+
+def _not_a_number_since(run: RunSeries, first: int) -> RunSeries:
+    """The same run, its gradient norm no number from a position on."""
+    run.values["actor/grad_norm"] = np.where(first <= T, np.nan, run.values["actor/grad_norm"])
+    run.non_finite = {"actor/grad_norm": [int(step) for step in run.steps[first:]]}
+    return run
+
+
+def test_rewards_that_vanish_with_the_last_sound_update_are_not_a_broken_scorer() -> None:
+    grown = {GAP: _grow(_noisy(0.006, 2), 8, 30), "rollout_corr/kl": _grow(_noisy(0.001, 3, 0.1), 64, 30)}
+    zero = {"critic/rewards/mean": np.where(T >= 100, 0.0, _noisy(0.4, 1))}
+    assert diagnose(_run(**zero)).verdict == "one_source_all_zero"
+    diagnosis = diagnose(_not_a_number_since(_run(**grown, **zero), 100))
+    assert [finding.rule for finding in diagnosis.findings] == ["mismatch_to_nan"]
+
+
+def test_noise_after_a_broken_update_is_not_laid_on_the_engine_where_no_gap_was_logged() -> None:
+    none = np.full(N, np.nan)
+    noise: dict[str, NDArray[np.float64]] = {
+        "critic/rewards/mean": np.where(T >= 100, 0.0, _noisy(0.4, 1)),
+        "response_length/mean": np.where(T >= 100, 8192.0, _noisy(800.0, 8)),
+        "response_length/clip_ratio": np.where(T >= 100, 1.0, _noisy(0.01, 17)),
+        GAP: none,
+        "rollout_corr/kl": none,
+    }
+    assert diagnose(_run(**noise)).verdict == "silent_error_after_wake"
+    finding = diagnose(_not_a_number_since(_run(**noise), 100)).findings[0]
+    assert (finding.rule, finding.step, finding.confidence) == ("mismatch_to_nan", 101, 0.6)
+    assert "the log does not tell" in finding.title
+
+
+def test_a_source_at_zero_is_said_with_its_number_where_scores_come_every_few_steps() -> None:
+    """The reward in training dates the fall between two validations."""
+    sparse = np.where(T % 10 == 9, 1.0, np.nan)
+    finding = diagnose(
+        _run(
+            **{
+                "critic/rewards/mean": np.where(T >= 63, 0.3, 0.4)
+                + np.random.default_rng(1).normal(0, 0.01, N),
+                "val-core/code/acc/mean@8": sparse * np.where(T >= 63, 0.0, 0.3),
+                "val-core/math/acc/mean@8": sparse * _noisy(0.5, 18),
+            }
+        )
+    ).findings[0]
+    assert finding.rule == "one_source_all_zero"
+    assert "exactly 0 since step" in finding.evidence[0].says

@@ -469,6 +469,12 @@ def policy(view: View) -> Policy:
     )
 
 
+def is_broken_update(view: View, idx: int) -> bool:
+    """Whether losses or gradients had ceased to be numbers by the step after: what the policy does since is noise."""
+    nan_step = policy(view).nan_step
+    return nan_step is not None and view.idx_of(nan_step) <= idx + 1
+
+
 def _is_coarse(view: View, metric: str) -> bool:
     """Whether a metric is not logged, or with so few decimals that its values are a few steps of the last one."""
     if not view.has(metric):

@@ -60,7 +60,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         )
         return _without_sources(view) if unseen and not train else None
     confidence, idx, source, metric = best
-    before, floor = view.level(metric, 0, idx), float(view.values[metric][idx])
+    before, rest = view.level(metric, 0, idx), view.values[metric][idx:]
+    floor = float(rest[np.isfinite(rest)][0])  # held-out scores come every few steps
     ended = _until(view, metric, idx) if metric in train.values() else None
     until = f", until step {ended}" if ended is not None else ""
     evidence = [
@@ -237,7 +238,9 @@ def _every_reward_zero(view: View) -> Finding | None:
 
 
 def _policy_stands(view: View, idx: int) -> bool:
-    """Whether entropy, lengths, turns and the gap did not move at a step."""
+    """Whether the update was sound, and entropy, lengths, turns and the gap did not move, at a step."""
+    if signs.is_broken_update(view, idx):
+        return False
     for metric in (
         "actor/entropy",
         "response_length/mean",

@@ -79,6 +79,8 @@ def _without_gap(view: View) -> Finding | None:
     if reward.fall is None or reward.drop_frac < 0.7:
         return None
     idx = reward.fall.idx
+    if signs.is_broken_update(view, idx):
+        return None  # the weights themselves are broken
     shifted = [
         c
         for metric in ("response_length/mean", "response_length/clip_ratio", "actor/entropy")
