@@ -133,3 +133,47 @@ def test_a_slow_ramp_is_dated_where_it_begins() -> None:
     ).findings[0]
     assert finding.rule == "sandbox_leak"
     assert abs(finding.step - 40) <= 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({SYNC: around(np.where(T >= 60, 30.0, 3.0))}, "a publication takes 10"),
+        ({"timing_s/gen": around(np.where(T >= 60, 90.0, 50.0))}, "generation takes 1.8"),
+    ],
+)
+def test_a_stage_that_became_slower_is_said_beside_the_proof(
+    changed: dict[str, np.ndarray], says: str
+) -> None:
+    usual = {"timing_s/gen": around(np.full(N, 50.0)), "timing_s/update_actor": around(np.full(N, 40.0))}
+    diagnosis = diagnose(run(**{**usual, **changed}))
+    text = " ".join(to_text(diagnosis).split())
+    assert diagnosis.is_well
+    assert 'the system is well, but look at "staleness, lengths, sync seconds", which moved' in text
+    assert says in text and "since step 60" in text
+    assert "but look at" not in to_text(diagnose(run(**usual)))
+
+
+def test_a_gap_that_one_metric_shows_to_have_grown_is_not_called_well() -> None:
+    age = 1.0 + 6.0 * np.clip((T - 40) / 60, 0, 1)
+    columns = {f"training/off_policy/trajectory_staleness{w}/mean": around(age, 0.02) for w in ("", "_worst")}
+    still = {f"rollout_corr/{name}": around(np.full(N, 0.001)) for name in ("kl", "k3_kl")}
+    gap = {GAP: around(0.006 * age**0.7), **still}
+    signals = {signal.name: signal.verdict for signal in diagnose(run(**columns, **gap)).signals}
+    assert signals["gap of trainer and engine"] == "moved"
+
+
+def test_data_are_exhausted_where_the_held_out_score_falls_back_or_stops_to_follow() -> None:
+    """Twelve passes in each: noise below the best score ever, or a task too hard to begin, is no sign of it."""
+
+    def states(reward: np.ndarray, held_out: np.ndarray) -> list[str]:
+        sparse = np.where(T % 5 == 4, held_out + RNG.normal(0, 0.02, N), np.nan)
+        passes = np.floor(T / 10)
+        changed = {"critic/score/mean": reward + RNG.normal(0, 0.015, N), "training/epoch": passes}
+        return [s.name for s in diagnose(run(**changed, **{"val-core/math/acc/mean@8": sparse})).states]
+
+    rises = 0.2 + 0.4 * T / N
+    assert states(rises, rises) == []
+    assert states(np.full(N, 0.05), np.full(N, 0.06)) == ["plateau"]
+    assert states(rises, np.minimum(rises, 0.3)) == ["data_exhausted"]
+    assert states(rises, 0.4 - 0.2 * np.clip((T - 50) / 70, 0, 1)) == ["data_exhausted"]

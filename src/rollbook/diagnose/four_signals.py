@@ -10,7 +10,7 @@ import numpy as np
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Signal
 from rollbook.diagnose.rules.wording import many, num
-from rollbook.diagnose.view import View
+from rollbook.diagnose.view import Break, View
 
 Verdict = Literal["well", "moved", "not collected"]
 
@@ -86,11 +86,26 @@ def _gap(view: View) -> Signal:
         return Signal(name=name, verdict="not collected", says=says)
     metric = gap.metrics[0]
     level, last = view.level(metric, 0, max(3, view.n // 10)), view.last(metric)
-    moved = gap.rise is not None and gap.rise.peak_ratio >= 1.6 and gap.rise.score >= 6
+    moved = _is_more(gap.rise, 1.6) or _is_more(
+        view.rise(metric), 1.6
+    )  # freed of the samples' age, or as logged
     verdict: Verdict = (
         "moved" if moved or gap.num_bad > gap.num_fine or gap.num_bad >= max(2, gap.num_fine) else "well"
     )
     return Signal(name=name, verdict=verdict, says=f"{metric} {num(level)} at first, {num(last)} now")
+
+
+def _is_more(rise: Break | None, ratio: float) -> bool:
+    return rise is not None and rise.peak_ratio >= ratio and rise.score >= 6
+
+
+def _slower(view: View, metric: str | None, stage: str, ratio: float) -> Break | None:
+    """A stage that became slower and stays so, where the step feels it."""
+    rise = view.rise(metric)
+    if rise is None or rise.end_idx is not None or not _is_more(rise, ratio):
+        return None
+    lost = view.last(stage) * (1.0 - 1.0 / rise.peak_ratio)
+    return rise if lost >= 0.05 * signs.step_seconds(view, rise.idx) else None
 
 
 def _staleness(view: View) -> Signal:
@@ -117,6 +132,13 @@ def _staleness(view: View) -> Signal:
         verdict = "moved"
     if signs.length_growth(view) is not None:
         verdict = "moved"
+    for metric, stage, least, says in (
+        ("timing_s/update_weights", "update_weights", 2.0, "a publication takes {} times as long"),
+        (signs.excess(view), "gen", 1.5, "generation takes {} times what the lengths explain"),
+    ):
+        if (slower := _slower(view, metric, f"timing_s/{stage}", least)) is not None:
+            verdict = "moved"
+            parts.append(f"{says.format(num(slower.peak_ratio))}, since step {slower.step}")
     if versions.mean is None and parts:
         parts.append("staleness not logged")
     return Signal(name=name, verdict=verdict, says=", ".join(parts) or "nothing of it in the log")

@@ -89,7 +89,9 @@ def headline(diagnosis: Diagnosis) -> tuple[str, str]:
         says = f"nothing wrong shows in what was logged, but that is too little: {_without(missing)}"
         return "NOT JUDGED", says + limited
     as_far = f", as far as it can be judged {_without(missing)}" if missing else ""
-    return "NONE OF THESE", f"the system is well{as_far}{limited}"
+    moved = [signal.name for signal in diagnosis.signals if signal.verdict == "moved"]
+    but = f", but look at {_quoted(moved)}, which moved" if moved and not diagnosis.states else ""
+    return "NONE OF THESE", f"the system is well{as_far}{but}{limited}"
 
 
 def _well(diagnosis: Diagnosis, width: int) -> list[str]:
@@ -98,8 +100,12 @@ def _well(diagnosis: Diagnosis, width: int) -> list[str]:
 
 
 def _without(missing: Sequence[str]) -> str:
-    names = [f'"{name}"' for name in missing]
-    return "without " + (" and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0])
+    return f"without {_quoted(missing)}"
+
+
+def _quoted(signals: Sequence[str]) -> str:
+    names = [f'"{name}"' for name in signals]
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
 def _other_runs(diagnosis: Diagnosis, width: int) -> list[str]:

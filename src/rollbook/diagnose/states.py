@@ -7,6 +7,7 @@ import re
 import numpy as np
 
 from rollbook.diagnose import signs
+from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.finding import Evidence, State
 from rollbook.diagnose.rules.wording import num, of_break
 from rollbook.diagnose.view import View
@@ -168,9 +169,11 @@ def _data_exhausted(view: View) -> State | None:
     if held_out is not None:
         values = view.values[held_out]
         known = values[np.isfinite(values)]
-        best, now = float(np.max(known)), float(np.median(known[-3:]))
-        if now > best - 0.02 * max(best, 0.1) and view.trend(held_out)[0] > 1.05:
-            return None  # it still learns
+        smooth = running_median(known, 5 if len(known) >= 10 else 3)
+        best, now = float(np.max(smooth)), float(smooth[-1])
+        falls = best - now > max(0.02 * max(best, 0.1), 2 * noise_scale(known))
+        if not falls and not _parts_from(view, metric, held_out):
+            return None  # it still learns, or stands still in all there is
         says = f"held-out score {num(now)}, best {num(best)}"
         evidence.append(
             Evidence(metric=held_out, step=view.step_at(view.n - 1), before=best, after=now, says=says)
@@ -186,6 +189,15 @@ def _data_exhausted(view: View) -> State | None:
         evidence=tuple(evidence),
         advice="add prompts, or stop at the best held-out score",
     )
+
+
+def _parts_from(view: View, train: str, held_out: str) -> bool:
+    """Whether the reward in training rose from the third quarter to the fourth, and the held-out score did not."""
+    width = max(3, view.n // 4)
+    start, end = view.n - 2 * width, view.n - width
+    gained = [view.level(m, end) - view.level(m, start, end) for m in (train, held_out)]
+    least = max(0.01, 3 * view.noise_before(train, view.n) / np.sqrt(width))
+    return gained[0] > least and gained[1] <= 0.25 * gained[0]
 
 
 def _reward_saturates(view: View) -> State | None:
