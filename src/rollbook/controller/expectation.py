@@ -8,6 +8,7 @@ first step would generate them.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -379,8 +380,9 @@ async def _rehearsed(
     """`machine` with what whole steps, without their updates, showed: the publication, and what the host does.
 
     Under the run's own requests an engine is not as fast as alone: in one process it shares the interpreter with
-    whoever makes and scores them. What samples took by its own clock scales its fit, in the median. What a trajectory
-    costs besides (requests, environment, score) is the rest of a sample, which engines that run ahead do not wait for.
+    whoever makes and scores them, and a response costs it seconds of its own. What samples took by its own clock goes
+    into its fit, in the median. What a trajectory costs besides (requests, environment, score) is the rest of a sample,
+    which engines that run ahead do not wait for.
     Forwards are scaled by what they took over what was just generated, to whom nothing is warm yet. A sample is a whole
     step where that is short, so that nothing is extrapolated.
     """
@@ -388,7 +390,7 @@ async def _rehearsed(
     whole = min(controller.config.run.groups_per_step, len(controller.train_prompts))
     is_short = bool(sample.groups) and sample.elapsed_s * whole / len(sample.groups) <= SAMPLE_S
     size = whole if is_short else SAMPLE_GROUPS
-    ratios, forward_ratios, beyond_s, rehearsals = [], [], [], []
+    ratios, of_engine_s, forward_ratios, beyond_s, rehearsals = [], [], [], [], []
     for round_idx, _ in rounds([size], warm_up=size):
         if round_idx > 0:
             sample = await _sample(controller, seed=2 + round_idx, most_groups=size)
@@ -399,6 +401,8 @@ async def _rehearsed(
         if round_idx > 0:
             engine_s, _ = rollout_of(model, machine, work, lengths)
             ratios.append(sample.engine_s / engine_s)
+            most = math.ceil(len(lengths) / work.num_replicas)
+            of_engine_s.append((sample.engine_s - engine_s) / most)
             beyond_s.append((sample.elapsed_s - sample.engine_s) / (len(sample.groups) * work.group_size))
             rehearsals.append(rehearsal)
             forward_ratios.append(rehearsal.forward_s / _forward_s(model, machine, work, rehearsal, lengths))
@@ -412,7 +416,9 @@ async def _rehearsed(
     return replace(
         machine,
         reward_s=max(float(np.median(beyond_s)), 0.0),
-        decode=machine.decode.scaled(max(float(np.median(ratios)), 1e-6)),
+        decode=machine.decode.as_sampled(
+            float(np.median(of_engine_s)), ratio=max(float(np.median(ratios)), 1e-6)
+        ),
     )
 
 
