@@ -351,8 +351,7 @@ def scenario_of(
         group_size=config.rollout.group_size,
         response_tokens=lambda rng, n: np.fromiter(itertools.islice(held, n), np.float64, n),
         prompt_tokens=work.prompt_tokens / config.rollout.group_size,  # the members share one prefill
-        prefill_token_s=1 / decode.prefill_tokens_per_s
-        + decode.per_sequence_s * config.rollout.group_size / work.prompt_tokens,
+        prefill_token_s=1 / decode.prefill_tokens_per_s,
         forward_s=host_s + sum(seconds.get(name, 0.0) for name in ("pack", "proximal", "adv")),
         train_s=seconds["train"] + seconds.get("other", 0.0),
         gather_s=seconds["sync"] if schedule == "separate_async" else 0.0,

@@ -220,12 +220,12 @@ def test_host_work_is_measured_at_the_sizes_that_filters_leave(
 def test_engines_are_as_slow_as_their_own_clock_says_and_the_rest_of_a_sample_is_paid_by_the_trajectory(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
-    """Samples of 8 trajectories in which engines computed for 4 s, and nothing for 1.6 s more. In turns a step has
-    both; beside the trainer engines compute while others are scored."""
+    """Samples of 8 trajectories in which engines decoded for 3 s and prefilled for 1 s, and nothing for 1.6 s more. In
+    turns a step has both; beside the trainer engines compute while others are scored."""
     plain = expectation._sample
 
     async def sample(*args: Any, **keywords: Any) -> expectation.Sample:
-        return replace(await plain(*args, **keywords), engine_s=4.0, elapsed_s=5.6)
+        return replace(await plain(*args, **keywords), decode_s=3.0, prefill_s=1.0, elapsed_s=5.6)
 
     monkeypatch.setattr(expectation, "_sample", sample)
     monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
@@ -237,6 +237,9 @@ def test_engines_are_as_slow_as_their_own_clock_says_and_the_rest_of_a_sample_is
     run = tiny_run(num_steps=1, **overrides)
     plan = json.loads((run.folder / "plan.json").read_text())
     assert plan["machine"]["coefficients"]["reward_s"] == pytest.approx(0.2)
+    fit, num_prompts = plan["machine"]["coefficients"]["decode"], 4
+    prompt_tokens = num_prompts * (plan["workload"]["prompt_tokens"] - 1)
+    assert fit["prefill_base_s"] + prompt_tokens / fit["prefill_tokens_per_s"] == pytest.approx(1.0, rel=0.2)
     rollout_s = plan["stages"]["rollout"]["seconds"]
     scored_s = 1.6 if schedule == "sync" else 0.0
     assert rollout_s == pytest.approx(4.0 + scored_s, abs=1.2)

@@ -367,13 +367,3 @@ def test_scaled_forwards_leave_the_updates_as_they_were() -> None:
     assert PassFit(per_micro_batch_s=0.1, tokens_per_s=10.0).scaled(2.0) == PassFit(
         per_micro_batch_s=0.2, tokens_per_s=5.0
     )
-
-
-def test_what_samples_take_beyond_the_fit_is_paid_by_each_response() -> None:
-    """So that an evaluation, with other numbers of responses and steps, is not charged by the seconds of its steps."""
-    fit = DecodeFit(base_s=1e-3, per_row_s=2e-5, per_row_token_s=1e-8, prefill_tokens_per_s=2e4)
-    slower = fit.as_sampled(3e-4, ratio=2.0)
-    assert (slower.base_s, slower.per_row_s, slower.per_sequence_s) == (1e-3, 2e-5, 3e-4)
-    assert slower.as_sampled(-1e-4, ratio=0.9).per_sequence_s == pytest.approx(2e-4)
-    assert fit.as_sampled(-3e-4, ratio=0.5) == fit.scaled(0.5)
-    assert slower.scaled(2.0).per_sequence_s == 6e-4

@@ -8,7 +8,6 @@ first step would generate them.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -338,8 +337,15 @@ class Sample:
     groups: list[Group]
     elapsed_s: float
     """From the first request to the last score."""
-    engine_s: float
-    """Of them the replica that computed longest was at work, by its own clock."""
+    decode_s: float
+    """Of them the replica that computed longest decoded, by its own clock."""
+    prefill_s: float
+    """Likewise, and prefilled."""
+
+    @property
+    def engine_s(self) -> float:
+        """It was at work."""
+        return self.decode_s + self.prefill_s
 
 
 async def _sample(controller: Controller, *, seed: int, most_groups: int = SAMPLE_GROUPS) -> Sample:
@@ -360,13 +366,17 @@ async def _sample(controller: Controller, *, seed: int, most_groups: int = SAMPL
 
     await forget_prefixes(controller)
     engines = controller.router.engines
-    before = [(await engine.stats()).busy_s for engine in engines]
+    before = [await engine.stats() for engine in engines]
     began_s = time.perf_counter()
     groups = await asyncio.gather(*(answer(first_id - n, prompt) for n, prompt in enumerate(prompts)))
     elapsed_s = time.perf_counter() - began_s
-    after = [(await engine.stats()).busy_s for engine in engines]
-    engine_s = max(now_s - then_s for now_s, then_s in zip(after, before, strict=True))
-    return Sample(groups=groups, elapsed_s=elapsed_s, engine_s=engine_s)
+    after = [await engine.stats() for engine in engines]
+    clocks = [
+        (now.decode_s - then.decode_s, now.prefill_s - then.prefill_s)
+        for now, then in zip(after, before, strict=True)
+    ]
+    decode_s, prefill_s = max(clocks, key=sum)
+    return Sample(groups=groups, elapsed_s=elapsed_s, decode_s=decode_s, prefill_s=prefill_s)
 
 
 async def _answer_step(controller: Controller, number: int) -> None:
@@ -380,17 +390,18 @@ async def _rehearsed(
     """`machine` with what whole steps, without their updates, showed: the publication, and what the host does.
 
     Under the run's own requests an engine is not as fast as alone: in one process it shares the interpreter with
-    whoever makes and scores them, and a response costs it seconds of its own. What samples took by its own clock goes
-    into its fit, in the median. What a trajectory costs besides (requests, environment, score) is the rest of a sample,
-    which engines that run ahead do not wait for.
-    Forwards are scaled by what they took over what was just generated, to whom nothing is warm yet. A sample is a whole
-    step where that is short, so that nothing is extrapolated.
+    whoever makes and scores them. What samples took by its own clocks scales its fit, decode steps and prefills each,
+    in the median. What a trajectory costs besides (requests, environment, score) is the rest of a sample, which engines
+    that run ahead do not wait for. Forwards are scaled by what they took over what was just generated, to whom nothing
+    is warm yet. A sample is a whole step where that is short, so that nothing is extrapolated.
     """
     sample = await _sample(controller, seed=1)  # the warm-up
     whole = min(controller.config.run.groups_per_step, len(controller.train_prompts))
     is_short = bool(sample.groups) and sample.elapsed_s * whole / len(sample.groups) <= SAMPLE_S
     size = whole if is_short else SAMPLE_GROUPS
-    ratios, of_engine_s, forward_ratios, beyond_s, rehearsals = [], [], [], [], []
+    ratios, prefill_ratios, forward_ratios, beyond_s, rehearsals = [], [], [], [], []
+    assert machine.decode is not None
+    decoding = replace(machine, decode=machine.decode.without_prefill())
     for round_idx, _ in rounds([size], warm_up=size):
         if round_idx > 0:
             sample = await _sample(controller, seed=2 + round_idx, most_groups=size)
@@ -400,9 +411,10 @@ async def _rehearsed(
             break
         if round_idx > 0:
             engine_s, _ = rollout_of(model, machine, work, lengths)
-            ratios.append(sample.engine_s / engine_s)
-            most = math.ceil(len(lengths) / work.num_replicas)
-            of_engine_s.append((sample.engine_s - engine_s) / most)
+            decode_s, _ = rollout_of(model, decoding, work, lengths)
+            ratios.append(sample.decode_s / decode_s)
+            if engine_s > decode_s and sample.prefill_s > 0:
+                prefill_ratios.append(sample.prefill_s / (engine_s - decode_s))
             beyond_s.append((sample.elapsed_s - sample.engine_s) / (len(sample.groups) * work.group_size))
             rehearsals.append(rehearsal)
             forward_ratios.append(rehearsal.forward_s / _forward_s(model, machine, work, rehearsal, lengths))
@@ -416,8 +428,9 @@ async def _rehearsed(
     return replace(
         machine,
         reward_s=max(float(np.median(beyond_s)), 0.0),
-        decode=machine.decode.as_sampled(
-            float(np.median(of_engine_s)), ratio=max(float(np.median(ratios)), 1e-6)
+        decode=machine.decode.scaled(
+            max(float(np.median(ratios)), 1e-6),
+            prefill=float(np.median(prefill_ratios)) if prefill_ratios else None,
         ),
     )
 

@@ -196,34 +196,24 @@ class DecodeFit:
     prefill_tokens_per_s: float
     prefill_base_s: float = 0.0
     """Paid by every prefill call."""
-    per_sequence_s: float = 0.0
-    """Paid by every response, however long: taken in, a copy of its prompt's last page, handed out."""
     error_frac: float = 0.0
     """Root mean square relative error of the fit on its own points."""
 
-    def scaled(self, factor: float) -> DecodeFit:
-        """Every second `factor` times as long."""
+    def scaled(self, factor: float, *, prefill: float | None = None) -> DecodeFit:
+        """Every second `factor` times as long; those of prefills `prefill` times, where that is given."""
+        prefill = factor if prefill is None else prefill
         return replace(
             self,
             base_s=self.base_s * factor,
             per_row_s=self.per_row_s * factor,
             per_row_token_s=self.per_row_token_s * factor,
-            prefill_base_s=self.prefill_base_s * factor,
-            prefill_tokens_per_s=self.prefill_tokens_per_s / factor,
-            per_sequence_s=self.per_sequence_s * factor,
+            prefill_base_s=self.prefill_base_s * prefill,
+            prefill_tokens_per_s=self.prefill_tokens_per_s / prefill,
         )
 
-    def as_sampled(self, beyond_s: float, *, ratio: float) -> DecodeFit:
-        """The fit that gives what whole samples took.
-
-        Args:
-            beyond_s: seconds a sequence that they took beyond this fit.
-            ratio: what they took over what it gives. Shorter than it gives without its seconds a sequence, they say
-                that all of it is too slow.
-        """
-        if self.per_sequence_s + beyond_s >= 0:
-            return replace(self, per_sequence_s=self.per_sequence_s + beyond_s)
-        return self.scaled(ratio)
+    def without_prefill(self) -> DecodeFit:
+        """Decode steps alone."""
+        return replace(self, prefill_base_s=0.0, prefill_tokens_per_s=math.inf)
 
     def step_s(self, num_rows: float, context_tokens: float) -> float:
         """Seconds of a step with `num_rows` rows that hold `context_tokens` tokens together."""

@@ -261,8 +261,7 @@ def _rollout(model: ModelSpec, fit: DecodeFit, work: StepWork, source: str) -> E
         flops=2.0 * model.matmul_params * (tokens + prompts * work.prompt_tokens),
         formula=(
             "sum over decode steps of base + per_row x rows + per_row_token x context, rows and context from "
-            "the length distribution through the slots; + prefill calls x base + prompt tokens / rate; + per_sequence "
-            "x responses"
+            "the length distribution through the slots; + prefill calls x base + prompt tokens / rate"
         ),
         source=source,
     )
@@ -303,7 +302,7 @@ def _engine_s(fit: DecodeFit, work: StepWork, lengths: NDArray[np.int64]) -> flo
         prompt_tokens = num_prompts * (work.prompt_tokens - (not work.first_token_from_prefill))
         num_calls = max(curve.num_admissions, math.ceil(prompt_tokens / work.max_prefill_tokens))
         prefill_s = fit.prefill_base_s * num_calls + prompt_tokens / fit.prefill_tokens_per_s
-        slowest = max(slowest, decode_s + prefill_s + fit.per_sequence_s * len(mine))
+        slowest = max(slowest, decode_s + prefill_s)
     return slowest
 
 
