@@ -126,8 +126,9 @@ class Lending:
             is_published: the trainer's weights are those of the newest publication. Others are lent nothing.
         """
         began_at_s, then = self._clock(), await self._num_decoded()
-        is_tried = self.config.margin > 0 and is_published and self.may_pay()
-        lends = self.trial.lends_next if is_tried else is_published and self.may_pay()
+        is_possible = is_published and self.may_pay()
+        is_tried = is_possible and self.config.margin > 0
+        lends = is_possible and (not is_tried or self.trial.lends_next)
         waiting = asyncio.ensure_future(wait)
         serving = asyncio.create_task(self._serve()) if lends else None
         served: _Served | None = None

@@ -44,7 +44,7 @@ from rollbook.controller.step_metrics import (
     trajectory_values,
     untrained_events,
 )
-from rollbook.controller.step_plan import NOTHING, OF_A_BATCH, Expected, StepPlan, expected
+from rollbook.controller.step_plan import OF_A_BATCH, Expected, StepPlan, as_expected
 from rollbook.controller.switching import DeviceSwitch, Half
 from rollbook.envs.rewards.scorer import Scorer
 from rollbook.errors import CheckpointError, EngineError, SyncError
@@ -503,8 +503,7 @@ class Controller:
         return values if report is None else values | report.values()
 
     def _of_switch(self, half: Half) -> Expected:
-        wanted = self.switch.expected(half)
-        return NOTHING if wanted is None else expected(wanted.seconds, wanted.bytes)
+        return as_expected(self.switch.expected(half))
 
     async def _engine_values(self) -> Values:
         now_s = time.monotonic()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 from rollbook.controller.expectation import Plan
 from rollbook.ledger.entry import Entry
@@ -28,12 +28,20 @@ class Expected(TypedDict):
     """None where the ledger counts none."""
 
 
-NOTHING = Expected(expected_s=None, expected_bytes=None)
+class Priced(Protocol):
+    """A stage or a hand-over that the books know."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def bytes(self) -> float: ...
 
 
-def expected(seconds: float, num_bytes: float) -> Expected:
-    """Both, as a span carries them."""
-    return Expected(expected_s=seconds, expected_bytes=round(num_bytes) or None)
+def as_expected(priced: Priced | None) -> Expected:
+    """What a span carries of it; nothing where the books do not know it."""
+    if priced is None:
+        return Expected(expected_s=None, expected_bytes=None)
+    return Expected(expected_s=priced.seconds, expected_bytes=round(priced.bytes) or None)
 
 
 @dataclass(kw_only=True)
@@ -91,7 +99,7 @@ class StepPlan:
         entry = self.stages.get(stage)
         if entry is None and self.plan is not None:
             entry = self.plan.occasional.get(stage)
-        return NOTHING if entry is None else expected(entry.seconds, entry.bytes)
+        return as_expected(entry)
 
     def step_s(self, *, saves: bool = False) -> float | None:
         """Of the stages one after the other. Of a rollout beside the training, only the wait for it is a stage.
