@@ -20,6 +20,8 @@ class Evidence:
     after: float | None = None
     says: str
     """In words, with the numbers."""
+    in_log: str = ""
+    """What the log calls the metric, where that is another name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

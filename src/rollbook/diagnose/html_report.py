@@ -67,8 +67,9 @@ def to_html(diagnosis: Diagnosis, view: View) -> str:
 
 
 def _finding(finding: Finding, view: View, tag: str) -> str:
-    about = f"{finding.rule} · since step {finding.step} · confidence {finding.confidence:.2f} · "
-    f"{AREA_NAMES[finding.area]}"
+    until = f" until step {finding.until_step}" if finding.until_step is not None else ""
+    about = f"{finding.rule} · since step {finding.step}{until} · confidence {finding.confidence:.2f}"
+    about += f" · {AREA_NAMES[finding.area]}"
     if finding.cost_s:
         about += f" · {num(finding.cost_s)} s lost so far"
     if finding.cost_reward:
@@ -106,8 +107,9 @@ def _picture(view: View, item: Evidence) -> str:
     y = 6 + (high - shown) / span * (_HEIGHT - _BOTTOM - 8)
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
     at = _LEFT + (min(max(item.step, steps[0]), steps[-1]) - steps[0]) / length * (_WIDTH - _LEFT - 6)
+    label = _e(f"{item.in_log or item.metric}: {item.says}")
     return (
-        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{_e(item.metric)}: {_e(item.says)}'>"
+        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{label}'>"
         f"<rect class=frame x={_LEFT} y=2 width={_WIDTH - _LEFT - 2} height={_HEIGHT - _BOTTOM} />"
         f"<line class=at x1={at:.1f} x2={at:.1f} y1=2 y2={_HEIGHT - _BOTTOM + 2} />"
         f"<polyline class=line points='{points}' />"

@@ -66,6 +66,8 @@ class RunSeries:
     seams: list[Seam] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
     """Name in the log -> name in `values`, where they differ."""
+    in_log: dict[str, str] = field(default_factory=dict)
+    """Name in `values` -> what the log calls what stands there, where they differ."""
     notes: list[str] = field(default_factory=list)
     """What was odd in the log and what was done about it."""
     num_runs: int = 1

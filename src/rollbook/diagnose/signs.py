@@ -127,7 +127,7 @@ def gap(view: View) -> Gap | None:
     some = np.isfinite(stack).any(axis=0)
     amplitude = np.full(view.n, np.nan)
     amplitude[some] = np.exp(np.nanmedian(stack[:, some], axis=0))
-    view.derive(GAP, amplitude)
+    view.derive(GAP, amplitude, of=tuple(used[i] for i in keep))
     head, tail = max(3, view.n // 20), max(3, view.n // 5)
     first, last = view.level(GAP, 0, head), view.level(GAP, view.n - tail)
     tenth = max(5, view.n // 10)

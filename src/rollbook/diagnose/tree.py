@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rollbook.diagnose import four_signals, states
+from rollbook.diagnose.as_logged import as_logged
 from rollbook.diagnose.finding import Area, Diagnosis, Finding, NotJudged, OtherRun, State
 from rollbook.diagnose.rules import (
     all_rejected,
@@ -137,7 +138,7 @@ def diagnose(run: RunSeries) -> Diagnosis:
         (consequences if explained else causes).append(finding)
     if not causes and consequences:  # two explain each other: the surer one is the cause
         causes.append(consequences.pop(0))
-    return Diagnosis(
+    diagnosis = Diagnosis(
         source=run.source,
         format=run.format,
         first_step=int(run.steps[0]),
@@ -151,6 +152,7 @@ def diagnose(run: RunSeries) -> Diagnosis:
         notes=tuple(run.notes),
         renamed=run.renamed,
     )
+    return as_logged(diagnosis, view)
 
 
 def in_short(run: RunSeries) -> OtherRun:

@@ -122,6 +122,8 @@ class View:
     values: dict[str, Series]
     stride: int = 1
     """Steps a value stands for."""
+    derived_from: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Series computed from others -> those, where its own name does not say it."""
     _breaks: dict[tuple[str, int, bool], Break | None] = field(default_factory=dict)
     _resolutions: dict[str, float] = field(default_factory=dict)
     signs: dict[str, object] = field(default_factory=dict)
@@ -185,9 +187,11 @@ class View:
     def events(self, *kinds: str) -> list[Event]:
         return [event for event in self.run.events if event.kind in kinds]
 
-    def derive(self, name: str, values: Series) -> str:
+    def derive(self, name: str, values: Series, *, of: tuple[str, ...] = ()) -> str:
         """Add a series computed from others under a name of its own (its owner says what it means)."""
         self.values[name] = values
+        if of:
+            self.derived_from[name] = of
         return name
 
     def trend(self, metric: str | None) -> tuple[float, float]:

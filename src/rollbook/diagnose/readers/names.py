@@ -186,6 +186,14 @@ class Renamer:
     renamed: dict[str, str] = field(default_factory=dict)
     _known: dict[str, str] = field(default_factory=dict)
 
+    def in_log(self) -> dict[str, str]:
+        """Catalogue name -> what the log calls the series that stands there, where it is another."""
+        of_name: dict[str, list[str]] = {}
+        for old, new in self._known.items():
+            of_name.setdefault(new, []).append(old)
+        called = {new: _as_written(olds) for new, olds in of_name.items() if new not in olds}
+        return {new: old for new, old in called.items() if new != old}
+
     def rows(self, items: Iterable[Row | Event]) -> Iterator[Row | Event]:
         for item in items:
             yield replace(item, data=self._data(item.data)) if isinstance(item, Row) else item
@@ -199,7 +207,7 @@ class Renamer:
                 new = known[name] = self._name(name)
                 if new != name:
                     self.renamed[name] = new
-            if name.removeprefix("train/") in _ONE_MINUS:
+            if _is_one_minus(name):
                 value = 1.0 - value
             if new in out and new != name:
                 if any(pattern.fullmatch(name) for pattern, _ in _SUMMED):
@@ -224,3 +232,14 @@ class Renamer:
             if (match := pattern.fullmatch(name)) is not None:
                 return match.expand(new)
         return name
+
+
+def _is_one_minus(name: str) -> bool:
+    return name.removeprefix("train/") in _ONE_MINUS
+
+
+def _as_written(names: list[str]) -> str:
+    """How the log writes a series: of several aliases the first stands, of a family that counts as one all do."""
+    if len(names) > 1 and all(pattern.fullmatch(name) for name in names for pattern, _ in _SUMMED):
+        return f"{names[0]} and {len(names) - 1} more"
+    return f"1 - {names[0]}" if _is_one_minus(names[0]) else names[0]

@@ -84,10 +84,9 @@ def load(
     path, format = _locate(path, format)
     reader = READERS[format]
     renamer = names.Renamer((*reader.names, names.VERL))
-    renamed = renamer.renamed
-    run = assemble(
-        renamer.rows(reader.read(path)), source=str(path), format=format, renamed=renamed, run_idx=run_idx
-    )
+    rows = renamer.rows(reader.read(path))
+    run = assemble(rows, source=str(path), format=format, renamed=renamer.renamed, run_idx=run_idx)
+    run.in_log = renamer.in_log()
     if any(event.kind == "truncated" for event in run.events):
         run.notes.append(
             "the last line is cut short (the process was killed, or is writing it): it was left out"

@@ -84,7 +84,7 @@ def in_full(item: Evidence) -> tuple[str, str]:
             )
     if not re.search(rf"step {item.step}\b", item.says):
         parts.append(f"step {item.step}")
-    return f"{item.metric}{unit}", " · ".join(parts)
+    return f"{item.in_log or item.metric}{unit}", " · ".join(parts)
 
 
 def share(confidence: float) -> float:
