@@ -4,9 +4,9 @@ checked against the kernel in use first.
     python bench/digest_kernels.py --model 8
 
 The definition is one for all (`rollbook/sync/digest.py`): what differs is how many loads a thread has on their way.
-The kernel in use loads STEP_ROWS rows, multiplies, and only then loads again; `ahead` loads UNROLL rows of two columns a
-thread before it multiplies the first, with sums of one row in registers; `staged` is the kernel in use with Triton's own
-pipeline over shared memory.
+The kernel in use loads STEP_ROWS rows, multiplies, and only then loads again; `ahead` loads eight rows of two columns
+a thread before it multiplies the first, with sums of one row in registers; `staged` is the kernel in use with
+Triton's own pipeline over shared memory.
 
 Predictions for an H200 (4.8 TB/s on paper, 4.1 as a plain sum of the same bytes), 8B, 16.06 GB:
     in use      5.6 ms, 2,890 GB/s (as measured before)
@@ -14,8 +14,8 @@ Predictions for an H200 (4.8 TB/s on paper, 4.1 as a plain sum of the same bytes
                 the arithmetic (about 10 integer slots for 8 bytes) would allow 12 TB/s
     staged      4.5 ms, 3,600 GB/s: as many bytes on their way, and a trip through shared memory
     floor       3.9 ms: `torch.sum` of the same memory as int64, one call a tensor
-A publication over NVLink (47 ms) would then hide 9 % of its time in a digest instead of 12 %; less than 8 % no single read
-of the parameters can take there, for the link carries 381 GB/s and memory 4,800.
+A publication over NVLink (47 ms) would then hide 9 % of its time in a digest instead of 12 %; less than 8 % no single
+read of the parameters can take there, for the link carries 381 GB/s and memory 4,800.
 """
 
 # The kernels' bodies are Triton's language, not Python.
@@ -101,7 +101,7 @@ def ahead(
             t += (w7 >> 32) * tl.load(c + 7)
     else:
         num_rows = (num_whole + COLUMNS - 1) // COLUMNS
-        for row in range(0, num_rows):
+        for row in range(num_rows):
             at = row * COLUMNS + columns
             w = tl.load(words + at, mask=at < num_whole, other=0)
             s += w * tl.load(row_a + row)
