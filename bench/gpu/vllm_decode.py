@@ -66,6 +66,9 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU")
     parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument(
+        "--decode", nargs="*", help="cells of decoding, as 64x4096: sequences x prompt tokens"
+    )
     parser.add_argument("--gpu", default="H200 SXM", help="the accelerator, as the ledger names it")
     options = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -110,7 +113,12 @@ def main() -> None:
         f"{model.params / 1e9:.2f} B parameters on {accelerator.name}, vLLM, CUDA graphs: {not options.tiny}"
     )
     print(f"{'sequences':>10} {'prompt':>7} {'ms a step':>10} {'expected':>9} {'ratio':>6} {'tokens/s':>9}")
-    for num, prompt_tokens in DECODE_CELLS:
+    cells = DECODE_CELLS
+    if options.decode is not None:
+        cells = tuple(
+            (int(num), int(tokens)) for num, _, tokens in (c.partition("x") for c in options.decode)
+        )
+    for num, prompt_tokens in cells:
         if options.tiny:
             num, prompt_tokens = min(num, 8), min(prompt_tokens, 64)
         same = prompts(num, prompt_tokens)
