@@ -9,8 +9,15 @@ from typing import Annotated
 
 import typer
 
+from rollbook.diagnose.finding import Diagnosis
+from rollbook.errors import DataError
+
+MAX_NAMED = 5
+"""Logs of a folder that are named and not judged."""
 MAX_OTHER_RUNS = 5
-"""Runs of the same log that are looked at beside the last one, newest first."""
+"""Runs of the same log, or logs of the same folder, that are judged in one line beside the newest."""
+MAX_OTHER_BYTES = 256 * 1024 * 1024
+"""Size of another log beyond which it is named and not read."""
 
 
 def command(
@@ -51,6 +58,8 @@ def command(
         others = [i for i in range(series.num_runs) if i != series.run_idx][-MAX_OTHER_RUNS:]
         short = [in_short(load(run, format=format or None, run_idx=i, hours=hours)) for i in others]
         diagnosis = replace(diagnosis, other_runs=tuple(short))
+    if Path(run).is_dir():
+        diagnosis = _with_other_logs(diagnosis, Path(run), format or None)
     if html is not None:
         from rollbook.diagnose.html_report import to_html
         from rollbook.diagnose.signs import gap
@@ -67,3 +76,25 @@ def command(
         typer.echo(json.dumps(diagnosis.to_json(), allow_nan=False))
     else:
         typer.echo(to_text(diagnosis), nl=False)
+
+
+def _with_other_logs(diagnosis: Diagnosis, folder: Path, format: str | None) -> Diagnosis:
+    """The diagnosis of the newest log of a folder, with a line on each other one."""
+    from rollbook.diagnose.readers.table import load, places
+    from rollbook.diagnose.tree import in_short
+
+    _, *others = places(folder, format)
+    if not others:
+        return diagnosis
+    judged, named = list(diagnosis.other_runs), []
+    for path, its_format in others:
+        if len(judged) >= MAX_OTHER_RUNS or (path.is_file() and path.stat().st_size > MAX_OTHER_BYTES):
+            named.append(str(path))
+            continue
+        try:
+            judged.append(replace(in_short(load(str(path), format=its_format)), log=str(path)))
+        except DataError as error:
+            named.append(f"{path} ({error.args[0]})")
+    more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+    says = (f"of the folder's logs not judged: {', '.join(named[:MAX_NAMED])}{more}",) if named else ()
+    return replace(diagnosis, other_runs=tuple(judged), notes=(*diagnosis.notes, *says))

@@ -90,7 +90,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherRun:
-    """Another run of the same log, in one line."""
+    """Another run of the same log, or another log of the same folder, in one line."""
 
     run_idx: int
     num_steps: int
@@ -99,6 +99,8 @@ class OtherRun:
     """Of its first finding; empty where there is none."""
     step: int | None = None
     """Onset of that finding."""
+    log: str = ""
+    """Of another log: its path."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -123,7 +125,7 @@ class Diagnosis:
     notes: tuple[str, ...]
     renamed: dict[str, str] = field(default_factory=dict)
     other_runs: tuple[OtherRun, ...] = ()
-    """What is wrong with the other runs of the same log, where it holds several."""
+    """What is wrong with the other runs of the same log, or with the other logs of the folder."""
 
     @property
     def is_well(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from rollbook.diagnose.finding import Diagnosis, Evidence, Finding
-from rollbook.diagnose.report import AREA_NAMES, headline
+from rollbook.diagnose.report import AREA_NAMES, headline, other_run
 from rollbook.diagnose.rules.wording import in_full, num
 from rollbook.diagnose.view import View
 
@@ -42,6 +42,12 @@ def to_html(diagnosis: Diagnosis, view: View) -> str:
     if diagnosis.is_well:
         words = headline(diagnosis)[1]
         parts.append(f"<h1>{_e(words[:1].upper() + words[1:])}</h1>")
+    if diagnosis.other_runs:
+        parts.append("<h2>Beside it</h2><table>")
+        parts += [
+            f"<tr><td>{_e(label)}<td>{_e(says)}" for label, says in map(other_run, diagnosis.other_runs)
+        ]
+        parts.append("</table>")
     parts.append("<h2>The four signals</h2><table>")
     parts += [f"<tr><td>{_e(s.name)}<td>{_e(s.verdict)}<td>{_e(s.says)}" for s in diagnosis.signals]
     parts.append("</table>")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from rollbook.diagnose.finding import Diagnosis, Evidence, Finding
+from rollbook.diagnose.finding import Diagnosis, Evidence, Finding, OtherRun
 from rollbook.diagnose.rules.wording import in_full, num
 
 AREA_NAMES = {
@@ -18,11 +18,12 @@ AREA_NAMES = {
 
 def to_text(diagnosis: Diagnosis, *, width: int = 80) -> str:
     """The whole report, verdict first."""
-    lines = _header(diagnosis, width) + _other_runs(diagnosis, width)
+    lines = _header(diagnosis, width)
     for i, finding in enumerate(diagnosis.findings):
         lines += _finding(finding, width, is_first=i == 0)
     if diagnosis.is_well:
         lines += _well(diagnosis, width)
+    lines += _other_runs(diagnosis, width)
     lines += _signals(diagnosis, width)
     for state in diagnosis.states:
         lines += ["", *_block(f"the algorithm, since step {state.step}:", state.title, width)]
@@ -108,12 +109,19 @@ def _quoted(signals: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
+def other_run(other: OtherRun) -> tuple[str, str]:
+    """(label, sentence) of another run of the log, or of another log of the folder."""
+    what = f"{other.title}, since step {other.step}" if other.title else other.verdict.replace("_", " ")
+    if other.log:
+        return f"another log, {other.log}, {other.num_steps} steps", what
+    label = f"run {other.run_idx} of the same log, {other.num_steps} steps"
+    return label, f"{what} (read it with --run {other.run_idx})"
+
+
 def _other_runs(diagnosis: Diagnosis, width: int) -> list[str]:
     lines: list[str] = []
-    for other in diagnosis.other_runs:
-        what = f"{other.title}, since step {other.step}" if other.title else other.verdict.replace("_", " ")
-        says = f"{what} (read it with --run {other.run_idx})"
-        lines += _block(f"run {other.run_idx} of the same log, {other.num_steps} steps:", says, width)
+    for label, says in map(other_run, diagnosis.other_runs):
+        lines += _block(f"{label}:", says, width)
     return [*lines, ""] if lines else []
 
 

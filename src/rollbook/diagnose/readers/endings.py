@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from rollbook.diagnose.readers.text import plain
 from rollbook.diagnose.series import Event
 
 _DEATHS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
@@ -75,6 +76,35 @@ ENDING_BYTES = (
     b"eartbeat",
 )  # fmt: skip
 """Beside `text.TROUBLE_BYTES`: every line that tells how a log ends holds one of both."""
+
+_OF_A_JOB = re.compile(
+    r"^(?:\x1b\[[0-9;]*m)*\(\w+ pid=\d+|local Ray instance|existing Ray cluster|^Error executing job with overrides: \["
+    r"|^\+? ?(?:\S*/)?python3? .*main_ppo"
+)
+_WORD = re.compile(r"""["'(*>-]*[A-Za-z][a-z'-]*[,.;:!?)"']*""")
+
+
+def _is_prose(line: str) -> bool:
+    """Whether a line is a sentence: four words and more, hardly anything else, no error's name before it."""
+    words = line.split()
+    if line[:1].isspace() or len(words) < 4 or _ERROR_LINE.match(line):
+        return False
+    return sum(_WORD.fullmatch(word) is not None for word in words) >= 0.8 * len(words)
+
+
+def died_before_a_step(head: list[str]) -> bool:
+    """Whether a file without a step is the log of a job that died early, rather than a text that quotes an error: lines
+    as a job writes them, an error among them, and no sentence of prose at either end.
+
+    Args:
+        head: its lines as written, with Ray's prefixes.
+    """
+    told = [line for line in head if line.strip()]
+    watcher = EndWatcher()
+    for line in told:
+        watcher.watch(plain(line))
+    is_prose = not told or _is_prose(told[0]) or _is_prose(told[-1])
+    return not is_prose and watcher.event(0) is not None and any(map(_OF_A_JOB.search, told))
 
 
 class EndWatcher:

@@ -19,8 +19,10 @@ from rollbook.diagnose.readers import (
     wandb,
 )
 from rollbook.diagnose.readers.assemble import assemble
+from rollbook.diagnose.readers.endings import died_before_a_step
 from rollbook.diagnose.series import Event, Row, RunSeries
 from rollbook.errors import DataError, nearest_name
+from rollbook.observe.run_dir import EVENTS, METRICS
 
 HEAD_BYTES = 4 * 1024 * 1024
 """How much of a file is looked at to find its format: a log may begin with pages of start-up."""
@@ -34,23 +36,50 @@ class Reader:
     read: Callable[[Path], Iterator[Row | Event]]
     names: tuple[dict[str, str], ...] = ()
     recognizes: Callable[[str], float] = lambda head: 0.0
+    told_by: str = ""
+    """What a file's beginning must hold."""
 
 
 READERS: dict[str, Reader] = {
     "rollbook": Reader("run directory of rollbook", run_dir.read),
-    "verl-file": Reader("verl file logger (JSON lines)", verl_file.read, (names.VERL,), verl_file.recognizes),
-    "verl-console": Reader("verl console log", verl_console.read, (names.VERL,), verl_console.recognizes),
+    "verl-file": Reader(
+        "verl file logger (JSON lines)",
+        verl_file.read,
+        (names.VERL,),
+        verl_file.recognizes,
+        '{"step": N, "data": {...}}',
+    ),
+    "verl-console": Reader(
+        "verl console log",
+        verl_console.read,
+        (names.VERL,),
+        verl_console.recognizes,
+        "step:N - name:value",
+    ),
     "tensorboard": Reader(
         "TensorBoard event files", tensorboard.read, (names.VERL, names.SLIME, names.AREAL, names.TRL)
     ),
-    "trl": Reader("TRL trainer state, history or console log", trl.read, (names.TRL,), trl.recognizes),
-    "slime": Reader("slime or miles console log", slime.read, (names.SLIME, names.VERL), slime.recognizes),
-    "areal": Reader("AReaL console log", areal.read, (names.AREAL,), areal.recognizes),
+    "trl": Reader(
+        "TRL trainer state, history or console log",
+        trl.read,
+        (names.TRL,),
+        trl.recognizes,
+        "\"log_history\" or {'loss': ...",
+    ),
+    "slime": Reader(
+        "slime or miles console log",
+        slime.read,
+        (names.SLIME, names.VERL),
+        slime.recognizes,
+        "rollout N: {...}",
+    ),
+    "areal": Reader("AReaL console log", areal.read, (names.AREAL,), areal.recognizes, "Train step N/M done"),
     "wandb": Reader(
         "W&B export (CSV, JSON)",
         wandb.read,
         (names.VERL, names.SLIME, names.AREAL, names.TRL),
         wandb.recognizes,
+        'a header or rows with "_step"',
     ),
 }
 """Every file format. A Prometheus server (format "prometheus") is read from its URL."""
@@ -74,18 +103,23 @@ def load(
 
         rows = prometheus.read(where, hours=hours)
         return assemble(rows, source=where, format="prometheus", run_idx=run_idx)
-    path = Path(where)
+    path, notes = Path(where), []
     if not path.exists():
         raise DataError(
             f"there is no {path}", "give a run directory, a log file or folder, or a Prometheus URL"
         )
     if format is not None and format not in READERS:
         raise DataError(f"unknown log format {format!r}", nearest_name(format, [*READERS, "prometheus"]))
-    path, format = _locate(path, format)
+    found = places(path, format)
+    if len(found) > 1:
+        notes = [f"{path} holds {len(found)} logs: this is the newest"]
+    path, format = found[0]
     reader = READERS[format]
     renamer = names.Renamer((*reader.names, names.VERL))
     rows = renamer.rows(reader.read(path))
-    run = assemble(rows, source=str(path), format=format, renamed=renamer.renamed, run_idx=run_idx)
+    run = assemble(
+        rows, source=str(path), format=format, renamed=renamer.renamed, run_idx=run_idx, notes=notes
+    )
     run.in_log = renamer.in_log()
     if any(event.kind == "truncated" for event in run.events):
         run.notes.append(
@@ -95,47 +129,70 @@ def load(
     return run
 
 
-def _locate(path: Path, format: str | None) -> tuple[Path, str]:
-    """The file or folder to read and its format."""
+def places(path: Path, format: str | None = None) -> list[tuple[Path, str]]:
+    """What there is to read at a path, (file or folder, format), newest first; a file is one, a folder may hold many.
+
+    Raises:
+        DataError: nothing of a known format.
+    """
     if path.is_dir():
-        return _locate_in_folder(path, format)
+        return _in_folder(path, format)
     if format is not None:
-        return path, format
+        return [(path, format)]
     if path.name.startswith("events.out.tfevents"):
-        return path, "tensorboard"
-    beside = path.parent
-    if path.name == "metrics.jsonl" and (beside / "events.jsonl").exists():
-        return beside, "rollbook"
-    return path, detect(path)
+        return [(path, "tensorboard")]
+    if path.name == "metrics.jsonl" and (path.parent / "events.jsonl").exists():
+        return [(path.parent, "rollbook")]
+    return [(path, detect(path))]
 
 
-def _locate_in_folder(path: Path, format: str | None) -> tuple[Path, str]:
-    if format in (None, "rollbook") and any(
-        (path / name).exists() for name in ("metrics.jsonl", "events.jsonl")
-    ):
-        return path, "rollbook"
-    if format in (None, "trl") and (state := trl.find(path)) is not None:
-        return state, "trl"
-    if format in (None, "tensorboard") and tensorboard.find(path):
-        return path, "tensorboard"
-    files = sorted(
-        (
-            p
-            for p in path.rglob("*")
-            if p.is_file() and p.suffix in (".jsonl", ".log", ".txt", ".csv", ".out", ".gz")
-        ),
-        key=lambda p: p.stat().st_mtime,
-        reverse=True,
-    )
-    for file in files[:20]:
+_LOG_SUFFIXES = (".jsonl", ".log", ".txt", ".csv", ".out", ".err", ".gz")
+MAX_LOOKED_AT = 40
+"""Files of a folder whose beginning is read, newest first."""
+
+
+def _in_folder(path: Path, format: str | None) -> list[tuple[Path, str]]:
+    if format in (None, "rollbook") and _is_run_dir(path):
+        return [(path, "rollbook")]
+    found: dict[Path, tuple[float, str]] = {}
+    """Place -> (when it was written last, format)."""
+
+    def add(place: Path, written: Path, its_format: str) -> None:
+        if format in (None, its_format):
+            at_s = written.stat().st_mtime
+            found[place] = (max(at_s, found.get(place, (at_s, ""))[0]), its_format)
+
+    if (state := trl.find(path)) is not None:
+        add(state, state, "trl")
+    for file in tensorboard.find(path):
+        add(file.parent, file, "tensorboard")
+    run_dirs = sorted({file.parent for file in path.rglob(EVENTS) if _is_run_dir(file.parent)})
+    for run_dir_path in run_dirs:
+        add(run_dir_path, max(run_dir_path.glob("*.jsonl"), key=lambda p: p.stat().st_mtime), "rollbook")
+    files = [
+        file
+        for file in path.rglob("*")
+        if file.suffix in _LOG_SUFFIXES and file.is_file() and not any(d in file.parents for d in run_dirs)
+    ]
+    files.sort(key=lambda p: p.stat().st_mtime, reverse=True)
+    for file in files[:MAX_LOOKED_AT]:
         try:
-            return file, format or detect(file)
+            add(file, file, detect(file))
         except DataError:
             continue
-    raise DataError(
-        f"{path} holds no log that is known",
-        "give the log file itself; known are: " + "; ".join(f"{k} ({r.what})" for k, r in READERS.items()),
-    )
+    if not found and format is not None and files:
+        return [(files[0], format)]
+    if not found:
+        raise DataError(
+            f"{path} holds no log that is known",
+            "give the log file itself; known are: "
+            + "; ".join(f"{k} ({r.what})" for k, r in READERS.items()),
+        )
+    return [(place, found[place][1]) for place in sorted(found, key=lambda place: -found[place][0])]
+
+
+def _is_run_dir(path: Path) -> bool:
+    return (path / EVENTS).exists() or (path / METRICS).exists()
 
 
 def detect(path: Path) -> str:
@@ -144,12 +201,17 @@ def detect(path: Path) -> str:
         head = file.read(HEAD_BYTES).decode("utf-8", errors="replace")
     if not head.strip():
         raise DataError(f"{path} is empty", "check that this is the log of a run that finished a step")
-    head = "\n".join(text.plain(line) for line in head.splitlines())
+    raw = head.splitlines()
+    head = "\n".join(map(text.plain, raw))
     scores = {name: reader.recognizes(head) for name, reader in READERS.items()}
     best = max(scores, key=lambda name: scores[name])
-    if scores[best] <= 0.0:
-        raise DataError(
-            f"no step of a known log format in the first {min(len(head), HEAD_BYTES):,} characters of {path}",
-            "name the format with --format: " + ", ".join(READERS),
-        )
-    return best
+    if scores[best] > 0.0:
+        return best
+    if died_before_a_step(raw):
+        return "verl-console"
+    raise DataError(
+        f"no step of a known log format in the first {min(len(head), HEAD_BYTES):,} characters of {path}: "
+        f"looked for {'; '.join(r.told_by for r in READERS.values() if r.told_by)}",
+        "give the log itself; of a run that died before its first step, name the format with --format: "
+        + ", ".join(READERS),
+    )

@@ -32,8 +32,6 @@ _PAIR = re.compile(
 def recognizes(head: str) -> float:
     """0 to 1: how much the beginning of a file looks like this format."""
     found = len(re.findall(r"step:\s?\d+ - \S+:", head))
-    if not found and re.search(r"Error executing job with overrides|RayTaskError\(|main_ppo", head):
-        return 0.05  # it may have died before its first step
     return min(1.0, 0.6 + 0.1 * found) if found else 0.0
 
 
