@@ -62,13 +62,13 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
     "weight_sync": {
         "sync.base_s": (0.2, 1.0, 5.0),
         "sync.near_base_s": (0.05, 0.3, 1.0),
-        "sync.loader_bytes_per_s": (5e9, 40000000000.0, 1e11),
         "sync.receiver_bytes_per_s": (2e9, 10000000000.0, 3e10),
         "sync.receiver_cross_bytes_per_s": (1e9, 10000000000.0, 2e10),
-        "sync.receive_only_bytes_per_s": (2e9, 10000000000.0, 2e10),
+        "sync.assemble_bytes_per_s": (2e9, 10000000000.0, 2e10),
         "sync.per_tensor_s": (1e-5, 0.0005, 5e-3),
         "sync.host_copy_bytes_per_s": (5e8, 1400000000.0, 2e10),
-        "sync.delta_apply_bytes_per_s": (5e8, 10000000000.0, 5e10),
+        "sync.delta_bytes_per_s": (2e8, 2e9, 2e10),
+        "sync.delta_tensor_s": (1e-5, 0.0005, 5e-3),
     },
     "rl_step": {
         "step_base_s": (0.5, 5.0, 30.0),

@@ -68,10 +68,10 @@ def test_lora_publishes_adapters_only() -> None:
 def test_broadcast_is_paced_by_its_slowest_stage() -> None:
     sync = DEFAULT.sync
     account = sync_account(LLAMA, CLUSTER, sync, SYNC)
-    assert account.slowest == "transfer"
-    assert account.seconds > account.total_bytes / sync.stream_bytes_per_s + sync.base_s
-    slowest_s = account.stages_s["transfer"]
-    others_s = (account.stages_s["gather"] + account.stages_s["load"]) * BUCKET_BYTES / account.total_bytes
+    assert account.slowest == "gather"
+    assert account.seconds > account.total_bytes / sync.assemble_bytes_per_s + sync.base_s
+    slowest_s = account.stages_s["gather"]
+    others_s = (account.stages_s["transfer"] + account.stages_s["load"]) * BUCKET_BYTES / account.total_bytes
     assert account.seconds == pytest.approx(account.fixed_s + slowest_s + others_s)
     assert account.num_buckets == math.ceil(2 * LLAMA.computed_params / BUCKET_BYTES) == 60
 
@@ -91,6 +91,29 @@ def test_delta_sends_positions_and_values_of_what_changed() -> None:
     """2 % of 8.03e9 numbers at 4 + 2 bytes."""
     account = sync_account(LLAMA, CLUSTER, DEFAULT.sync, replace(SYNC, method="delta", changed_frac=0.02))
     assert account.total_bytes == pytest.approx(0.02 * LLAMA.computed_params * 6)
+
+
+def test_what_other_nodes_hold_comes_over_one_port_in_float32() -> None:
+    """Half of the shards of two nodes are the other node's: twice their bytes at 0.7 of 50 GB/s."""
+    sync = DEFAULT.sync
+    near = sync_account(LLAMA, CLUSTER, sync, replace(SYNC, num_train_gpus=8)).stages_s["gather"]
+    far = sync_account(LLAMA, CLUSTER, sync, replace(SYNC, num_train_gpus=16)).stages_s["gather"]
+    total = 2 * LLAMA.computed_params
+    assert near == pytest.approx(total / sync.assemble_bytes_per_s)
+    assert far - near == pytest.approx(total * 0.5 * 2 / (0.7 * CLUSTER.nic_bytes_per_s))
+
+
+def test_a_delta_takes_as_long_as_what_changed_not_as_its_shards() -> None:
+    """It goes through one rank: twice the trainers, or four times the engine, save only the comparison."""
+    delta = replace(SYNC, method="delta", num_train_gpus=16, num_rollout_gpus=16, changed_frac=0.02)
+    alone = sync_account(LLAMA, CLUSTER, DEFAULT.sync, delta)
+    for other in (replace(delta, num_train_gpus=32), replace(delta, replica_gpus=8)):
+        assert sync_account(LLAMA, CLUSTER, DEFAULT.sync, other).seconds == pytest.approx(
+            alone.seconds, rel=0.05
+        )
+    fewer = sync_account(LLAMA, CLUSTER, DEFAULT.sync, replace(delta, changed_frac=0.01))
+    saved = 0.01 * LLAMA.computed_params * 6 / DEFAULT.sync.delta_bytes_per_s
+    assert alone.seconds - fewer.seconds == pytest.approx(saved)
 
 
 def test_experts_apart_cost_a_fixed_time_each() -> None:

@@ -113,8 +113,6 @@ class SyncAssumptions:
     """Pausing, opening, committing, resuming, for a broadcast between nodes."""
     near_base_s: float
     """The same within a node, or where every receiver takes its own shard."""
-    loader_bytes_per_s: float
-    """Full tensors through an engine's loader, which the next bucket waits for."""
     receiver_bytes_per_s: float
     """Each receiving GPU taking its own shard, inside a node."""
     receiver_cross_bytes_per_s: float
@@ -122,25 +120,22 @@ class SyncAssumptions:
     gather_bytes_per_s: float
     load_bytes_per_s: float
     """Per GPU of a replica."""
-    receive_only_bytes_per_s: float
-    """One stream of full tensors that engines receive but do not load."""
+    assemble_bytes_per_s: float
+    """One trainer rank making full tensors of the shards of its node, and packing them into buckets."""
     disk_bytes_per_s: float
     """Gathering, writing and reading on a shared file system."""
     per_tensor_s: float
     """Gathering and naming one tensor on one node of trainers; once more for each doubling of nodes."""
     host_copy_bytes_per_s: float
-    """Per GPU, as frameworks copy: weights that lie in host memory, and a shard against its base version there."""
-    delta_apply_bytes_per_s: float
-    """Per GPU of a replica, of its full shard."""
+    """Per GPU, as frameworks copy weights that lie in host memory; counted in the engine's dtype."""
+    delta_bytes_per_s: float
+    """Positions and values of changed numbers: gathered on one rank, checked, broadcast and written into place."""
+    delta_tensor_s: float
+    """Of a delta, for each tensor: its own count, entry and write."""
     error_frac: Mapping[str, float]
     """By method."""
     most_gpus: float
     """Of any measured publication, both sides together."""
-
-    @property
-    def stream_bytes_per_s(self) -> float:
-        """One sender broadcasting full tensors: an engine receives a bucket, then loads it."""
-        return 1 / (1 / self.receive_only_bytes_per_s + 1 / self.loader_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

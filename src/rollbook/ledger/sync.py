@@ -27,6 +27,8 @@ from rollbook.ledger.tensors import tensor_kinds
 SyncMethod = Literal["in_process", "ipc", "broadcast", "sharded", "disk", "delta"]
 SYNC_METHODS: tuple[SyncMethod, ...] = ("in_process", "ipc", "broadcast", "sharded", "disk", "delta")
 BUCKET_BYTES = 256 * 2**20
+_MASTER_BYTES = 4.0
+_POSITION_BYTES = 4.0
 CHANGED_FRAC = 0.02
 """Of the weights' bits in one step, where nobody measured it: open weight_sync cases give 0.0005 to 0.05."""
 
@@ -109,7 +111,9 @@ def sync_account(
     error_frac = assumptions.error_frac[work.method]
     error_frac *= scale_factor(work.num_train_gpus + work.num_rollout_gpus, assumptions.most_gpus)
     if work.method == "delta":
-        return _delta(assumptions, work, total, tensors, error_frac)
+        numbers = lora_params(model, work.lora_rank) if work.lora_rank else model.computed_params
+        sent = work.changed_frac * (numbers * _POSITION_BYTES + total)
+        return _delta(cluster, assumptions, work, total, sent, tensors, error_frac, crosses=crosses)
     rates = _rates(cluster, assumptions, work, total, crosses=crosses)
     slowest = min(rates, key=lambda stage: rates[stage])
     bucket = min(work.bucket_bytes, total)
@@ -175,7 +179,7 @@ def _rates(
     if work.method in ("in_process", "ipc"):
         return {"gather": gather, "load": load}
     if work.method == "broadcast":
-        return {"gather": gather, "transfer": min(assumptions.stream_bytes_per_s, 0.7 * link), "load": load}
+        return {"gather": _assembly(cluster, assumptions, work), "transfer": 0.7 * link, "load": load}
     if work.method == "disk":
         write = assumptions.disk_bytes_per_s
         return {"gather": gather, "transfer": write, "load": load}
@@ -185,31 +189,52 @@ def _rates(
     return {"transfer": min(receiver * work.replica_gpus, senders), "load": max(load, receiver)}
 
 
-def _delta(
-    assumptions: SyncAssumptions, work: SyncWork, total: float, tensors: int, error_frac: float
-) -> SyncAccount:
-    """Scan the local shards against the base version, send positions and values, write them into the engine.
+def _assembly(cluster: Cluster, assumptions: SyncAssumptions, work: SyncWork) -> float:
+    """Bytes a second at which one trainer rank makes full tensors, which the stream waits for.
 
-    A changed number costs its position and value: 6 bytes for bfloat16.
+    What other nodes hold comes over that rank's own port, as the float32 master weights that it is kept in. (Of the
+    24 s of a 72B model's broadcast its sender waits 0.5 to 1.8 s for the wire: verl issue 7060.)
+    """
+    nodes = max(work.num_train_gpus / cluster.accelerator.scale_up_gpus, 1.0)
+    far = (1 - 1 / nodes) * _MASTER_BYTES / DTYPE_BYTES["bfloat16"]
+    return 1 / (1 / assumptions.assemble_bytes_per_s + far / (0.7 * cluster.nic_bytes_per_s))
+
+
+def _delta(
+    cluster: Cluster,
+    assumptions: SyncAssumptions,
+    work: SyncWork,
+    total: float,
+    sent: float,
+    tensors: int,
+    error_frac: float,
+    *,
+    crosses: bool,
+) -> SyncAccount:
+    """Compare the local shards with the base version, gather what changed on one rank, send it, write it into place.
+
+    `sent`: a position and a value of every changed number, 6 bytes for bfloat16. They go through one rank and one
+    stream, and every tensor is counted, named and written on its own: that is where the seconds are, not in the
+    weights, so more trainers or wider replicas make a delta no faster (verl pull requests 6974, 7085; issue 7060).
     """
     local = total / work.num_train_gpus
-    sent = total / DTYPE_BYTES[work.weight_dtype] * work.changed_frac * (4 + DTYPE_BYTES[work.weight_dtype])
-    scan_s = local / assumptions.host_copy_bytes_per_s
+    # The base version lies in pinned host memory: read for the comparison, and written anew.
+    compare_s = 2 * local / cluster.accelerator.host_link_bytes_per_s
     if work.state_is_offloaded:
-        scan_s += local / assumptions.host_copy_bytes_per_s
-    apply_s = total / work.replica_gpus / assumptions.delta_apply_bytes_per_s
-    send_s = sent / assumptions.stream_bytes_per_s
-    parts = {"gather": scan_s, "transfer": send_s, "load": apply_s}
+        compare_s += local / assumptions.host_copy_bytes_per_s
+    parts = {"gather": compare_s, "transfer": sent / assumptions.delta_bytes_per_s}
+    fixed_s = assumptions.base_s if crosses else assumptions.near_base_s
+    fixed_s += tensors * assumptions.delta_tensor_s
     return SyncAccount(
         total_bytes=sent,
         bytes_per_sender=sent / work.num_train_gpus,
         bytes_per_receiver=sent,
         num_tensors=tensors,
-        seconds=assumptions.near_base_s + scan_s + send_s + apply_s,
+        seconds=fixed_s + sum(parts.values()),
         error_frac=error_frac,
         slowest=max(parts, key=lambda stage: parts[stage]),
         stages_s=parts,
-        fixed_s=assumptions.near_base_s,
+        fixed_s=fixed_s,
         num_buckets=max(math.ceil(sent / work.bucket_bytes), 1),
     )
 
