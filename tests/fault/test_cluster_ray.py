@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from cluster_faults import KillInGeneration
 from rollbook.cli.main import main
 from rollbook.controller import calibrate
 from rollbook.controller.loop import Controller
@@ -79,35 +80,6 @@ def assert_same_run(ours: RunResult, theirs: RunResult) -> None:
 
 def publications(run: RunResult) -> list[tuple[int, list[int]]]:
     return [(event["weight_version"], event["committed"]) for event in run.events_of("publication")]
-
-
-@dataclass
-class KillInGeneration:
-    """The replica's process is killed in the middle of the second step, with requests under way."""
-
-    replica_id: int
-    pids: list[int] = field(default_factory=list)
-
-    def __call__(self, controller: Controller) -> None:
-        engine: Any = controller.router.engines[self.replica_id]
-        generate, publisher = engine.generate, controller.publisher
-        plain_publish = publisher.publish
-        num_calls = 0
-
-        async def killing(request: Any) -> Any:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls == 11:
-                self.pids.append(engine.address.pid)
-                os.kill(engine.address.pid, signal.SIGKILL)
-            return await generate(request)
-
-        async def publish(weight_version: int, *, moved: bool = True) -> PublicationReport:
-            if weight_version == 3:  # whenever the new process is there, it is before this one
-                await engine._pool.is_back(engine)
-            return await plain_publish(weight_version, moved=moved)
-
-        engine.generate, publisher.publish = killing, publish  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("num_replicas", [2, 1])
@@ -219,10 +191,10 @@ def test_adapters_alone_are_not_served_on_another_base() -> None:
     config = tiny_config(**{"model.lora": {"publish": "adapter", "rank": 2}})
     other = tiny_config(**{"model.lora": {"publish": "adapter", "rank": 2}, "model.seed": 1})
     theirs = base_digest(load_model(config.model, dtype="float32", with_tokenizer=False))
-    keywords: Any = {"dtype": "float32", "eos_ids": (), "host": "", "base_digest": theirs}
-    ReplicaActor(config, 0, **{**keywords, "host": "127.0.0.1"})._load()
+    keywords: Any = {"dtype": "float32", "eos_ids": (), "host": "127.0.0.1", "config_json": ""}
+    ReplicaActor(config, 0, **keywords, base_digest=theirs)._load()
     with pytest.raises(EngineError, match="the base of replica 3 has the digest"):
-        ReplicaActor(other, 3, **{**keywords, "host": "127.0.0.1"})._load()
+        ReplicaActor(other, 3, **keywords, base_digest=theirs)._load()
 
 
 def test_a_run_on_ray_repeats_in_one_process(tmp_path: Path) -> None:

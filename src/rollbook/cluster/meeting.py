@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ class RemoteFacts:
     num_trained_params: int
     base_digest: str
     """Of what adapters stand on, where they are published alone; else empty."""
+    config_json: str
+    """What an engine that starts from a config alone reads; empty where none does."""
 
 
 def base_digest(model: LoadedModel) -> str:
@@ -44,6 +48,13 @@ def base_digest(model: LoadedModel) -> str:
     published = model.published_shapes()
     base = {name: digest(t) for name, t in model.named_tensors().items() if name not in published}
     return fold(base) if model.lora is not None and model.lora.publish == "adapter" else ""
+
+
+def config_json(model: LoadedModel, dtype: str) -> str:
+    """The text of a config.json for engines that get their weights by publications."""
+    with tempfile.TemporaryDirectory(prefix="rollbook-config-") as folder:
+        model.save_config(Path(folder), dtype)
+        return (Path(folder) / "config.json").read_text(encoding="utf-8")
 
 
 def join_broadcast(config: RunConfig, meeting: str, *, rank: int) -> BroadcastGroup:

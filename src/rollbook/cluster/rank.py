@@ -12,7 +12,13 @@ import ray
 import torch
 from torch import Tensor
 
-from rollbook.cluster.meeting import RemoteFacts, ReplicaAddress, base_digest, join_broadcast
+from rollbook.cluster.meeting import (
+    RemoteFacts,
+    ReplicaAddress,
+    base_digest,
+    config_json,
+    join_broadcast,
+)
 from rollbook.config.run_config import RunConfig
 from rollbook.errors import RunError
 from rollbook.sync.broadcast import BroadcastSender
@@ -45,9 +51,13 @@ class TrainerRank:
             listener.bind((host, 0))
             return host, int(listener.getsockname()[1])
 
-    def build(self, store: str, timeout_s: float, keywords: dict[str, Any]) -> RemoteFacts:
+    def build(
+        self, store: str, timeout_s: float, keywords: dict[str, Any], *, tells_config: bool
+    ) -> RemoteFacts:
         """Meet the other ranks and make the trainer.
 
+        Args:
+            tells_config: engines start from the model's config alone.
         Raises:
             ConfigError: the model cannot be loaded.
         """
@@ -67,15 +77,16 @@ class TrainerRank:
             )
             ranks = Ranks(dist.group.WORLD, device)
         self.trainer = Trainer(**keywords, ranks=ranks)
-        model = self.trainer.model
+        model, specs = self.trainer.model, self.trainer.weight_specs()
         return RemoteFacts(
             facts=model.facts,
             source=model.source,
             dtype=model.dtype,
             hf_config=model.hf_config(),
-            specs=self.trainer.weight_specs(),
+            specs=specs,
             num_trained_params=self.trainer.num_trained_params,
             base_digest=base_digest(model),
+            config_json=config_json(model, specs[0].dtype) if tells_config else "",
         )
 
     def pid(self) -> int:

@@ -93,7 +93,11 @@ async def start_on_ray(
     if num_ranks > 1:
         store = await _meeting_point(actors[0], cluster, stack, is_local=is_local)
         store = f"file://{store}" if is_local else f"tcp://{store}"
-    built = [actor.build.remote(store, cluster.step_deadline_s, trainer_keywords) for actor in actors]
+    tells_config = config.rollout.engine == "vllm"
+    built = [
+        actor.build.remote(store, cluster.step_deadline_s, trainer_keywords, tells_config=tells_config)
+        for actor in actors
+    ]
     facts = [
         await within(ref, f"rank {rank} of the trainer", "build", cluster.start_deadline_s)
         for rank, ref in enumerate(built)
@@ -117,6 +121,7 @@ async def start_on_ray(
                 eos_ids=tokenizer.eos_ids,
                 host=host,
                 base_digest=facts[0].base_digest,
+                config_json=facts[0].config_json,
             )
 
         pool.engines.append(RemoteEngine(replica_id, config, start_actor, pool))

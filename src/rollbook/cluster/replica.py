@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from typing import Any
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -15,11 +17,15 @@ from rollbook.config.run_config import RunConfig
 from rollbook.errors import EngineError
 from rollbook.modeling.load import DTYPES, LoadedModel, load_model, load_tokenizer
 from rollbook.modeling.lora import adapter_tensors
+from rollbook.modeling.tokenizer import Tokenizer
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.sync.broadcast import BroadcastReceiver
 from rollbook.sync.inproc import InprocPort
 from rollbook.sync.remote import ReplicaServer
 from rollbook.sync.transport import Receiver
+
+if TYPE_CHECKING:
+    from rollbook.rollout.vllm.engine import VllmEngine
 
 
 class ReplicaActor:
@@ -34,9 +40,10 @@ class ReplicaActor:
         eos_ids: tuple[int, ...],
         host: str,
         base_digest: str,
+        config_json: str,
     ) -> None:
         self.config, self.replica_id = config, replica_id
-        self._base_digest = base_digest
+        self._base_digest, self._config_json = base_digest, config_json
         self._host = host or ray.util.get_node_ip_address()
         self._dtype, self._eos_ids = dtype, eos_ids
 
@@ -45,17 +52,7 @@ class ReplicaActor:
         config, rollout = self.config, self.config.rollout
         if rollout.num_threads:
             torch.set_num_threads(rollout.num_threads)
-        model = await asyncio.to_thread(self._load)
-        self.engine = NativeEngine(
-            model,
-            rollout,
-            replica_id=self.replica_id,
-            eos_token_ids=self._eos_ids,
-            tokenizer=load_tokenizer(config.model) if rollout.stop_strings else None,
-        )
-        await self.engine.start()
-        await self.engine.sleep(2)  # nothing is sampled from these weights: they are of no version
-        await self.engine.wake()
+        self.engine = await (self._vllm() if rollout.engine == "vllm" else self._native())
         receiver: Receiver
         if config.sync.transport == "disk":
             from rollbook.sync.disk import DiskReceiver
@@ -79,6 +76,40 @@ class ReplicaActor:
         return ReplicaAddress(
             replica_id=self.replica_id, host=self._host, port=port, token=token, pid=os.getpid()
         )
+
+    async def _native(self) -> NativeEngine:
+        engine = NativeEngine(
+            await asyncio.to_thread(self._load),
+            self.config.rollout,
+            replica_id=self.replica_id,
+            eos_token_ids=self._eos_ids,
+            tokenizer=self._tokenizer(),
+        )
+        await engine.start()
+        await engine.sleep(2)  # nothing is sampled from these weights: they are of no version
+        await engine.wake()
+        return engine
+
+    async def _vllm(self) -> VllmEngine:
+        """vLLM in this process. It starts from the trainer's config alone, and serves nothing before a publication."""
+        from rollbook.rollout.vllm.engine import VllmEngine
+
+        rollout, tokenizer = self.config.rollout, self._tokenizer()
+        with tempfile.TemporaryDirectory(prefix="rollbook-vllm-") as folder:
+            Path(folder, "config.json").write_text(self._config_json, encoding="utf-8")
+            engine = VllmEngine(
+                folder,
+                rollout.model_copy(update={"dtype": self._dtype}),
+                rollout.vllm.model_copy(update={"load_format": "dummy"}),
+                replica_id=self.replica_id,
+                eos_token_ids=self._eos_ids,
+                tokenizer=tokenizer,
+            )
+            await engine.start()
+        return engine
+
+    def _tokenizer(self) -> Tokenizer | None:
+        return load_tokenizer(self.config.model) if self.config.rollout.stop_strings else None
 
     def _load(self) -> LoadedModel:
         """

@@ -240,10 +240,11 @@ class RunConfig(Section):
                 f"sync.transport is '{self.sync.transport}' and cluster.kind 'ray'",
                 "use 'shm' on one host, 'broadcast' or 'disk' on several",
             )
-        if self.cluster.kind == "ray" and self.rollout.engine != "native":
+        if self.cluster.kind == "ray" and self.rollout.engine == "vllm" and not self.rollout.vllm.in_process:
             yield (
-                f"rollout.engine is '{self.rollout.engine}' and cluster.kind 'ray'",
-                "replicas on Ray are native engines: use engine = 'native', or kind = 'inproc'",
+                "rollout.vllm.in_process is false and cluster.kind 'ray'",
+                "a replica on Ray is a process of its own, and vLLM runs inside it: leave in_process at true (for "
+                "tp_size above 1 use kind = 'inproc')",
             )
         if self.cluster.num_trainer_ranks > 1 and self.model.lora is not None:
             yield (

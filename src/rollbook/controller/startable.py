@@ -63,7 +63,8 @@ def _vllm_problems(config: RunConfig) -> Iterator[Problem]:
             f"rollout.device is '{rollout.device}', and vLLM takes the first device that a process sees",
             "set CUDA_VISIBLE_DEVICES and rollout.device = 'cuda'",
         )
-    if vllm.in_process and rollout.num_replicas > 1:
+    is_on_ray = config.cluster.kind == "ray"
+    if vllm.in_process and rollout.num_replicas > 1 and not is_on_ray:
         yield (
             f"rollout.num_replicas is {rollout.num_replicas}, and one vLLM engine fits a process",
             "set rollout.vllm.in_process = false (and sync.transport = 'shm' or 'ipc')",
@@ -71,7 +72,8 @@ def _vllm_problems(config: RunConfig) -> Iterator[Problem]:
     if vllm.in_process and vllm.tp_size > 1:
         yield (
             f"rollout.vllm.tp_size is {vllm.tp_size} with in_process = true",
-            "set rollout.vllm.in_process = false: each rank needs a process of its own",
+            "set rollout.vllm.in_process = false: each rank needs a process of its own"
+            + (", and cluster.kind = 'inproc'" if is_on_ray else ""),
         )
     if rollout.batch_invariant:
         yield (
