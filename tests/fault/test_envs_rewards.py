@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -415,3 +416,47 @@ async def test_built_ins_that_cannot_hang_cost_no_thread() -> None:
     before = threading.active_count()
     assert all([(await scorer.score("42", prompt())).reward == 1.0 for _ in range(100)])
     assert threading.active_count() == before
+
+
+async def test_how_full_the_workers_are_and_what_failed_is_reported_once(module: str) -> None:
+    """Five responses at two threads: two at work, three waiting; then a time-out and an error, counted apart."""
+    gate = threading.Event()
+    config = RewardConfig.model_validate(
+        {**PATIENT, "terms": [{"function": f"{module}:right"}], "num_workers": 2}
+    )
+    scorer = Scorer(config)
+    plain = scorer.terms[0]
+    await scorer.start()
+
+    def gated(response: str, task: Mapping[str, Any], **_: Any) -> float:
+        gate.wait(PATIENCE_S)
+        if response == "broken":
+            raise KeyError(response)
+        return 1.0
+
+    scorer.terms = [replace(plain, function=gated)]
+    calls = [asyncio.create_task(scorer.score(text, prompt())) for text in ("42", "42", "42", "42", "broken")]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*calls)
+    values = {name: value.result() for name, value in scorer.values().items()}
+    assert values.pop("reward/score_s") > 0
+    assert values == {
+        "env/num_active": 2,
+        "env/capacity": 2,
+        "env/queue_depth": 3,
+        "env/num_timeouts": 0,
+        "env/num_errors": 1,
+    }
+    again = {name: value.result() for name, value in scorer.values().items()}
+    assert (again["env/num_active"], again["env/queue_depth"], again["env/num_errors"]) == (0, 0, 0)
+    await scorer.close()
+
+
+async def test_what_is_scored_without_a_worker_has_no_capacity() -> None:
+    config = RewardConfig.model_validate({"terms": [{"function": "exact"}]})
+    scorer = Scorer(config)
+    await scorer.start()
+    await scorer.score("42", prompt())
+    assert set(scorer.values()) == {"reward/score_s"}

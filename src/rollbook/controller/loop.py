@@ -317,7 +317,7 @@ class Controller:
         """Metrics of the step that no part reports by itself, and its trajectories."""
         failed, self.rollout.failed_trajectories = self.rollout.failed_trajectories, []
         values = trajectory_values(taken, failed) | buffer_values(self.rollout.buffer)
-        values |= await self._engine_values()
+        values |= await self._engine_values() | self.scorer.values()
         values["training/weight_version"] = Last(self.weight_version)
         values["batch/num_groups"] = Total(len(taken.groups))
         masks = {}

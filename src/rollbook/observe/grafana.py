@@ -97,6 +97,7 @@ ROWS: list[tuple[str, list[Panel]]] = [
         [
             Panel(title="Reserved at a hand-over", metrics=("memory/{point}/reserved_bytes",)),
             Panel(title="Reserved and not used", metrics=("memory/{point}/fragmented_bytes",)),
+            Panel(title="Host memory of the run", metrics=("perf/cpu_memory_used_gb",)),
             Panel(title="Buffer", metrics=("buffer/num_running", "buffer/num_finished", "buffer/capacity")),
             Panel(title="Evictions", metrics=("evicted/{reason}/num_groups",)),
         ],

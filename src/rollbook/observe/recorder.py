@@ -29,6 +29,7 @@ from typing import Literal, Protocol
 from rollbook.errors import DataError, RunError, nearest_name
 from rollbook.observe import catalogue
 from rollbook.observe.clock import Clock, SystemClock
+from rollbook.observe.host_memory import tree_bytes
 from rollbook.observe.run_dir import RunDir, read_json_lines
 from rollbook.observe.spans import Attr, Span, covered_s, current_span
 from rollbook.observe.values import Last, Ratio, Total, Value, Values, merge
@@ -250,7 +251,7 @@ class Recorder:
         self._write_event("span", span.fields(), at_s=span.at_s, mono_s=span.mono_s)
 
     def _derive(self, step_span: Span) -> None:
-        """Metrics that follow from the step's spans: seconds, expectations and rates of each stage."""
+        """Metrics that follow from the step's spans: seconds, expectations and rates of each stage; and host memory."""
         seconds: Values = {}
         for stage in self._stages:
             metric = catalogue.STAGES[stage.name]
@@ -279,6 +280,8 @@ class Recorder:
             for stage in of_step:
                 stage_s[stage.name] = stage_s.get(stage.name, 0.0) + (stage.duration_s or 0.0)
             merge(seconds, whole_step(self._work, stage_s, step_s))
+        if (held := tree_bytes()) is not None:
+            seconds["perf/cpu_memory_used_gb"] = Last(held / 2**30)
         seconds["training/global_step"] = Last(float(step_span.step or 0))
         merge(self._values, seconds)
 

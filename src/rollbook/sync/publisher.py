@@ -26,7 +26,7 @@ from typing import Literal, Protocol, TypeVar
 from torch import Tensor
 
 from rollbook.errors import DeadlineError, RunError, SyncError
-from rollbook.observe.values import Peak, Total, Values
+from rollbook.observe.values import Last, Peak, Total, Values
 from rollbook.sync.bucket import Buffers, PackedViews, Packer
 from rollbook.sync.delta import AcknowledgedWeights
 from rollbook.sync.digest import fold
@@ -111,6 +111,7 @@ class PublicationReport:
         return {
             "sync/num_bytes": Total((self.sent_bytes or self.num_bytes) * len(self.replicas)),
             "sync/num_publications": Total(1),
+            "checkpoint_engine/changed_ratio": Last(self.changed_frac),
             "sync/export_s": Total(self.export_s),
             "sync/write_s": Peak(max(r.write_s for r in self.replicas)),
             "sync/digest_s": Peak(max(r.digest_s for r in self.replicas)),

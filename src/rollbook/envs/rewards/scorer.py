@@ -12,7 +12,9 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
@@ -28,6 +30,7 @@ from rollbook.envs.rewards.functions import (
 from rollbook.envs.rewards.process import ProcessPool
 from rollbook.envs.rewards.result import SCORE, Isolation, RewardResult, checked_score
 from rollbook.errors import ConfigError, DeadlineError, RewardError, RunError
+from rollbook.observe.values import Last, Peak, Ratio, Total, Values
 from rollbook.types import Failure, FailureKind, Prompt
 
 Judge = Callable[[str, Prompt], Awaitable[object]]
@@ -60,6 +63,54 @@ class Term:
         return not self.config.sources or prompt.source in self.config.sources
 
 
+@dataclass(slots=True)
+class Load:
+    """What the scorer did since it was last asked: how full its workers were, how long a score took, what failed."""
+
+    num_active: int = 0
+    num_waiting: int = 0
+    most_active: int = 0
+    most_waiting: int = 0
+    num_timeouts: int = 0
+    num_errors: int = 0
+    num_scores: int = 0
+    scores_s: float = 0.0
+
+    @contextlib.asynccontextmanager
+    async def worker(self, free: asyncio.Semaphore) -> AsyncIterator[None]:
+        """A free thread or process, waited for."""
+        self.num_waiting += 1
+        # Who need not wait is no queue.
+        self.most_waiting = max(self.most_waiting, self.num_waiting if free.locked() else 0)
+        try:
+            await free.acquire()
+        finally:
+            self.num_waiting -= 1
+        self.num_active += 1
+        self.most_active = max(self.most_active, self.num_active)
+        try:
+            yield
+        finally:
+            self.num_active -= 1
+            free.release()
+
+    def values(self, *, capacity: int) -> Values:
+        """Readings since the last call. Args: capacity: workers there are; 0 says nothing of them."""
+        values: Values = {"reward/score_s": Ratio(self.scores_s, self.num_scores)}
+        if capacity:
+            values |= {
+                "env/num_active": Peak(self.most_active),
+                "env/capacity": Last(capacity),
+                "env/queue_depth": Peak(self.most_waiting),
+                "env/num_timeouts": Total(self.num_timeouts),
+                "env/num_errors": Total(self.num_errors),
+            }
+        self.most_active, self.most_waiting = self.num_active, 0
+        self.num_timeouts = self.num_errors = self.num_scores = 0
+        self.scores_s = 0.0
+        return values
+
+
 class Scorer:
     """Scores responses. `start` before the first call, `close` at the end, both on the loop that scores.
 
@@ -74,7 +125,8 @@ class Scorer:
         self._judges = judges or {}
         self.num_abandoned_threads = 0
         """Threads past their deadline that have not ended yet."""
-        self._threads = asyncio.Semaphore(config.num_workers)
+        self._load = Load()
+        self._free = {kind: asyncio.Semaphore(config.num_workers) for kind in ("thread", "process")}
         self._processes: ProcessPool | None = None
 
     async def start(self) -> None:
@@ -97,6 +149,12 @@ class Scorer:
             await self._processes.close()
             self._processes = None
 
+    def values(self) -> Values:
+        """Readings of `reward/score_s` and, where terms run on threads or in processes, of `env/...`, since the last
+        call."""
+        kinds = {term.isolation for term in self.terms} & set(self._free)
+        return self._load.values(capacity=len(kinds) * self.config.num_workers)
+
     async def score(self, response: str, prompt: Prompt) -> RewardResult:
         """The reward of one response, or the failure that stands in its place. Never raises for a scorer's fault.
 
@@ -109,9 +167,15 @@ class Scorer:
                 f"no reward term applies to source {prompt.source!r} (prompt {prompt.prompt_id})",
                 "add it to reward.terms.sources of a term, or leave those empty",
             )
+        began_at_s = time.monotonic()
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(self._outcome(term, response, prompt)) for term in terms]
         outcomes = [call.result() for call in calls]
+        self._load.num_scores += 1
+        self._load.scores_s += time.monotonic() - began_at_s
+        failures = Counter(outcome.kind for outcome in outcomes if isinstance(outcome, Failure))
+        self._load.num_timeouts += failures[FailureKind.TIMEOUT]
+        self._load.num_errors += failures[FailureKind.REWARD]
         values: dict[str, float] = {}
         total = 0.0
         for term, outcome in zip(terms, outcomes):
@@ -148,16 +212,17 @@ class Scorer:
         if term.isolation == "process":
             if self._processes is None:
                 raise RewardError("the scorer was not started", "await Scorer.start() before scoring")
-            return await self._processes.call(
-                term.config.function, response, task, options, deadline_s=deadline_s
-            )
+            async with self._load.worker(self._free["process"]):
+                return await self._processes.call(
+                    term.config.function, response, task, options, deadline_s=deadline_s
+                )
         assert term.function is not None
         if inspect.iscoroutinefunction(term.function):
             async with asyncio.timeout(deadline_s):
                 return checked_score(await term.function(response, task, **options))
         if term.isolation == "inline":
             return checked_score(term.function(response, task, **options))
-        async with self._threads:
+        async with self._load.worker(self._free["thread"]):
             return checked_score(await self._on_thread(term, term.function, response, task))
 
     async def _on_thread(

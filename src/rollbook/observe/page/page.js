@@ -378,6 +378,7 @@ function build() {
   const memory = $("memory-grid");
   new Chart(memory, { title: "Reserved at each point of a hand-over", unit: "bytes", zero: true, height: 180, series: family(/^memory\/(\w+)\/reserved_bytes$/) });
   new Chart(memory, { title: "Reserved and not allocated", unit: "bytes", zero: true, height: 180, series: family(/^memory\/(\w+)\/fragmented_bytes$/) });
+  new Chart(memory, { title: "Host memory of the run's processes", unit: "GiB", zero: true, height: 180, series: fixed(["perf/cpu_memory_used_gb", "resident"]) });
 
   const buffer = $("buffer-grid");
   new Chart(buffer, { title: "Groups", unit: "", zero: true, series: fixed(["buffer/num_running", "running"],
