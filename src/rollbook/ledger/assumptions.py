@@ -47,6 +47,11 @@ class DecodeAssumptions:
     """On top, for routing."""
     step_s: float
     """Sampling and scheduling."""
+    host_s: Mapping[str, float]
+    """Of the host for one decode step, by engine: it prepares the next step while the device computes this one, and
+    small models wait for it."""
+    host_row_s: Mapping[str, float]
+    """The same for each sequence in it: scheduled, given blocks, its token and logprob handed out."""
     all_reduce_latency_s: float
     cross_node_latency_s: float
 
@@ -57,6 +62,11 @@ class DecodeAssumptions:
     def layer_s_of(self, engine: str) -> float:
         """Seconds for this engine."""
         return self.layer_s.get(engine, self.layer_s["default"])
+
+    def host_s_of(self, engine: str) -> tuple[float, float]:
+        """Seconds of the host for a step and for each of its sequences, for this engine."""
+        step_s, row_s = (table.get(engine, table["default"]) for table in (self.host_s, self.host_row_s))
+        return step_s, row_s
 
     def kv_frac_of(self, accelerator: Accelerator) -> float:
         """Fraction for this device."""
@@ -314,6 +324,7 @@ def _merged(part: Any, table: Mapping[str, Any], prefix: str, origin: str, sourc
     """`part`, a dataclass or a mapping, with the values of `table` over its own."""
     is_mapping = isinstance(part, Mapping)
     known = part if is_mapping else {f.name: getattr(part, f.name) for f in fields(part)}
+    whole = () if is_mapping else {f.name for f in fields(part) if f.type in (int, "int")}
     changed: dict[str, Any] = {}
     for key, entry in table.items():
         path = f"{prefix}{key}"
@@ -340,6 +351,13 @@ def _merged(part: Any, table: Mapping[str, Any], prefix: str, origin: str, sourc
             raise ConfigError(f"{origin}: {path} is {value}", "give a finite number of 0 or more")
         if value == 0 and any(part.endswith(_NEVER_ZERO) for part in path.split(".")):
             raise ConfigError(f"{origin}: {path} is 0", "give a number above 0: the ledger divides by it")
+        if key in whole and (value < 1 or value != int(value)):
+            raise ConfigError(f"{origin}: {path} is {value}", "it counts: give a whole number of 1 or more")
+        if key in whole:
+            value = int(value)
+        is_share = any(part.endswith("_frac") and part != "error_frac" for part in path.split("."))
+        if is_share and not path.endswith("error_frac") and value > 1:
+            raise ConfigError(f"{origin}: {path} is {value}", "it is a share: give a number from 0 to 1")
         changed[key] = value
         sources[path] = source
     return {**part, **changed} if is_mapping else replace(part, **changed)

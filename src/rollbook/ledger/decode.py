@@ -2,7 +2,8 @@
 
 One decode step of a replica reads the dense weights once, the experts that its batch touches, and the KV of its
 sequences; multiplies; exchanges activations between the replica's GPUs; and pays a fixed time per layer for
-launches and small operators. Bytes and FLOPs overlap within a part (`max`), parts follow each other (`+`).
+launches and small operators. Bytes and FLOPs overlap within a part (`max`), parts follow each other (`+`). Beside
+them the host prepares the next step: a model so small that its device is done first waits for the scheduler.
 All functions take arrays of rows, so a whole curve of running sequences costs one call.
 """
 
@@ -36,10 +37,12 @@ class DecodeStep:
     exchange_s: Curve
     fixed_s: float
     bytes_per_gpu: Curve
+    host_s: Curve | float = 0.0
+    """Of the host, beside all of these."""
 
     @property
     def seconds(self) -> Curve:
-        return self.weights_s + self.kv_s + self.exchange_s + self.fixed_s
+        return np.maximum(self.weights_s + self.kv_s + self.exchange_s + self.fixed_s, self.host_s)
 
 
 def experts_touched(model: ModelSpec, num_rows: Curve | float) -> Curve:
@@ -130,12 +133,14 @@ def decode_step(
     )
     kv_s = kv_s + prompt_attention_flops / num_gpus / attention_flops_per_s
     prompt_traffic_s = prompt_tokens * _traffic_s(model, cluster, assumptions) / num_gpus
+    host_s, host_row_s = assumptions.host_s_of(layout.engine)
     step = DecodeStep(
         weights_s=dense_s + experts_s + prompt_traffic_s,
         kv_s=kv_s,
         exchange_s=_exchange_s(model, cluster, assumptions, layout, rows),
         fixed_s=assumptions.step_s + _layer_s(model, assumptions, layout),
         bytes_per_gpu=dense / layout.tp_size + experts / num_gpus + kv,
+        host_s=host_s + host_row_s * rows / copies,
     )
     if accelerator.fitted is None or accelerator.fitted.decode is None:
         return step
@@ -146,6 +151,7 @@ def decode_step(
         kv_s=fit.per_row_token_s * rows * context,
         exchange_s=np.zeros_like(rows),
         fixed_s=fit.base_s,
+        host_s=0.0,
     )
 
 
