@@ -252,9 +252,10 @@ def test_a_plan_of_several_hosts_is_refused_only_what_ray_refuses(tmp_path: Path
     assert (config.cluster.kind, config.cluster.address) == ("ray", "auto")
     assert (config.sync.transport, str(config.sync.disk_dir)) == ("disk", "weights")
     assert "a Ray cluster of the 2 hosts" in text.replace("\n# ", " ")
-    for refused in ('rollout.engine="vllm"', 'sync.transport="ipc"'):
+    vllm_apart = ['rollout.engine="vllm"', "rollout.vllm.in_process=false"]
+    for refused in (vllm_apart, ['sync.transport="ipc"']):
         with pytest.raises(ConfigError, match="ray"):
-            load_config(tmp_path / "run.toml", [refused], RunConfig).check([])
+            load_config(tmp_path / "run.toml", refused, RunConfig).check([])
 
 
 @pytest.mark.usefixtures("everything_installed")
