@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from rollbook.diagnose import signs
 from rollbook.diagnose.readers.assemble import assemble
 from rollbook.diagnose.series import Event, Row, RunSeries
 from rollbook.diagnose.tree import diagnose
+from rollbook.diagnose.view import View
 
 N, AT = 120, 60
 T = np.arange(N, dtype=np.float64)
@@ -587,3 +590,31 @@ def test_a_source_at_zero_is_said_with_its_number_where_scores_come_every_few_st
     ).findings[0]
     assert finding.rule == "one_source_all_zero"
     assert "exactly 0 since step" in finding.evidence[0].says
+
+
+def test_what_a_step_lost_is_beyond_what_longer_responses_explain() -> None:
+    """Sixty steps of 100 s, then sixty of 210 s with responses half as long again: 210 - 150 = 60 s each."""
+    steps = {
+        "timing_s__step": _step(np.full(N, 100.0), 2.1),
+        "response_length__mean": _step(np.full(N, 800.0), 1.5),
+    }
+    assert signs.lost_in_steps(View.of(_run(**steps)), AT) == pytest.approx(60 * 60.0)
+    untimed = _run(**steps | {"timing_s__step": np.full(N, np.nan)})
+    for stage in ("gen", "update_actor", "old_log_prob", "update_weights"):
+        untimed.values[f"timing_s/{stage}"] = _step(np.full(N, 25.0), 2.1)
+    assert signs.lost_in_steps(View.of(untimed), AT) == pytest.approx(60 * 60.0)
+
+
+def test_leaked_sandboxes_cost_what_whole_steps_lost() -> None:
+    grown = _grow(np.ones(N), 3.0)
+    run = _run(
+        num_turns__mean=_noisy(6.0, 20),
+        env__num_leased=np.round(100 * grown),
+        env__queue_depth=_noisy(5.0, 21) * grown**2,
+        env__turn_s__mean=_noisy(2.0, 22) * grown,
+        timing_s__gen=_noisy(50.0, 10) * grown,
+        timing_s__step=_noisy(55.0, 14) + 50.0 * grown,
+    )
+    found = diagnose(run).findings[0]
+    assert found.rule == "sandbox_leak"
+    assert found.cost_s == pytest.approx(float((50.0 * (grown - 1)).sum()), rel=0.2)

@@ -56,6 +56,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     together = host is not None and view.near(host.idx, slow[0].idx, share=0.1, least=8)
     if not direct and not (heavy and ((fuller and together) or len(slow) >= 2)):
         return None
+    cost = max(cost, signs.lost_in_steps(view, idx) or 0.0)  # computing waits for what is moved
     confidence = 0.5 + direct + 0.1 * len(slow) + 0.15 * (fuller and together)
     return _finding(view, idx, evidence, confidence, cost)
 

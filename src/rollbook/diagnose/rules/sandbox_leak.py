@@ -84,6 +84,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         confidence=share(0.5 + 0.1 * points + 0.05 * bool(late_failures)),
         step=view.step_at(min(begin, view.n - 1)),
         evidence=tuple(evidence),
+        cost_s=signs.lost_in_steps(view, begin),
         action="give every lease an owner and a time to live, and reap what no running trajectory owns; "
         "restart the pool now",
         next_check="count living sandboxes against running trajectories, by run id",
