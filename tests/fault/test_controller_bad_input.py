@@ -422,14 +422,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_resumes(
     whole = tiny_run(name="whole", num_steps=3, **exact)
     run = tiny_run(num_steps=2, **exact)
     newest = run.folder / "checkpoints" / "step_2"
-    data = bytearray((newest / "tensors.safetensors").read_bytes())
+    data = bytearray((newest / "trainer_00.safetensors").read_bytes())
     data[-9] ^= 4
-    (newest / "tensors.safetensors").write_bytes(data)
+    (newest / "trainer_00.safetensors").write_bytes(data)
     more = {"run.num_steps": 3}
     before = snapshot(run.folder)
     error, hint = train(["--resume", str(run.folder)], capsys, overrides=more)
     assert snapshot(run.folder) == before  # the config too: a refused resume has changed nothing
-    assert f"{newest / 'tensors.safetensors'} does not have the digest of its manifest" in error
+    assert f"{newest / 'trainer_00.safetensors'} does not have the digest of its manifest" in error
     assert "delete this checkpoint and resume from the one before" in hint
     shutil.rmtree(newest)
     cli_resume(run.folder, capsys, **more)
@@ -507,7 +507,7 @@ class FullDisk:
         ("metrics.jsonl", 1, "no space left to write .*metrics.jsonl"),
         ("events.jsonl", 50, "no space left to write .*events.jsonl"),
         ("parquet", 1, "no space left to write .*step_1.parquet"),
-        ("tensors.safetensors", 2, "step_2 could not be written: .*No space left"),
+        ("trainer_00.safetensors", 2, "step_2 could not be written: .*No space left"),
     ],
 )
 def test_a_full_disk_loses_nothing_that_was_there_and_the_run_goes_on_once_there_is_space(
@@ -538,7 +538,7 @@ def test_a_full_disk_loses_nothing_that_was_there_and_the_run_goes_on_once_there
 def test_a_checkpoint_that_fails_once_is_written_again(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = FullDisk(monkeypatch, "tensors.safetensors", 1)
+    disk = FullDisk(monkeypatch, "trainer_00.safetensors", 1)
     check = disk.check
 
     def once(path: Path) -> None:

@@ -108,12 +108,12 @@ def test_a_resumed_run_is_the_unbroken_run_bit_for_bit() -> None:
 
 
 def test_the_state_survives_a_checkpoint_on_disk(tmp_path: Path) -> None:
-    from rollbook.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+    from rollbook.checkpoint.checkpoint import commit_checkpoint, prepare_checkpoint
 
     trainer, again = tiny_trainer(with_reference=True), tiny_trainer(with_reference=True)
     _steps(trainer, range(2))
-    path = save_checkpoint(tmp_path, 2, {"trainer": trainer.state_dict()}, keep=1)
-    again.load_state_dict(load_checkpoint(path)["trainer"])
+    prepare_checkpoint(tmp_path, 2, {}, {"trainer": trainer.write_state})
+    again.read_state(commit_checkpoint(tmp_path, 2, keep=1))
     _steps(trainer, range(2, 3))
     _steps(again, range(2, 3))
     for (name, tensor), (_, other) in zip(trainer.export_weights(), again.export_weights()):

@@ -1,9 +1,12 @@
 """One checkpoint: nested state in, a folder that is whole or absent out.
 
 checkpoints/step_12/
-  state.json            everything that is not an array; arrays are named by their path
-  tensors.safetensors   every tensor and numpy array, under that path
-  manifest.json         step, and the sha256 of the two files above
+  state.json              everything that is not an array; arrays are named by their path
+  trainer_00.safetensors  tensors and numpy arrays under their paths, PART_BYTES of them a file
+  manifest.json           step, and the sha256 of the files above
+
+A state on a GPU is copied to the host, written and digested file by file, NUM_WRITERS at a time: never more than those
+files is held beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +32,90 @@ from rollbook.errors import CheckpointError
 State = Mapping[str, Any]
 """Nested dicts and lists of tensors, numpy arrays, and JSON values. Keys are strings."""
 
+PART_BYTES = 512 << 20
+"""Of arrays in one file; a larger array has a file of its own."""
+NUM_WRITERS = 4
+"""Files that are written, or proven, at a time: copies, the disk and SHA-256 then work at once."""
 _FOLDER = re.compile(r"step_(\d+)")
 _ARRAY = "__array__"
 
 
-def save_checkpoint(folder: Path, step: int, state: State, *, keep: int) -> Path:
-    """`prepare_checkpoint` and `commit_checkpoint` at once."""
-    prepare_checkpoint(folder, step, state)
-    return commit_checkpoint(folder, step, keep=keep)
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A part of a state whose arrays are in files already."""
+
+    plain: Any
+    """The part without its arrays, each of which is named by its path."""
+    sha256: dict[str, str]
+    """By file."""
 
 
-def prepare_checkpoint(folder: Path, step: int, state: State) -> int:
+def prepare_checkpoint(
+    folder: Path, step: int, state: State, parts: Mapping[str, Callable[[Path], Written]]
+) -> int:
     """Write `folder/step_N.partial`, which no reader takes for a checkpoint yet; returns its bytes.
+
+    Args:
+        parts: of the state beside `state`, by their keys; each writes its arrays into the folder it is given, by
+            `write_arrays`, wherever it lives.
 
     Raises:
         CheckpointError: the disk is full or cannot be written; nothing that was there is lost.
     """
-    arrays: dict[str, torch.Tensor] = {}
-    plain = _split(state, "", arrays)
 
     def write(aside: Path) -> None:
-        save_file(arrays, aside / "tensors.safetensors")
+        run = write_arrays(aside, state, "run")
+        plain, digests = dict(run.plain), dict(run.sha256)
+        for key, write_part in parts.items():
+            part = write_part(aside)
+            plain[key] = part.plain
+            digests |= part.sha256
+        if missing := [name for name in digests if not (aside / name).exists()]:
+            raise CheckpointError(
+                f"{aside / missing[0]} was written by another process and is not here",
+                "run.dir must be a folder that all processes of the run share",
+            )
         (aside / "state.json").write_text(json.dumps(plain), encoding="utf-8")
-        digests = {name: _sha256(aside / name) for name in ("tensors.safetensors", "state.json")}
+        digests["state.json"] = _sha256(aside / "state.json")
         (aside / "manifest.json").write_text(json.dumps({"step": step, "sha256": digests}), encoding="utf-8")
 
     return write_aside(folder / f"step_{step}", write)
+
+
+def write_arrays(folder: Path, state: State, name: str) -> Written:
+    """Write the arrays of a state into `name_00.safetensors` and so on, and return the rest of it.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    arrays: dict[str, torch.Tensor] = {}
+    plain = _split(state, name, arrays)
+
+    def write(numbered: tuple[int, list[str]]) -> tuple[str, str]:
+        number, paths = numbered
+        file = folder / f"{name}_{number:02d}.safetensors"
+        save_file({path: arrays[path].to("cpu", copy=True).contiguous() for path in paths}, file)
+        return file.name, _sha256(file)
+
+    try:
+        with ThreadPoolExecutor(NUM_WRITERS) as writers:
+            return Written(plain, dict(writers.map(write, enumerate(_in_parts(arrays)))))
+    except (OSError, SafetensorError) as error:
+        raise _cannot_write(folder.with_suffix(""), error) from error
+
+
+def _in_parts(arrays: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Paths of the arrays of each file."""
+    part: list[str] = []
+    num_bytes = 0
+    for path, array in arrays.items():
+        if part and num_bytes + array.nbytes > PART_BYTES:
+            yield part
+            part, num_bytes = [], 0
+        part.append(path)
+        num_bytes += array.nbytes
+    if part:
+        yield part
 
 
 def commit_checkpoint(folder: Path, step: int, *, keep: int) -> Path:
@@ -81,8 +144,10 @@ def write_aside(final: Path, write: Callable[[Path], None]) -> int:
         for path in aside.iterdir():
             _flush(path)
         return sum(path.stat().st_size for path in aside.iterdir())
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, CheckpointError):
+            raise
         raise _cannot_write(final, error) from error
 
 
@@ -124,21 +189,24 @@ def list_checkpoints(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, *, prove: bool = True) -> dict[str, Any]:
     """The state of one checkpoint, proven against its manifest.
+
+    Args:
+        prove: False where another process of the run has just done it.
 
     Raises:
         CheckpointError: a file is missing or its digest differs; names the file.
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        for name, digest in manifest["sha256"].items():
-            if _sha256(path / name) != digest:
-                raise CheckpointError(
-                    f"{path / name} does not have the digest of its manifest",
-                    "the file was changed or damaged: delete this checkpoint and resume from the one before",
-                )
-        arrays = load_file(path / "tensors.safetensors")
+        expected: dict[str, str] = manifest["sha256"]
+        if prove:
+            _prove(path, expected)
+        arrays: dict[str, torch.Tensor] = {}
+        for name in expected:
+            if name.endswith(".safetensors"):
+                arrays |= load_file(path / name)
         plain = json.loads((path / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
@@ -149,12 +217,24 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return joined
 
 
+def _prove(path: Path, expected: Mapping[str, str]) -> None:
+    """Every file of `path` has the digest that its manifest expects of it."""
+    with ThreadPoolExecutor(NUM_WRITERS) as readers:
+        found = dict(zip(expected, readers.map(lambda name: _sha256(path / name), expected)))
+    for name, digest in expected.items():
+        if found[name] != digest:
+            raise CheckpointError(
+                f"{path / name} does not have the digest of its manifest",
+                "the file was changed or damaged: delete this checkpoint and resume from the one before",
+            )
+
+
 def _split(value: Any, path: str, arrays: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        arrays[path] = value.detach().cpu().contiguous().clone()
+        arrays[path] = value.detach()
         return {_ARRAY: path, "as": "torch"}
     if isinstance(value, np.ndarray):
-        arrays[path] = torch.from_numpy(np.ascontiguousarray(value).copy())
+        arrays[path] = torch.from_numpy(np.ascontiguousarray(value))
         return {_ARRAY: path, "as": "numpy"}
     if isinstance(value, Mapping):
         return {str(k): _split(v, f"{path}/{k}" if path else str(k), arrays) for k, v in value.items()}

@@ -13,6 +13,7 @@ import ray
 import torch
 from torch import Tensor
 
+from rollbook.checkpoint.checkpoint import State, Written
 from rollbook.cluster.calls import cause_of, first_line, label_of, rank_lost
 from rollbook.cluster.meeting import RemoteFacts
 from rollbook.config.run_config import RunConfig
@@ -115,6 +116,13 @@ class RemoteTrainer(Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         return cast(dict[str, Any], self.call("state_dict"))
+
+    def write_state(self, folder: Path, readable: Callable[[State], State] = lambda state: state) -> Written:
+        """Rank 0 writes: of what a rank holds nothing is parked, and nothing passes through Ray."""
+        return cast(Written, self.call("do", "write_state", folder.absolute()))
+
+    def read_state(self, checkpoint: Path) -> None:
+        self.call("do", "read_state", checkpoint.absolute())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.call("do", "load_state_dict", ray.put(dict(state)))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollbook.checkpoint.checkpoint import (
+    Written,
     commit_checkpoint,
     list_checkpoints,
     load_checkpoint,
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class StateSource(Protocol):
-    """Who gives the trainer's state as it is now."""
+    """Who writes the trainer's state as it is now."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def write_state(self, folder: Path) -> Written: ...
 
 
 class Saver:
@@ -61,8 +62,9 @@ class Saver:
 
     def write(self, counters: dict[str, Any], trainer: StateSource) -> None:
         """Write `checkpoints/step_N` aside. Called on the trainer's thread, at the end of a step."""
-        state = counters | {"trainer": trainer.state_dict()}
-        self.last_write_bytes = prepare_checkpoint(self.folder, counters["num_steps_done"], state)
+        self.last_write_bytes = prepare_checkpoint(
+            self.folder, counters["num_steps_done"], counters, {"trainer": trainer.write_state}
+        )
         self._prepared = counters["num_steps_done"]
 
     def commit(self) -> Path | None:
@@ -94,8 +96,9 @@ class Saver:
         steps = list_checkpoints(self.folder)
         if not steps:
             return None
-        state = load_checkpoint(self.folder / f"step_{steps[-1]}")
-        controller.trainer.load_state_dict(state["trainer"])
+        newest = self.folder / f"step_{steps[-1]}"
+        state = load_checkpoint(newest)
+        controller.trainer.read_state(newest)
         controller.rollout.stream.restore(state["stream"])
         controller.rollout.buffer.restore(state["buffer"])
         controller.weight_version = state["weight_version"]

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from rollbook.checkpoint.checkpoint import Written
 from rollbook.config.run_config import RunConfig
 from rollbook.errors import ConfigError
 from rollbook.ledger.assumptions import load_assumptions
@@ -152,10 +154,9 @@ class DeviceSwitch:
             moves += wake_engine(self._engines, weight_bytes=self._linked_bytes)
         return moves
 
-    def state_dict(self) -> dict[str, Any]:
-        """The trainer's, readable also while parts of it are in host memory."""
-        state: dict[str, Any] = self._readable(self.trainer.state_dict())
-        return state
+    def write_state(self, folder: Path) -> Written:
+        """The trainer's, also while parts of it are in host memory."""
+        return self.trainer.write_state(folder, self._readable)
 
     # ---- what moves
 

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollbook.checkpoint.checkpoint import State, Written, load_checkpoint, write_arrays
 from rollbook.errors import CheckpointError, ConfigError, DataError
 from rollbook.ledger.hardware import MachineSpec
 from rollbook.modeling.config import ModelConfig
@@ -412,6 +413,23 @@ class Trainer:
             whole, local = self.ranks.whole, self.ranks.local
             state["reference"] = {n: whole(local(t.detach()), t) for n, t in tensors.items()}
         return state
+
+    def write_state(self, folder: Path, readable: Callable[[State], State] = lambda state: state) -> Written:
+        """Write `state_dict` as files of a checkpoint.
+
+        Args:
+            folder: of several ranks, one that rank 0 reaches.
+            readable: finds the tensors that are parked elsewhere at the moment.
+        """
+        return write_arrays(folder, readable(self.state_dict()), "trainer")
+
+    def read_state(self, checkpoint: Path) -> None:
+        """Continue where a checkpoint was written, which the caller has proven.
+
+        Raises:
+            CheckpointError: as `load_state_dict`, or it cannot be read.
+        """
+        self.load_state_dict(load_checkpoint(checkpoint, prove=False)["trainer"])
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
