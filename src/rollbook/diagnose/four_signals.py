@@ -70,7 +70,10 @@ def _version(view: View) -> Signal:
         return Signal(name=name, verdict="moved", says=f"publications {publications.how} since step {at}")
     parts = []
     if replicas:
-        parts.append(f"{many(len(replicas), 'replica')} advance" + "s" * (len(replicas) == 1))
+        gone = {death.replica for death in signs.deaths(view) if death.back_step is None}
+        alive = [metric for metric in replicas if metric.split("/")[1] not in gone]
+        which = many(len(alive), "replica") if not gone else f"{len(alive)} of {len(replicas)} replicas"
+        parts.append(f"{which} advance" + "s" * (len(alive) == 1))
     if publications.seconds is not None:
         parts.append(f"a publication takes {num(view.level(publications.seconds))} s")
     return Signal(

@@ -190,6 +190,14 @@ ENTRIES: dict[str, Entry] = {
         "take it out of service",
         "seconds of a decode step on it alone",
     ),
+    "replica_died": Entry(
+        "implementation",
+        "`quarantined` with the words of a process that is gone, in events.jsonl; `replica/num_serving` below what was "
+        "asked for",
+        "a replica that was taken out alive: its publication was refused, or the probe found other logprobs",
+        "read its own log; resume the run if it did not come back (`cluster.max_restarts`)",
+        "is it always the same replica or host?",
+    ),
     "all_rejected": Entry(
         "implementation",
         "`rollout_corr/rollout_rs_masked_fraction` or `.../rollout_rs_seq_masked_fraction` above 0.8",

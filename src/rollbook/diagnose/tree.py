@@ -35,6 +35,7 @@ from rollbook.diagnose.rules import (
     one_source_all_zero,
     oom_in_sync,
     refused_publication,
+    replica_died,
     run_stopped,
     sandbox_leak,
     silent_error_after_wake,
@@ -77,6 +78,7 @@ RULES: dict[str, Rule] = {
     "object_store_spill": object_store_spill.judge,
     "tail_burst": tail_burst.judge,
     "slow_replica": slow_replica.judge,
+    "replica_died": replica_died.judge,
     "all_rejected": all_rejected.judge,
     "run_stopped": run_stopped.judge,
 }
@@ -110,6 +112,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
         "object_store_spill": "buffer_never_fills run_stopped",
         "collective_hang": "buffer_never_fills run_stopped",
         "slow_replica": "buffer_never_fills tail_burst stale_samples",
+        "replica_died": "version_drift missed_weight_sync stale_samples slow_replica buffer_never_fills tail_burst",
         "dead_scorer": "one_source_all_zero dead_sandbox_pool filter_starvation buffer_never_fills",
         "all_wrong": "one_source_all_zero filter_starvation buffer_never_fills",
         "all_right": "filter_starvation buffer_never_fills",
@@ -149,7 +152,7 @@ def diagnose(run: RunSeries) -> Diagnosis:
         states=tuple(s for s in known_states if not causes or s.name not in states.OF_A_WELL_SYSTEM),
         signals=four_signals.judge(view),
         not_judged=tuple(_for_framework(run, j) for j in judged if isinstance(j, NotJudged)),
-        notes=tuple(run.notes),
+        notes=(*run.notes, *filter(None, (replica_died.note(view),))),
         renamed=run.renamed,
     )
     return as_logged(diagnosis, view)

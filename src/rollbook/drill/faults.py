@@ -1,6 +1,6 @@
 """The faults, each a function that wraps a part of a built run, and the table of them.
 
-    engine   slow_replica, wrong_temperature, tail_burst, growing_lengths, mismatch_to_nan
+    engine   slow_replica, dead_replica, wrong_temperature, tail_burst, growing_lengths, mismatch_to_nan
     weights  skipped_bucket, stale_replica, quantized_engine, noisy_engine, ..., with the checks and without
     rollout  stuck_prompt, sandboxes_gone, leaked_leases, samples_held_back, loose_bound, skewed_filter
     scorer   source_all_zero, scorer_down
@@ -66,6 +66,21 @@ def slow_replica(site: Site) -> None:
             return draws(plan)
 
         return slower
+
+    wrap(engine, "_draws", around)
+
+
+def dead_replica(site: Site) -> None:
+    """The last replica's engine fails in the middle of its work, and nothing starts it again."""
+    engine = site.controller.router.engines[-1]
+
+    def around(draws: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(plan: Any) -> Any:
+            if site.is_on:
+                raise RuntimeError("the device is gone (a drill)")
+            return draws(plan)
+
+        return failing
 
     wrap(engine, "_draws", around)
 
@@ -641,6 +656,13 @@ FAULTS: dict[str, Fault] = {
             says="one replica's steps take ten times as long",
             expects=("slow_replica",),
             inject=slow_replica,
+            least=_TWO_REPLICAS,
+        ),
+        Fault(
+            name="dead_replica",
+            says="one replica's engine fails; the others take over what it was sampling",
+            expects=("replica_died",),
+            inject=dead_replica,
             least=_TWO_REPLICAS,
         ),
         Fault(

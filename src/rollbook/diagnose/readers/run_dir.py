@@ -30,6 +30,8 @@ _KEPT = frozenset(
         "probe_failed",
         "nonfinite",
         "checkpoint",
+        "quarantined",
+        "back_in_service",
     }
 )
 MAX_EVENTS = 200_000
@@ -94,7 +96,8 @@ class _EventLog:
                 value.get("error") or value.get("message") or value.get("reason") or value.get("why") or ""
             )
             self.events.append(Event(kind=kind, step=step, at_s=at_s, text=words[:300], fields=value))
-            self._read_words(words, step, "sync" if kind == "publication_failed" else "")
+            if kind != "quarantined":  # a replica that died ends nothing: the others go on
+                self._read_words(words, step, "sync" if kind == "publication_failed" else "")
 
     def _end_span(self, value: dict[str, Any], step: int | None, at_s: float | None) -> None:
         self.open_spans.pop(value.get("span_id", -1), None)
