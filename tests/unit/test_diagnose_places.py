@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.cli.main import main
-from rollbook.diagnose.readers.table import load, places
+from rollbook.diagnose.readers.table import HEAD_BYTES, load, places
 from rollbook.diagnose.tree import diagnose
 from rollbook.errors import DataError
 
@@ -96,3 +96,13 @@ def test_a_job_that_died_before_its_first_step_is_a_log(tmp_path: Path) -> None:
     path = tmp_path / "run.log"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     assert diagnose(load(str(path))).verdict == "oom_in_sync"
+
+
+def test_a_log_whose_start_up_fills_megabytes_is_known_by_its_first_step(tmp_path: Path) -> None:
+    path = console(tmp_path / "run.log", 12, 1e9)
+    start = "(WorkerDict pid=81) INFO 11-29 03:11:02 loading safetensors checkpoint shards\n"
+    path.write_text(
+        start * (1 + HEAD_BYTES // len(start)) + path.read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    assert places(path) == [(path, "verl-console")]
+    assert load(str(path)).num_steps == 12

@@ -203,15 +203,39 @@ def detect(path: Path) -> str:
         raise DataError(f"{path} is empty", "check that this is the log of a run that finished a step")
     raw = head.splitlines()
     head = "\n".join(map(text.plain, raw))
-    scores = {name: reader.recognizes(head) for name, reader in READERS.items()}
-    best = max(scores, key=lambda name: scores[name])
-    if scores[best] > 0.0:
-        return best
+    if (found := _recognized(head) or _recognized_further_in(path)) is not None:
+        return found
     if died_before_a_step(raw):
         return "verl-console"
+    looked_for = "; ".join(reader.told_by for reader in READERS.values() if reader.told_by)
     raise DataError(
-        f"no step of a known log format in the first {min(len(head), HEAD_BYTES):,} characters of {path}: "
-        f"looked for {'; '.join(r.told_by for r in READERS.values() if r.told_by)}",
+        f"no step of a known log format in {path}: looked for {looked_for}",
         "give the log itself; of a run that died before its first step, name the format with --format: "
         + ", ".join(READERS),
     )
+
+
+def _recognized(head: str) -> str | None:
+    """The format that fits best, None where none does."""
+    scores = {name: reader.recognizes(head) for name, reader in READERS.items()}
+    best = max(scores, key=lambda name: scores[name])
+    return best if scores[best] > 0.0 else None
+
+
+_MARKS = (b"step:", b'"step"', b"Train step", b": {'", b"{'loss'")
+"""Every line by which a format of many lines is told holds one of these."""
+LINES_AT_ONCE = 1000
+
+
+def _recognized_further_in(path: Path) -> str | None:
+    """The same, of a log whose start-up takes more than its head: by its lines that may tell, all through."""
+    if path.stat().st_size <= HEAD_BYTES:
+        return None
+    some: list[str] = []
+    for line in text.lines(path, _MARKS):
+        some.append(text.plain(line))
+        if len(some) == LINES_AT_ONCE:
+            if (found := _recognized("\n".join(some))) is not None:
+                return found
+            some.clear()
+    return _recognized("\n".join(some))
