@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import socket
+import threading
 from contextlib import AsyncExitStack
 
 import pytest
@@ -49,10 +52,29 @@ def test_what_ray_does_not_do_is_one_problem_with_one_remedy(overrides: dict[str
     assert "problems" not in str(caught.value)
 
 
-def test_where_no_ray_cluster_is_the_address_is_named() -> None:
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:1", "[::1]:1"])
+async def test_where_no_ray_cluster_is_the_address_is_named(address: str) -> None:
+    """Where nobody listens Ray is not even asked: it would try for more than a minute."""
     pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
     from rollbook.cluster.placement import connect
 
-    config = tiny_config(**{"cluster.kind": "ray", "cluster.address": "nonsense"})
-    with pytest.raises(ConfigError, match="cluster.address is 'nonsense'"):
-        connect(config.cluster, 1, AsyncExitStack())
+    config = tiny_config(**{"cluster.kind": "ray", "cluster.address": address})
+    with pytest.raises(ConfigError, match=re.escape(f"cluster.address is '{address}'")):
+        await connect(config.cluster, 1, AsyncExitStack())
+
+
+async def test_who_listens_and_is_no_ray_cluster_is_not_waited_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
+    from rollbook.cluster import placement
+
+    gives_up = threading.Event()
+    monkeypatch.setattr(placement.ray, "init", lambda **keywords: gives_up.wait())
+    monkeypatch.setattr(placement, "JOIN_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        config = tiny_config(**{"cluster.kind": "ray", "cluster.address": address})
+        with pytest.raises(ConfigError, match=f"'{address}'.*did not answer as one within 0.01 s"):
+            await placement.connect(config.cluster, 1, AsyncExitStack())
+    gives_up.set()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import threading
+from concurrent.futures import Future, InvalidStateError
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -18,8 +22,13 @@ from rollbook.config.environment import set_environment
 from rollbook.config.run_config import RunConfig
 from rollbook.errors import ConfigError
 
+ANSWER_S = 5.0
+"""How long a host may take to take a connection."""
+JOIN_S = 30.0
+"""How long joining a cluster that runs may take."""
 
-def connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack) -> bool:
+
+async def connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack) -> bool:
     """Join the cluster, or start one on this machine; True for the latter.
 
     Raises:
@@ -33,11 +42,13 @@ def connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack) -> b
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": True}
     if cluster.address:
         try:
-            ray.init(address=cluster.address, **common)
-        except (ValueError, ConnectionError, RuntimeError) as error:
+            await _require_answer(cluster.address)
+            await _join(cluster.address, common)
+        except (ValueError, OSError, RuntimeError) as error:  # timeouts and refused connections are OSErrors
             raise ConfigError(
                 f"cluster.address is '{cluster.address}', and no Ray cluster is found there: {first_line(error)}",
-                "give host:port of a running one, as `ray start --head` prints it, or leave it empty to start one here",
+                "give host:port of a running one, as `ray start --head` prints it (one with a token also wants "
+                "RAY_AUTH_MODE=token and that token in ~/.ray/auth_token), or leave it empty to start one here",
             ) from None
     else:
         ray.init(
@@ -51,6 +62,49 @@ def connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack) -> b
     with suppress(ValueError):  # not on the main thread
         signal.signal(signal.SIGTERM, terminated)
     return not cluster.address
+
+
+async def _require_answer(address: str) -> None:
+    """Ray itself tries for more than a minute where nobody listens.
+
+    Raises:
+        OSError: nobody takes a connection there.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdigit():  # "auto", which Ray looks up itself
+        return
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except TimeoutError:
+        raise OSError(f"nobody answers within {ANSWER_S:g} s") from None
+    writer.close()
+
+
+async def _join(address: str, keywords: dict[str, Any]) -> None:
+    """
+    Raises:
+        OSError: whoever listens there is no Ray cluster.
+    """
+    joined: Future[None] = Future()
+
+    def join() -> None:
+        try:
+            ray.init(address=address, **keywords)
+        except BaseException as error:
+            outcome = partial(joined.set_exception, error)
+        else:
+            outcome = partial(joined.set_result, None)
+        with suppress(InvalidStateError):  # nobody waits any more
+            outcome()
+
+    # A thread that does not keep the process alive: Ray cannot be told to stop trying.
+    threading.Thread(target=join, name="ray-init", daemon=True).start()
+    try:
+        async with asyncio.timeout(JOIN_S):
+            await asyncio.wrap_future(joined)
+    except TimeoutError:
+        raise OSError(f"who listens there did not answer as one within {JOIN_S:g} s") from None
 
 
 def silence() -> None:

@@ -74,12 +74,16 @@ async def start_on_ray(
     """
     cluster = config.cluster
     num_ranks, num_replicas = cluster.num_trainer_ranks, config.rollout.num_replicas
-    is_local = connect(cluster, num_ranks + num_replicas, stack)
+    is_local = await connect(cluster, num_ranks + num_replicas, stack)
+    await asyncio.sleep(0)  # who was interrupted meanwhile starts nothing more
     train, rollout = placements(config, shares_device=shares_device)
     groups = list({id(place.group): place.group for place in (*train, *rollout)}.values())
     for group in groups:
         stack.callback(remove_placement_group, group)
-    _, late = ray.wait([g.ready() for g in groups], num_returns=len(groups), timeout=cluster.start_deadline_s)
+    ready = [g.ready() for g in groups]
+    _, late = await asyncio.to_thread(
+        ray.wait, ready, num_returns=len(groups), timeout=cluster.start_deadline_s
+    )
     if late:
         raise ConfigError(
             f"{num_ranks} trainer ranks and {num_replicas} replicas have no place: the cluster has "
@@ -88,7 +92,7 @@ async def start_on_ray(
         )
     make_rank, make_replica = ray.remote(TrainerRank), ray.remote(ReplicaActor)
     actors = [make_rank.options(**train[rank].options()).remote(rank, num_ranks) for rank in range(num_ranks)]
-    stack.push_async_callback(_end, actors)
+    stack.callback(_end, actors)
     store = ""
     if num_ranks > 1:
         store = await _meeting_point(actors[0], cluster, stack, is_local=is_local)
@@ -130,6 +134,7 @@ async def start_on_ray(
     meeting = ""
     if config.sync.transport == "broadcast":
         meeting = await _meeting_point(actors[0], cluster, stack, is_local=is_local)
+    stack.push_async_callback(_close_publisher, actors[0])
     opening = actors[0].open_publisher.remote(config, addresses, meeting)
     joining = [engine.join(meeting) for engine in pool.engines] if meeting else []
     await asyncio.gather(
@@ -149,9 +154,12 @@ async def _meeting_point(
     return f"{host}:{port}"
 
 
-async def _end(actors: Sequence[Any]) -> None:
-    """Let the trainer's ranks go; one that is busy or gone is not waited for long."""
+async def _close_publisher(first_rank: Any) -> None:
+    """One that is busy or gone is not waited for long."""
     with suppress(RunError):
-        await within(actors[0].close.remote(), "rank 0 of the trainer", "close", CLOSE_S)
+        await within(first_rank.close.remote(), "rank 0 of the trainer", "close", CLOSE_S)
+
+
+def _end(actors: Sequence[Any]) -> None:
     for actor in actors:
         ray.kill(actor)
