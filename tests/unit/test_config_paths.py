@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from rollbook.config.loading import load_config
-from rollbook.config.paths import PATHS, missing_files, with_whole_paths
+from rollbook.config.paths import PATHS, WRITTEN, missing_files, with_whole_paths
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.entry import resume_run, start_run
 from rollbook.errors import ConfigError
@@ -80,12 +80,11 @@ def test_a_run_is_named_after_one_folder(name: str, tmp_path: Path) -> None:
 def test_every_field_that_names_something_to_read_is_looked_for() -> None:
     """A new field ends here: it stands in PATHS, or is known to be none."""
     others = {
-        "sync.shm_dir",  # of the system
-        "sync.disk_dir",
+        *WRITTEN,
         "run.dir",  # written, from the current folder
         "reward.search_path",  # whole already
     }
-    found = {name for name in _strings("", RunConfig) if name.endswith(("path", "dir", "folder", "hardware"))}
+    found = {name for name in _strings("", RunConfig) if name.endswith(("path", "dir", "folder", "file", "hardware"))}
     assert found - others == set(PATHS)
 
 

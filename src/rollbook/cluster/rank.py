@@ -20,8 +20,9 @@ from rollbook.cluster.meeting import (
     join_broadcast,
 )
 from rollbook.config.run_config import RunConfig
-from rollbook.errors import RunError
+from rollbook.errors import RunError, refuse
 from rollbook.sync.broadcast import BroadcastSender
+from rollbook.sync.folders import folder_problems, uses_shm
 from rollbook.sync.publisher import PublicationReport, Publisher
 from rollbook.sync.remote import RemotePort
 from rollbook.sync.transport import Sender
@@ -124,7 +125,12 @@ class TrainerRank:
     # ---- publications
 
     def open_publisher(self, config: RunConfig, addresses: Sequence[ReplicaAddress], meeting: str) -> None:
+        """
+        Raises:
+            ConfigError: this host cannot write the transport's folder.
+        """
         sync = config.sync
+        refuse(list(folder_problems(sync, by_shm=uses_shm(sync, is_on_ray=True))))
         if sync.transport == "disk":
             from rollbook.sync.disk import DiskSender
 

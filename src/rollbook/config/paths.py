@@ -22,20 +22,27 @@ PATHS = (
     "data.sources.*.path",
     "data.held_out.*.path",
     "plan.hardware",
+    "teacher_endpoint.token_file",
+    "eval.baseline.token_file",
+    "reward.terms.*.judge.endpoint.token_file",
 )
 """Fields that name something to read; `*` stands for every table of an array."""
+WRITTEN = ("sync.shm_dir", "sync.disk_dir")
+"""Fields that name a folder to write into, seen from the current folder as `run.dir` is."""
 OR_HUB_NAMES = ("model.path", "model.tokenizer_path", "teacher.path", "teacher.tokenizer_path")
 """Those that may be a name on a hub instead."""
 
 
 def with_whole_paths(config: RunConfig, folder: Path) -> RunConfig:
-    """`config` with every file that is there by its whole path.
+    """`config` with every file that is there, and every folder to write into, by its whole path.
 
     Args:
         folder: where the config lies.
     """
     data, given_data = config.model_dump(mode="python"), config.model_dump(mode="python")
-    for _, table, key in _fields(data):
+    for _, table, key in _fields(data, WRITTEN):
+        table[key] = str(Path(table[key]).expanduser().absolute())
+    for _, table, key in _fields(data, PATHS):
         given = Path(table[key]).expanduser()
         found = next((place / given for place in (Path.cwd(), folder) if (place / given).exists()), None)
         if found is not None:
@@ -46,7 +53,7 @@ def with_whole_paths(config: RunConfig, folder: Path) -> RunConfig:
 def missing_files(config: RunConfig, folder: Path) -> Iterator[tuple[str, str]]:
     """(what, remedy) of every file and reward module that is in none of the places where it is looked for."""
     places = " and ".join(dict.fromkeys(str(place.resolve()) for place in (Path.cwd(), folder)))
-    for name, table, key in _fields(config.model_dump(mode="python")):
+    for name, table, key in _fields(config.model_dump(mode="python"), PATHS):
         value = str(table[key])
         may_be_hub_name = name in OR_HUB_NAMES and not is_local_path(value)
         if Path(value).expanduser().exists() or may_be_hub_name:
@@ -62,14 +69,16 @@ def missing_files(config: RunConfig, folder: Path) -> Iterator[tuple[str, str]]:
 def _remedy(name: str) -> str:
     if name.startswith("data."):
         return "give a path to a JSONL or Parquet file, or to a folder of them"
+    if name.endswith("token_file"):
+        return "name a file that holds the server's key alone, or leave it out"
     if name == "plan.hardware":
         return 'give a file of `rollbook calibrate`, or "" to measure before the first step'
     return "give a Hugging Face model folder or a hub name"
 
 
-def _fields(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _fields(data: dict[str, Any], patterns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """(dotted name, the table that holds it, its key) of every path that is given."""
-    for pattern in PATHS:
+    for pattern in patterns:
         *tables, key = pattern.split(".")
         for name, table in _tables("", data, tables):
             if table.get(key):

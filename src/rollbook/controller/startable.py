@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from rollbook.config.run_config import DEVICE, RunConfig
 from rollbook.errors import refuse
 from rollbook.rollout.logprobs_mode import LogprobsMode, reports_ours
+from rollbook.sync.folders import folder_problems, uses_shm
 
 SHM_DIR = "/dev/shm"
 Problem = tuple[str, str]
@@ -22,6 +23,7 @@ def unstartable(config: RunConfig) -> list[Problem]:
     return [
         *_cluster_problems(config),
         *_engine_problems(config),
+        *_folder_problems(config),
         *_quantize_problems(config),
         *_adapter_problems(config),
         *_device_problems(config),
@@ -122,6 +124,13 @@ def _transport_problems(config: RunConfig) -> Iterator[Problem]:
             "sync.transport is 'ipc', and the engine runs in the trainer's process, which has that memory already",
             "use sync.transport = 'inproc' (or rollout.vllm.in_process = false)",
         )
+
+
+def _folder_problems(config: RunConfig) -> Iterator[Problem]:
+    """On a Ray cluster elsewhere the actors ask, on their own hosts."""
+    is_on_ray = config.cluster.kind == "ray"
+    if not (is_on_ray and config.cluster.address):
+        yield from folder_problems(config.sync, by_shm=uses_shm(config.sync, is_on_ray=is_on_ray))
 
 
 def _quantize_problems(config: RunConfig) -> Iterator[Problem]:

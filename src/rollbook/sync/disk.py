@@ -9,6 +9,7 @@ version is proven is said over the connection, not by the files; the folders of 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -20,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -67,11 +69,19 @@ class DiskSender:
         path = self._folder / f"v{bucket.weight_version}" / f"bucket_{bucket.bucket_idx}.safetensors"
         if bucket.bucket_idx == 0:
             self._remove_old(bucket.weight_version)
-        path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".partial")
-        save_file(tensors, aside)
-        flushed(aside)
-        aside.rename(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, aside)
+            flushed(aside)
+            aside.rename(path)
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                aside.unlink()
+            raise SyncError(
+                f"bucket {bucket.bucket_idx} cannot be written to {path}: {error}",
+                "make room in sync.disk_dir, or name another folder that trainer and engines share",
+            ) from error
         return f"{path.parent.name}/{path.name}"
 
     def _remove_old(self, weight_version: int) -> None:
