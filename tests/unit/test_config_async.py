@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+import torch
 
-from rollbook.controller.build import with_threads
+from rollbook.controller.build import compute_alone, with_threads
 from rollbook.errors import ConfigError
 from tiny_run import tiny_config
 
@@ -162,3 +164,18 @@ def test_every_schedule_is_chosen_by_one_line() -> None:
         config.check()
         bounds[schedule] = config.buffer.max_staleness_steps
     assert bounds == {"sync": 0, "colocate_async": 1, "separate_async": 0}
+
+
+async def test_a_process_that_leaves_computing_to_actors_uses_one_thread_while_it_runs() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        async with AsyncExitStack() as stack:
+            compute_alone(tiny_config(**{"cluster.kind": "ray"}), stack)
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+        async with AsyncExitStack() as stack:  # an accelerator's trainer, whose config says how many
+            compute_alone(tiny_config(**{"trainer.num_threads": 2}), stack)
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
