@@ -80,12 +80,12 @@ class Parking:
         return self.num_bytes if needs_copy else 0
 
     def to_device(self) -> int:
-        """Allocate again and copy back, into the same tensors. Returns the bytes."""
+        """Allocate again and copy back, into the same tensors; one is allocated while the one before travels. Returns the
+        bytes."""
         if not self.is_parked:
             return 0
-        for storage, size in zip(self._storages, self._sizes, strict=True):
-            storage.resize_(size)
         for storage, slot in self._slots():
+            storage.resize_(slot.numel())
             _as_bytes(storage).copy_(slot, non_blocking=True)
         self._finish()
         self.is_parked = False
