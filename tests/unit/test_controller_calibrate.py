@@ -94,10 +94,9 @@ class LoadedTrainer:
         self.num_pieces += 1
         self.now_s += seconds * (5.0 if self.num_pieces % 5 == 0 else 1.0)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
+    def keep_state(self) -> None: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def put_back_state(self) -> None: ...
 
     def make_batch(self, sequences: list[Any], **_: Any) -> SimpleNamespace:
         return SimpleNamespace(sequences=sequences, mini_batches=[])
@@ -325,10 +324,9 @@ class PacedController:
     def make_batch(self, sequences: Any, **_: Any) -> Any:
         return None
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
+    def keep_state(self) -> None: ...
 
-    def load_state_dict(self, state: Any) -> None: ...
+    def put_back_state(self) -> None: ...
 
     def fill_proximal(self, batch: Any) -> float:
         return 0.0

@@ -107,6 +107,30 @@ def test_a_resumed_run_is_the_unbroken_run_bit_for_bit() -> None:
         assert torch.equal(tensor, other), name
 
 
+@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_was_tried_after_keeping_the_state_leaves_no_bit_behind(dtype: str, num_before: int) -> None:
+    """Updates with a learning rate, of policy and critic, before the first step and on a resume."""
+
+    def make() -> Trainer:
+        return tiny_trainer(model={"dtype": dtype}, critic=CriticConfig(lr=1e-2), num_mini_batches=2)
+
+    trainer, undisturbed = make(), make()
+    for each in (trainer, undisturbed):
+        _steps(each, range(num_before))
+    trainer.keep_state()
+    _steps(trainer, range(10, 12))
+    trainer.put_back_state()
+    for each in (trainer, undisturbed):
+        _steps(each, range(num_before, num_before + 2))
+    ours, theirs = trainer.state_dict(), undisturbed.state_dict()
+    for role in ("policy", "critic"):
+        assert ours[role]["num_updates"] == theirs[role]["num_updates"]
+        for part in ("masters", "means", "mean_squares"):
+            for name, tensor in theirs[role][part].items():
+                assert torch.equal(ours[role][part][name], tensor), (role, part, name)
+
+
 def test_the_state_survives_a_checkpoint_on_disk(tmp_path: Path) -> None:
     from rollbook.checkpoint.checkpoint import commit_checkpoint, prepare_checkpoint
 

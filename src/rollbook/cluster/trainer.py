@@ -134,6 +134,12 @@ class RemoteTrainer(Trainer):
     def num_trained_params(self) -> int:
         return self._num_trained_params
 
+    def keep_state(self) -> None:
+        self.call("do", "keep_state")
+
+    def put_back_state(self) -> None:
+        self.call("do", "put_back_state")
+
     def measure_machine(self) -> MachineSpec:
         return cast(MachineSpec, self.call("do", "measure_machine"))
 

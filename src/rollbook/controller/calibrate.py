@@ -24,10 +24,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from rollbook.algos.config import AlgorithmConfig
@@ -169,7 +168,7 @@ async def measure_contention(
     batch = trainer.make_batch(
         _sequences(trainer, work, max(work.num_sequences // work.group_size, 1)), step=0, weight_version=0
     )
-    held = _copy(trainer.state_dict())
+    await controller.compute(trainer.keep_state)
     objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=True)
     most_ahead = controller.config.buffer.max_staleness_steps
     numbers = itertools.count()
@@ -231,7 +230,7 @@ async def measure_contention(
         )
         if alone_s > ROUNDS_S:
             break  # a long pass is steady enough, and takes long enough
-    await controller.compute(lambda: trainer.load_state_dict(held))
+    await controller.compute(trainer.put_back_state)
     of_engine, of_trainer, of_publication = np.maximum(np.median(ratios, axis=0), 1.0).tolist()
     return Contention(engine=of_engine, trainer=of_trainer, publication=of_publication)
 
@@ -464,7 +463,7 @@ def _train_points(
 
     `others` are passes of other networks, by stage.
     """
-    held = _copy(trainer.state_dict())
+    trainer.keep_state()
     objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=True)
     passes: dict[str, Callable[[TrainBatch], object]] = {
         "call": trainer.carry,
@@ -495,7 +494,7 @@ def _train_points(
                 num_micro, num_tokens = (int(values[name].result()) for name in names)
                 counts[num_groups] = num_micro, num_tokens
                 optimizer_s.append(trainer.measure_optimizer())
-    trainer.load_state_dict(held)
+    trainer.put_back_state()
     step_s = float(np.median(optimizer_s[1:]))
 
     def median_s(stage: str, num_groups: int) -> float:
@@ -582,11 +581,3 @@ def _sequences(trainer: Trainer, work: TypicalWork, num_groups: int) -> list[Tra
                 )
             )
     return sequences
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _copy(inner) for key, inner in value.items()}
-    return value

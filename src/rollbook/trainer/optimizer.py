@@ -38,6 +38,17 @@ class UpdateReport:
     is_clipped: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Copies of one rank's own rows, in host memory."""
+
+    masters: list[Tensor]
+    moments: list[Tensor]
+    """Empty before the first update, when they are zeros."""
+    num_updates: int
+    num_skipped: int
+
+
 def lower_precision(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, Tensor]:
     """Make the parameters compute in `dtype`; returns what they were, the master weights, where that differs."""
     masters = {name: p.detach() for name, p in parameters.items() if p.dtype != dtype}
@@ -204,6 +215,28 @@ class AdamW:
                 is_sharded = self.ranks.is_sharded(parameter)
                 tensor.copy_(self.ranks.own_rows(saved[name]) if is_sharded else saved[name])
         self.num_updates, self.num_skipped = int(state["num_updates"]), int(state["num_skipped"])
+        self.refresh()
+        self.clear()
+
+    def keep(self) -> Kept:
+        """For `put_back`, in this process: nothing is gathered, nothing leaves the rank."""
+        moments = [*self.means, *self.mean_squares] if self.num_updates else []
+        return Kept(
+            [t.detach().to("cpu", copy=True) for t in self.masters],
+            [t.to("cpu", copy=True) for t in moments],
+            self.num_updates,
+            self.num_skipped,
+        )
+
+    @torch.no_grad()
+    def put_back(self, kept: Kept) -> None:
+        """As it was at `keep`, bit for bit."""
+        for tensor, saved in zip(self.masters, kept.masters, strict=True):
+            tensor.copy_(saved)
+        self.reset_moments()
+        for tensor, saved in zip([*self.means, *self.mean_squares], kept.moments):
+            tensor.copy_(saved)
+        self.num_updates, self.num_skipped = kept.num_updates, kept.num_skipped
         self.refresh()
         self.clear()
 

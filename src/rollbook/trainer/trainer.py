@@ -41,7 +41,7 @@ from rollbook.trainer.objective import (
     NotingObjective,
     Objective,
 )
-from rollbook.trainer.optimizer import AdamW, UpdateReport, lower_precision
+from rollbook.trainer.optimizer import AdamW, Kept, UpdateReport, lower_precision
 from rollbook.trainer.packing import ModelInputs, computed_tokens, deal_micro_batches, pack
 from rollbook.trainer.parallel import ALONE, Ranks
 from rollbook.trainer.policy import frozen_copy, predictor_states, trainable
@@ -122,6 +122,7 @@ class Trainer:
                 ranks.shard(self.reference, compute)
             if self.teacher is not None:
                 ranks.shard(self.teacher, self.teacher.dtype)
+        self._kept: tuple[Kept, Kept | None] | None = None
         self.optimizer = AdamW(
             trainable(self.model), config, masters=masters, num_updates=num_updates, ranks=ranks
         )
@@ -461,6 +462,20 @@ class Trainer:
                 self.ranks.local(tensor.detach()).copy_(self.ranks.local(now[name].detach()))
 
     # ---- what a calibration asks, wherever the trainer computes -------------------------------------------
+
+    def keep_state(self) -> None:
+        """Remember what updates change, so that trials can be undone; each rank keeps its own rows."""
+        critic = None if self.critic is None else self.critic.optimizer.keep()
+        self._kept = self.optimizer.keep(), critic
+
+    def put_back_state(self) -> None:
+        """Undo all updates since `keep_state`."""
+        assert self._kept is not None, "keep_state comes first"
+        policy, critic = self._kept
+        self._kept = None
+        self.optimizer.put_back(policy)
+        if self.critic is not None and critic is not None:
+            self.critic.optimizer.put_back(critic)
 
     @property
     def num_trained_params(self) -> int:
