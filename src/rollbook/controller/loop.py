@@ -277,17 +277,18 @@ class Controller:
                 await self.probe()
 
     async def probe(self) -> None:
-        """Compare engine and trainer on one short prompt; a replica that differs serves nothing until it is re-synced.
+        """Compare engine and trainer on one short prompt, all replicas at once; one that differs serves nothing until it
+        is re-synced.
 
         Raises:
             SyncError: no replica is left that agrees with the trainer.
         """
         if not self.probes:
             return
-        for engine in self.router.engines:
-            if engine.replica_id in self.router.out_of_service:
-                continue
-            if why := await self.probe_one(engine):
+        in_service = [e for e in self.router.engines if e.replica_id not in self.router.out_of_service]
+        answers = await asyncio.gather(*(self.probe_one(engine) for engine in in_service))
+        for engine, why in zip(in_service, answers):
+            if why:
                 self.router.take_out(engine.replica_id, why)
                 self.publisher.quarantined[engine.replica_id] = why
         if len(self.router.out_of_service) == len(self.router.engines):
