@@ -58,7 +58,9 @@ async def begin(controller: Controller, *, resume: bool) -> None:
     if step is None:
         await warm_up(controller)
     controller.rollout.buffer.published(controller.weight_version, controller.num_steps_done)
-    await controller.probe()
+    if controller.probes:
+        with recorder.span("probe"):
+            await controller.probe()
     if controller.lending is not None:
         with recorder.span("lending"):
             await controller.lending.rehearse()

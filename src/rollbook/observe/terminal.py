@@ -49,6 +49,7 @@ PHASES = {
     "engines": "starting the engines",
     "publish": "publishing the first weights",
     "preflight": "checking the scorer, a trial response and the deadlines",
+    "probe": "comparing engine and trainer on one prompt",
     "warmup": "supervised warm-up on reference answers",
     "plan": "measuring this machine, and planning a step",
     "eval": "evaluating on held-out prompts",
