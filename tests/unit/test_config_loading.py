@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 import rollbook.section
-from rollbook.config.loading import config_to_toml, load_config, validate, write_config
+from rollbook.config.loading import REMOVED, config_to_toml, load_config, validate, write_config
 from rollbook.config.run_config import RunConfig
 from rollbook.errors import ConfigError
 from rollbook.section import Section
@@ -266,3 +266,28 @@ def test_every_validator_of_a_section_ends_in_its_remedy() -> None:
                 found += 1
                 assert "; " in text or ": " in text or "\nhint: " in text, f"{path}:{node.lineno} {text!r}"
     assert found > 25
+
+
+def _nested(option: str) -> dict[str, object]:
+    first, _, rest = option.partition(".")
+    return {first: _nested(rest) if rest else "x"}
+
+
+@pytest.mark.parametrize("option", REMOVED)
+def test_an_option_of_an_earlier_version_says_why_it_is_gone_and_what_to_do(option: str) -> None:
+    """As a resume of a run that was begun then finds it."""
+    with pytest.raises(ConfigError) as raised:
+        validate(_nested(option), RunConfig, origin="config.toml")
+    assert f"{option} was an option of an earlier version: " in raised.value.what
+    assert "unknown key" not in raised.value.what
+
+
+def test_no_option_that_is_there_is_called_removed() -> None:
+    for option in REMOVED:
+        section: type[BaseModel] = RunConfig
+        *tables, name = option.split(".")
+        for table in tables:
+            annotation = section.model_fields[table].annotation
+            assert isinstance(annotation, type)
+            section = annotation
+        assert name not in section.model_fields

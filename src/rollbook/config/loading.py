@@ -22,6 +22,17 @@ from pydantic import BaseModel, ValidationError
 from rollbook.errors import ConfigError, nearest_name
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+REMOVED = {
+    "sync.token_file": (
+        "every run draws a token of its own and tells it to its parts",
+        "delete the line; a run that was begun with it can then be resumed and replayed",
+    ),
+    "algorithm.filter.max_failure_frac": (
+        "failures count for the whole run, whatever a filter does",
+        "write it as run.max_failure_frac",
+    ),
+}
+"""Options that run directories of earlier versions still hold: why each is gone, and what to do."""
 
 
 def load_config(path: Path | str, overrides: Sequence[str], cls: type[ConfigT]) -> ConfigT:
@@ -148,6 +159,9 @@ def _in_words(detail: Any, data: Mapping[str, Any], cls: type[BaseModel]) -> tup
     name, table = _locate(loc, data, cls)
     kind = detail["type"]
     context = detail.get("ctx") or {}
+    if kind == "extra_forbidden" and name in REMOVED:
+        reason, remedy = REMOVED[name]
+        return f"{name} was an option of an earlier version: {reason}", remedy
     if kind == "extra_forbidden":
         known = _field_names(table) if table else []
         remedy = nearest_name(str(loc[-1]), known) if known else "remove it"
