@@ -173,7 +173,8 @@ async def test_counters_of_a_replica_go_on_when_it_is_started_again() -> None:
         async def _ask(self, name: str, args: tuple[Any, ...], deadline_s: float) -> Any:
             return None if name == "start" else self.readings.pop(0)
 
-    engine = Engine(0, tiny_config(), lambda: None, SimpleNamespace())  # type: ignore[arg-type]
+    nothing: Any = SimpleNamespace()
+    engine = Engine(0, tiny_config(), lambda: None, nothing, nothing)
     seen = []
     for readings in ([100, 160], [5, 20], [0, 40]):  # of three processes, one after the other
         await engine.start()

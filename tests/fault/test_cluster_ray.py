@@ -39,7 +39,7 @@ from tiny_run import RunResult, run_tiny, tiny_config
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
 
-from rollbook.cluster.meeting import base_digest  # noqa: E402
+from rollbook.cluster.meeting import EngineFacts, base_digest  # noqa: E402
 from rollbook.cluster.placement import silence  # noqa: E402
 from rollbook.cluster.replica import ReplicaActor  # noqa: E402
 from rollbook.cluster.replicas import RayPool, RemoteEngine, RemotePublisher  # noqa: E402
@@ -191,10 +191,15 @@ def test_adapters_alone_are_not_served_on_another_base() -> None:
     config = tiny_config(**{"model.lora": {"publish": "adapter", "rank": 2}})
     other = tiny_config(**{"model.lora": {"publish": "adapter", "rank": 2}, "model.seed": 1})
     theirs = base_digest(load_model(config.model, dtype="float32", with_tokenizer=False))
-    keywords: Any = {"dtype": "float32", "eos_ids": (), "host": "127.0.0.1", "config_json": ""}
-    ReplicaActor(config, 0, **keywords, base_digest=theirs)._load()
+    facts = EngineFacts(dtype="float32", eos_ids=(), base_digest=theirs, config_json="")
+    same, foreign = (
+        ReplicaActor(config, 0, host="127.0.0.1"),
+        ReplicaActor(other, 3, host="127.0.0.1"),
+    )
+    same._facts = foreign._facts = facts
+    same._load()
     with pytest.raises(EngineError, match="the base of replica 3 has the digest"):
-        ReplicaActor(other, 3, **keywords, base_digest=theirs)._load()
+        foreign._load()
 
 
 def test_a_run_on_ray_repeats_in_one_process(tmp_path: Path) -> None:
@@ -285,7 +290,7 @@ def stand_in() -> Any:
     """An actor that answers what it is told to."""
 
     class StandIn:
-        async def start(self) -> str:
+        async def start(self, facts: Any = None) -> str:
             return "here"
 
         async def do(self, what: str, *args: Any) -> Any:
@@ -314,7 +319,8 @@ def remote_trainer(actors: list[Any], deadline_s: float) -> RemoteTrainer:
 async def test_a_call_that_hangs_names_the_actor_the_call_and_the_deadline() -> None:
     config = tiny_config(**{"cluster.call_deadline_s": 0.5})
     pool = RayPool(config=config.cluster, recorder=None, publisher=None)  # type: ignore[arg-type]
-    engine = RemoteEngine(7, config, lambda: stand_in().remote(), pool)
+    facts = EngineFacts(dtype="float32", eos_ids=(), base_digest="", config_json="")
+    engine = RemoteEngine(7, config, lambda: stand_in().remote(), facts, pool)
     await engine.start()
     with pytest.raises(DeadlineError, match="replica 7 did not answer to stats within 0.5 s"):
         await engine.stats()

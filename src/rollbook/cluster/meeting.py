@@ -28,6 +28,17 @@ class ReplicaAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What a replica must know of the trainer's model before it starts its engine."""
+
+    dtype: str
+    eos_ids: tuple[int, ...]
+    base_digest: str
+    config_json: str
+    """As in `RemoteFacts`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFacts:
     """What the driver must know of a model that lives elsewhere."""
 

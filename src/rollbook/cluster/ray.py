@@ -30,6 +30,7 @@ from ray.util.placement_group import remove_placement_group
 
 from rollbook.cluster.calls import within
 from rollbook.cluster.config import ClusterConfig
+from rollbook.cluster.meeting import EngineFacts
 from rollbook.cluster.placement import connect, placements
 from rollbook.cluster.rank import TrainerRank
 from rollbook.cluster.replica import ReplicaActor
@@ -91,8 +92,20 @@ async def start_on_ray(
             "use fewer ranks or replicas, or add nodes",
         )
     make_rank, make_replica = ray.remote(TrainerRank), ray.remote(ReplicaActor)
+    host = "127.0.0.1" if is_local else ""
+
+    def start_replica(replica_id: int) -> Any:
+        options = rollout[replica_id].options()
+        made = make_replica.options(max_concurrency=MAX_CONCURRENT, **options)
+        actor = made.remote(config, replica_id, host=host)
+        actor.warm_up.remote()
+        return actor
+
     actors = [make_rank.options(**train[rank].options()).remote(rank, num_ranks) for rank in range(num_ranks)]
     stack.callback(_end, actors)
+    # Their processes start while the ranks are made; an engine takes the one that waits for it first.
+    waiting = {replica_id: start_replica(replica_id) for replica_id in range(num_replicas)}
+    stack.callback(lambda: _end(list(waiting.values())))
     store = ""
     if num_ranks > 1:
         store = await _meeting_point(actors[0], cluster, stack, is_local=is_local)
@@ -111,24 +124,18 @@ async def start_on_ray(
     publisher = RemotePublisher(trainer)
     pool = publisher.pool = RayPool(config=cluster, recorder=recorder, publisher=publisher)
     stack.push_async_callback(pool.close)
-    dtype = facts[0].specs[0].dtype
+    for_engines = EngineFacts(
+        dtype=facts[0].specs[0].dtype,
+        eos_ids=tokenizer.eos_ids,
+        base_digest=facts[0].base_digest,
+        config_json=facts[0].config_json,
+    )
     for replica_id in range(num_replicas):
 
         def start_actor(replica_id: int = replica_id) -> Any:
-            options = rollout[replica_id].options()
-            made = make_replica.options(max_concurrency=MAX_CONCURRENT, **options)
-            host = "127.0.0.1" if is_local else ""
-            return made.remote(
-                config,
-                replica_id,
-                dtype=dtype,
-                eos_ids=tokenizer.eos_ids,
-                host=host,
-                base_digest=facts[0].base_digest,
-                config_json=facts[0].config_json,
-            )
+            return waiting.pop(replica_id, None) or start_replica(replica_id)
 
-        pool.engines.append(RemoteEngine(replica_id, config, start_actor, pool))
+        pool.engines.append(RemoteEngine(replica_id, config, start_actor, for_engines, pool))
     await asyncio.gather(*(engine.start() for engine in pool.engines))
     addresses = [engine.address for engine in pool.engines]
     meeting = ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from rollbook.cluster.meeting import ReplicaAddress, base_digest, join_broadcast
+from rollbook.cluster.meeting import EngineFacts, ReplicaAddress, base_digest, join_broadcast
 from rollbook.config.run_config import RunConfig
 from rollbook.errors import EngineError
 from rollbook.modeling.load import DTYPES, LoadedModel, load_model, load_tokenizer
@@ -31,24 +31,19 @@ if TYPE_CHECKING:
 class ReplicaActor:
     """One engine and the server through which its weights come."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        replica_id: int,
-        *,
-        dtype: str,
-        eos_ids: tuple[int, ...],
-        host: str,
-        base_digest: str,
-        config_json: str,
-    ) -> None:
+    def __init__(self, config: RunConfig, replica_id: int, *, host: str) -> None:
         self.config, self.replica_id = config, replica_id
-        self._base_digest, self._config_json = base_digest, config_json
         self._host = host or ray.util.get_node_ip_address()
-        self._dtype, self._eos_ids = dtype, eos_ids
 
-    async def start(self) -> ReplicaAddress:
+    def warm_up(self) -> None:
+        """What takes long and needs to know nothing of the trainer, which is being made meanwhile."""
+        device = self.config.rollout.device
+        if device != "cpu":
+            torch.zeros(1, device=device)  # its context
+
+    async def start(self, facts: EngineFacts) -> ReplicaAddress:
         """Load the model, start the engine and listen for publications; its weights come by the first of them."""
+        self._facts = facts
         config, rollout = self.config, self.config.rollout
         if rollout.num_threads:
             torch.set_num_threads(rollout.num_threads)
@@ -82,7 +77,7 @@ class ReplicaActor:
             await asyncio.to_thread(self._load),
             self.config.rollout,
             replica_id=self.replica_id,
-            eos_token_ids=self._eos_ids,
+            eos_token_ids=self._facts.eos_ids,
             tokenizer=self._tokenizer(),
         )
         await engine.start()
@@ -96,13 +91,13 @@ class ReplicaActor:
 
         rollout, tokenizer = self.config.rollout, self._tokenizer()
         with tempfile.TemporaryDirectory(prefix="rollbook-vllm-") as folder:
-            Path(folder, "config.json").write_text(self._config_json, encoding="utf-8")
+            Path(folder, "config.json").write_text(self._facts.config_json, encoding="utf-8")
             engine = VllmEngine(
                 folder,
-                rollout.model_copy(update={"dtype": self._dtype}),
+                rollout.model_copy(update={"dtype": self._facts.dtype}),
                 rollout.vllm.model_copy(update={"load_format": "dummy"}),
                 replica_id=self.replica_id,
-                eos_token_ids=self._eos_ids,
+                eos_token_ids=self._facts.eos_ids,
                 tokenizer=tokenizer,
             )
             await engine.start()
@@ -116,22 +111,22 @@ class ReplicaActor:
         Raises:
             EngineError: adapters are published alone, and the base here is another one than the trainer's.
         """
-        config, device = self.config.model, self.config.rollout.device
-        if not self._base_digest:
+        config, device, facts = self.config.model, self.config.rollout.device, self._facts
+        if not facts.base_digest:
             whole = config.model_copy(update={"lora": None})  # adapters come merged
-            return load_model(whole, dtype=self._dtype, device=device, with_tokenizer=False)
+            return load_model(whole, dtype=facts.dtype, device=device, with_tokenizer=False)
         model = load_model(
             config, dtype="float32", device=device, with_tokenizer=False
         )  # as the trainer does
         found = base_digest(model)
-        if found != self._base_digest:
+        if found != facts.base_digest:
             raise EngineError(
-                f"the base of replica {self.replica_id} has the digest {found}, the trainer's {self._base_digest}",
+                f"the base of replica {self.replica_id} has the digest {found}, the trainer's {facts.base_digest}",
                 "adapters alone need one base everywhere: give all hosts the same files, or use "
                 "model.lora.publish = 'merged'",
             )
         for adapter in adapter_tensors(model).values():
-            adapter.data = adapter.data.to(DTYPES[self._dtype])
+            adapter.data = adapter.data.to(DTYPES[facts.dtype])
         return model
 
     async def join(self, meeting: str) -> None:

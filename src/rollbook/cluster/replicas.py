@@ -12,7 +12,7 @@ import ray
 
 from rollbook.cluster.calls import cause_of, first_line, label_of
 from rollbook.cluster.config import ClusterConfig
-from rollbook.cluster.meeting import ReplicaAddress
+from rollbook.cluster.meeting import EngineFacts, ReplicaAddress
 from rollbook.cluster.trainer import RemoteTrainer
 from rollbook.config.run_config import RunConfig
 from rollbook.errors import ConfigError, DeadlineError, EngineDownError, EngineError, RunError, SyncError
@@ -27,11 +27,20 @@ class RemoteEngine:
 
     Args:
         start_actor: makes a new actor.
+        facts: of the trainer's model.
         pool: told when the actor is gone.
     """
 
-    def __init__(self, replica_id: int, config: RunConfig, start_actor: Callable[[], Any], pool: RayPool):
+    def __init__(
+        self,
+        replica_id: int,
+        config: RunConfig,
+        start_actor: Callable[[], Any],
+        facts: EngineFacts,
+        pool: RayPool,
+    ) -> None:
         self.replica_id = replica_id
+        self._facts = facts
         self.config = config
         self._start_actor = start_actor
         self._pool = pool
@@ -52,7 +61,7 @@ class RemoteEngine:
         """
         self._ended = self._stats
         self._actor = self._start_actor()
-        self.address = await self._ask("start", (), self.config.cluster.start_deadline_s)
+        self.address = await self._ask("start", (self._facts,), self.config.cluster.start_deadline_s)
         self.down = ""
 
     async def join(self, meeting: str) -> None:
