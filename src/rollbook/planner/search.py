@@ -7,6 +7,7 @@ large clusters not every split is joined: the crossing where both sides take equ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -193,7 +194,7 @@ class Search:
         assumptions = r.assumptions
         if is_offloaded:
             assumptions = with_offload(assumptions)
-        layouts = smallest_layouts(replace(r, assumptions=assumptions), num_gpus)
+        layouts = fitting_layouts(replace(r, assumptions=assumptions), num_gpus)
         sides = [
             train_side(r.model, r.workload, r.cluster, assumptions, num_gpus=num_gpus, layout=layout)
             for layout in layouts
@@ -217,9 +218,29 @@ class Search:
     # -- candidates
 
     def candidate(self, mode: Mode, num_rollout_gpus: int, num_train_gpus: int) -> Candidate:
-        """The best layouts of one mode and split."""
-        rollout, layout = self.rollout(num_rollout_gpus, mode)
+        """The layouts of one mode and split with the shortest step: hand-over, publication and staleness bound ask for
+        other engines than generation alone would."""
         train = self.train(num_train_gpus)
+        sides = [(self._rollout(num_rollout_gpus, mode, layout), layout) for layout in self.layouts]
+        best: Candidate | None = None
+        for side, layout in sorted(sides, key=lambda pair: rollout_s(pair[0], mode)):
+            if best is not None and best.fits and self._least_s(mode, side, train) >= best.step_s:
+                break  # and every slower one after it
+            joined = self._joined(mode, side, layout, train)
+            if best is None or (not joined.fits, joined.step_s) < (not best.fits, best.step_s):
+                best = joined
+        assert best is not None
+        return best
+
+    def _least_s(self, mode: Mode, rollout: RolloutSide, train: TrainChoice) -> float:
+        """Below the step of these sides, whatever joins them."""
+        if mode != "separate_async":
+            return rollout_s(rollout, mode) + train.side.total_s
+        return 0.0 if self.request.lend_switch_s else max(rollout_s(rollout, mode), train.side.total_s)
+
+    def _joined(
+        self, mode: Mode, rollout: RolloutSide, layout: ReplicaLayout, train: TrainChoice
+    ) -> Candidate:
         method: SyncMethod = "broadcast"
         if is_colocated(mode):  # on a processor one process, on GPUs one process each
             method = "in_process" if self.request.cluster.accelerator.is_cpu else "ipc"
@@ -230,7 +251,7 @@ class Search:
                 account, method = by_difference, "delta"
         why_not = account.why_not
         if mode.startswith("separate"):
-            why_not += self._not_whole(num_rollout_gpus, num_train_gpus)
+            why_not += self._not_whole(rollout.num_gpus, train.side.num_gpus)
         return Candidate(
             account=account, rollout_layout=layout, train=train, sync_method=method, why_not=why_not
         )
@@ -358,30 +379,27 @@ def rollout_s(side: RolloutSide, mode: Mode) -> float:
     return side.prefill_s + (side.steady_s or side.throughput_s)
 
 
-def smallest_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:
-    """The trainer layouts worth pricing, the one with the fewest model-parallel GPUs whose memory fits first; else the
-    most thorough one.
-
-    Splitting into more stages costs bubbles, so it is done for memory alone. In as many stages, splitting layers
-    further can cost less than computing twice: every layout that recomputes less and fits stands beside the smallest.
-    """
+def fitting_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:
+    """The trainer layouts worth pricing, smallest model-parallel group first: all that fit, recomputing no more than
+    they must. Where none fits, the one that lacks least."""
     r = request
     usable = r.cluster.accelerator.hbm_bytes * (1 - r.assumptions.memory_overhead_frac)
     layouts = sorted(
         train_layouts(r, num_gpus),
         key=lambda la: (la.model_parallel_size, la.pp_size, la.tp_size, la.recompute == "full"),
     )
-    best, least = layouts[0], float("inf")
-    found: list[TrainLayout] = []
+    best, least = layouts[0], math.inf
+    found: dict[tuple[int, int, int], TrainLayout] = {}
     for layout in layouts:
-        if found and (layout.recompute == "full" or layout.pp_size != found[0].pp_size):
+        degrees = (layout.tp_size, layout.pp_size, layout.cp_size)
+        if degrees in found:
             continue
-        memory = train_memory(r.model, r.workload, r.assumptions, num_gpus=num_gpus, layout=layout)
-        if memory.total <= usable:
-            found.append(layout)
-        elif memory.total < least:
-            best, least = layout, memory.total
-    return found or [best]
+        total = train_memory(r.model, r.workload, r.assumptions, num_gpus=num_gpus, layout=layout).total
+        if total <= usable:
+            found[degrees] = layout
+        elif total < least:
+            best, least = layout, total
+    return list(found.values()) or [best]
 
 
 def host_bytes_per_node(request: PlanRequest, choice: TrainChoice) -> float:

@@ -8,6 +8,13 @@ and T those of a step,
 
 so T is the largest of this, the pace of generation and the pace of training. At a bound of 0 it is the
 synchronous step. Long-tailed lengths make G several steps long; a wider bound, not more GPUs, shortens it.
+
+G is not the same for all batches. Where the bound binds they bunch, as buses do: a batch that waits for its last
+response lets the next one catch up, both are trained at once, and the batches after them are admitted together, run as
+one crowd and wait for the longest of all. In the simulator a bound of 1 alternates a long step with a short one. Evenly
+spread batches are one end of what can happen, a crowd of bound + 1 is the other. A step is taken to lie 0.7^bound of
+the way where a crowd has a slot for every sequence, and less far where they queue, which spreads them. On 189
+topologies that is 1 % from the simulator at the median, 6 % at the 90th percentile and 14 % at worst.
 """
 
 from __future__ import annotations
@@ -18,8 +25,9 @@ from dataclasses import replace
 import numpy as np
 
 from rollbook.ledger.account import Range, RolloutSide, StepAccount
+from rollbook.ledger.generation import generation_curve
 from rollbook.ledger.layout import ReplicaLayout
-from rollbook.planner.decoding import decode_step_s
+from rollbook.planner.decoding import decode_steps_s
 from rollbook.planner.request import PlanRequest
 
 
@@ -60,19 +68,23 @@ def bounded_step_s(request: PlanRequest, account: StepAccount, layout: ReplicaLa
     def is_enough(decode_s: float) -> bool:
         return (bound + 1) * decode_s >= latency.at(decode_s) + own_s
 
-    low, high = pace_s, max(pace_s, latency.at(pace_s) + own_s)
-    if is_enough(low):
-        return s.total, latency.at(low)
-    for _ in range(40):
+    low, high = 0.0, max(pace_s, latency.at(pace_s) + own_s)
+    for _ in range(24):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return s.total + high - pace_s, latency.at(high)
+    bunched_s = max((latency.of_crowd() + own_s) / (bound + 1), high)
+    decode_s = max(high + latency.crowding() * (bunched_s - high), pace_s)
+    return s.total + decode_s - pace_s, latency.at(max(high, pace_s))
 
 
 def batch_latency_s(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> float:
     """G of any mode: seconds from the admission of a step's groups to their last response."""
     decode_s = account.seconds.prefill + account.seconds.generate_throughput + account.seconds.generate_tail
     return _Latency(request, account.rollout, layout, prefill_s=account.seconds.prefill).at(decode_s)
+
+
+_NUM_ROWS = 16
+_CROWDING = 0.7
 
 
 class _Latency:
@@ -87,27 +99,46 @@ class _Latency:
         self.per_replica = work.num_sequences / rollout.num_replicas
         self.longest = self.lengths.expected_max(work.num_sequences)
         self.bound = request.max_staleness_steps
-        self.fixed_s = prefill_s
+        self.prefill_s = prefill_s
         # Of the slowest trajectory; the paper account has no environments, so their mean stands in.
-        self.fixed_s += rollout.env_wait_s or (work.agent.num_turns - 1) * work.agent.env_s
+        self.env_s = rollout.env_wait_s or (work.agent.num_turns - 1) * work.agent.env_s
         mean_age = self.lengths.mean_square() / (2 * self.lengths.mean_tokens)
         context = work.prompt_tokens + work.observation_tokens / 2 + mean_age
-        step_s = decode_step_s(request, layout)
-        # Seconds of a token are nearly a line in the sequences beside it.
-        self.row_s = (step_s(self.slots, context) - step_s(1, context)) / max(self.slots - 1, 1)
-        self.base_s = step_s(1, context) - self.row_s
+        self.context = work.prompt_tokens + work.observation_tokens / 2
+        self.num_replicas = rollout.num_replicas
+        self.rows = np.geomspace(1.0, max(self.slots, 1), _NUM_ROWS)
+        self.token_s = decode_steps_s(request, layout, self.rows, context)
+        """Seconds of a token beside so many sequences."""
 
     def at(self, decode_s: float) -> float:
         """G when a step's tokens are decoded in `decode_s`."""
         work_tokens = self.per_replica * self.lengths.mean_tokens / max(decode_s, 1e-9)
-        left = 1 - work_tokens * self.row_s
-        rows = work_tokens * self.base_s / left if left > 0 else float(self.slots)
-        token_s = self.base_s + self.row_s * min(max(rows, 1.0), self.slots)
+        # As many run as pass in their time, up to all slots: n = tokens a second x seconds of a token beside n.
+        rows = np.interp(work_tokens, self.rows / self.token_s, self.rows)
+        token_s = float(np.interp(rows, self.rows, self.token_s))
         ages = decode_s / token_s * np.arange(1, self.bound + 1)
         unfinished = self.per_replica * float(self.lengths.survival(ages).sum())
         waiting = max(self.per_replica + unfinished - self.slots, 0.0)
         queue_s = waiting * self.lengths.mean_tokens / self.slots * token_s
-        return self.fixed_s + queue_s / 2 + self.longest * token_s
+        return self.prefill_s + self.env_s + queue_s / 2 + self.longest * token_s
+
+    def crowding(self) -> float:
+        """How far batches bunch, from evenly spread (0) to one crowd (1): fitted to the simulator."""
+        seated = min(self.slots / ((self.bound + 1) * self.per_replica), 1.0)
+        return float(_CROWDING**self.bound * math.sqrt(seated))
+
+    def of_crowd(self) -> float:
+        """G of the longest of bound + 1 steps' batches that were admitted together."""
+        num_steps = self.bound + 1
+        curve = generation_curve(
+            self.lengths,
+            prompt_tokens=self.context,
+            num_sequences=round(num_steps * self.per_replica * self.num_replicas),
+            num_replicas=self.num_replicas,
+            num_slots=self.slots,
+        )
+        decode_s = (curve.num_steps * np.interp(curve.rows, self.rows, self.token_s)).sum()
+        return num_steps * self.prefill_s + self.env_s + float(decode_s)
 
 
 def in_flight_slots(request: PlanRequest, rollout: RolloutSide) -> int:
