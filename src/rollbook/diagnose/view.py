@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rollbook.diagnose import changes
 from rollbook.diagnose.series import Event, RunSeries, Series
+from rollbook.diagnose.spells import Spells, find_spells
 
 MAX_POINTS = 20_000
 """A longer run is looked at in blocks of steps, each by its median."""
@@ -126,6 +127,7 @@ class View:
     """Series computed from others -> those, where its own name does not say it."""
     _breaks: dict[tuple[str, int, bool], Break | None] = field(default_factory=dict)
     _resolutions: dict[str, float] = field(default_factory=dict)
+    _spells: dict[tuple[str, int, bool, float], Spells | None] = field(default_factory=dict)
     signs: dict[str, object] = field(default_factory=dict)
     """What `signs.py` has worked out, by name."""
 
@@ -262,6 +264,34 @@ class View:
         jump = after - before - slope * centers
         levels = (float(np.exp(before)), float(np.exp(after))) if log else (before, after)
         return Contrast(metric, *levels, after - before, jump, noise, len(a), len(b))
+
+    def spells(
+        self, metric: str | None, direction: Direction = 1, *, log: bool = True, least: float = 0.0
+    ) -> Spells | None:
+        """The steps in which a metric is far off its quiet level and from which it comes back."""
+        if metric is None or metric not in self.values:
+            return None
+        key = (metric, direction, log, least)
+        if key not in self._spells:
+            least = max(least, 2.5 * self.resolution(metric)) if not log else least
+            self._spells[key] = find_spells(self.values[metric], direction, log=log, least=least)
+        return self._spells[key]
+
+    def beside(self, metric: str | None, found: Spells) -> Contrast | None:
+        """One series in the steps of another's spells, against the quiet steps around them."""
+        if metric is None or metric not in self.values:
+            return None
+        values = self.values[metric]
+        known = np.isfinite(values)
+        quiet, hit = np.flatnonzero(known & ~found.hit), np.flatnonzero(known & found.hit)
+        if len(quiet) < 8 or len(hit) < 2:
+            return None
+        smooth = changes.running_median(values[quiet], 9)
+        level = np.interp(hit, quiet, smooth)
+        noise = 1.4826 * float(np.median(np.abs(values[quiet] - smooth)))
+        apart = float(np.median(values[hit] - level))
+        before = float(np.median(level))
+        return Contrast(metric, before, before + apart, apart, apart, noise, len(quiet), len(hit))
 
     def noise_before(self, metric: str, idx: int) -> float:
         """Short-term noise of the last 40 values before a position."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose import signs
+from rollbook.diagnose.cost import is_asynchronous, is_worth
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.filter_starvation import DROPPED
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
@@ -33,6 +34,10 @@ def judge(view: View) -> Finding | NotJudged | None:
         )
     if (late := _deadlines(view)) is not None:
         return late
+    if not is_asynchronous(view) and view.run.format.startswith("verl"):
+        return None  # generation of a synchronous step waits for no buffer
+    if (again := _again(view)) is not None:
+        return again
     rise = view.rise(excess)
     idx = None
     if rise is not None and rise.peak_ratio >= 1.9:
@@ -134,6 +139,57 @@ def _stopped(found: Stop) -> Finding:
         evidence=(found.evidence(),),
         action=found.remedy
         or "put a deadline on every trajectory; look at the replica or environment that is named",
+        next_check="the oldest trajectory still running: its age, its turn and its replica",
+    )
+
+
+WAITS_S = 60.0
+"""Seconds over the usual wait from which on a spell of waiting is one."""
+
+
+def _again(view: View) -> Finding | None:
+    """Steps in which the trainer waits many times longer than beside them, for responses that are no longer."""
+    spells = view.spells("timing_s/gen", least=np.log(3.0)) if is_asynchronous(view) else None
+    if spells is None or spells.inside - spells.before < WAITS_S:
+        return None
+    for metric, most in (
+        ("response_length/mean", 1.2),
+        ("response_length/max", 1.4),
+        ("env/turn_s/mean", 1.4),
+        ("timing_s/agent_loop/tool_calls/mean", 1.4),
+        ("timing_s/update_actor", 1.3),
+        ("timing_s/old_log_prob", 1.3),
+        *((dropped, 1.7) for dropped in DROPPED),
+    ):
+        c = view.beside(metric, spells)
+        if c is not None and c.ratio >= most and c.score >= 3:
+            return None
+    cost = spells.over_quiet(view.values["timing_s/gen"]) * view.stride
+    if not is_worth(view, cost):
+        return None
+    says = f"the trainer waits {num(spells.inside)} s in {spells.num_hits} steps, {num(spells.before)} s in between"
+    evidence = [
+        Evidence(
+            metric="timing_s/gen",
+            step=view.step_at(spells.first),
+            before=spells.before,
+            after=spells.inside,
+            says=says,
+        )
+    ]
+    c = view.beside("response_length/mean", spells)
+    if c is not None:
+        evidence.append(of_contrast(view, c, spells.first, "responses are no longer in those steps"))
+    return Finding(
+        rule=RULE,
+        title="the trainer waits again and again for samples that do not come",
+        area="async",
+        confidence=0.82,
+        step=view.step_at(spells.first),
+        evidence=tuple(evidence),
+        cost_s=cost,
+        action="compare admitted with running + finished + failed + evicted in such a step, and put a deadline on "
+        "every group: a step then goes on with those that have finished",
         next_check="the oldest trajectory still running: its age, its turn and its replica",
     )
 

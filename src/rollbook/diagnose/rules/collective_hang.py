@@ -1,12 +1,16 @@
-"""One rank stopped and the others wait in a collective: a trainer stage runs into its time-out, and the log ends."""
+"""One rank stopped, or is slow, and the others wait in a collective: a trainer stage stalls once and the log ends,
+stalls again and again, or slows down for good by a failing link. The work is the same, and the time goes elsewhere."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from rollbook.diagnose import signs
+from rollbook.diagnose.cost import is_worth
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.rules import memory
+from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
+from rollbook.diagnose.spells import Spells
 from rollbook.diagnose.view import View
 
 RULE = "collective_hang"
@@ -35,6 +39,9 @@ def judge(view: View) -> Finding | NotJudged | None:
             confidence = max(confidence, 0.85)
     if not view.has(f"{signs.STALENESS}/mean") and not view.family("buffer/"):
         stages.append("timing_s/gen")  # in an asynchronous run that one is a wait for samples
+    slow = _stalls_again(view) or _slow_link(view)
+    if slow is not None and not said:
+        return slow
     for stage in [s for s in stages if view.has(s)]:
         found = _stalls_at_end(view, stage)
         if found is None:
@@ -99,3 +106,116 @@ def _stalls_at_end(view: View, stage: str) -> tuple[int, float, float] | None:
     if values[top] >= max(15 * usual, usual + 500.0):  # it timed out, and the run was started again
         return top, usual, float(values[top])
     return None
+
+
+_COLLECTIVE = ("update_actor", "update_weights", "old_log_prob", "ref", "values", "update_critic")
+"""Stages in which ranks wait for each other."""
+STALL_S = 45.0
+"""Seconds over the usual from which a step of such a stage stalls: at equal tokens no work differs by so much."""
+LINK = 2.5
+"""Times as long at the same tokens from which on computing cannot be it."""
+
+
+def _stalls_again(view: View) -> Finding | None:
+    """Steps in which one stage takes minutes longer than in those beside them, for the same work."""
+    evidence: list[Evidence] = []
+    idx, cost = view.n, 0.0
+    for stage in _COLLECTIVE:
+        metric = f"timing_s/{stage}"
+        spells = view.spells(metric, least=np.log(1.5))
+        if spells is None or spells.inside - spells.before < STALL_S or _works_more(view, spells):
+            continue
+        longest, usual = float(np.nanmax(view.values[metric][spells.hit])), spells.before
+        says = f"{num(usual)} s is usual, up to {num(longest)} s in {spells.num_hits} steps in between"
+        evidence.append(
+            Evidence(metric=metric, step=view.step_at(spells.first), before=usual, after=longest, says=says)
+        )
+        idx = min(idx, spells.first)
+        cost += spells.over_quiet(view.values[metric]) * view.stride
+    if not evidence or not is_worth(view, cost):
+        return None
+    return _finding(
+        view,
+        idx,
+        "a collective stalls again and again: one rank comes late",
+        evidence,
+        0.8 + 0.05 * len(evidence),
+        cost,
+    )
+
+
+def _works_more(view: View, spells: Spells) -> bool:
+    """Whether the steps of spells have more to do, are slow in all they do, or lack memory."""
+    for metric, least in (
+        ("perf/total_num_tokens", 1.2),
+        ("response_length/mean", 1.2),
+        ("global_seqlen/max", 1.3),
+        ("timing_s/gen", 1.4),
+        ("timing_s/adv", 2.0),
+    ):
+        c = view.beside(metric, spells)
+        if c is not None and c.ratio >= least and c.score >= 3:
+            return True
+    for held, apart in (
+        (memory.allocated(view), 0.03),
+        (memory.reserved(view), 0.03),
+        ("perf/cpu_memory_used_gb", 0.05),
+    ):
+        c = view.beside(held, spells)
+        if c is not None and c.ratio >= 1 + apart and c.score >= 3:
+            return True
+    return False
+
+
+def _slow_link(view: View) -> Finding | None:
+    """Training and another stage of collectives became many times slower at the same tokens; generation did not."""
+    found = view.rise("timing_s/update_actor")
+    if found is None or found.peak_ratio < LINK or found.score < 6 or found.end_idx is not None:
+        return None
+    width = max(8, view.n // 12)
+    others = []
+    for stage in _COLLECTIVE[1:]:
+        slower = view.rise(f"timing_s/{stage}")
+        is_slower = slower is not None and slower.peak_ratio >= 1.5 and slower.score >= 5
+        if slower is not None and is_slower and view.near(slower.idx, found.idx, share=0.1, least=8):
+            others.append(slower)
+    usual = slice(max(0, found.idx - 40), found.idx)
+    late = slice(max(found.idx, view.n - width), view.n)
+    for metric, most in (
+        ("perf/total_num_tokens", 1.4),
+        ("response_length/mean", 1.4),
+        ("timing_s/gen", 1.5),
+        ("timing_s/adv", 2.0),
+        ("timing_s/reward", 2.0),
+    ):
+        before, after = (view.level(metric, piece.start, piece.stop) for piece in (usual, late))
+        if after >= most * before:
+            return None
+    if not others:
+        return None
+    if any(view.moved(m, found.idx, 1, factor=1.1) for m in (memory.reserved(view), memory.allocated(view))):
+        return None
+    evidence = [of_break(found, "at the same tokens"), *(of_break(b) for b in others)]
+    mfu = view.contrast("perf/mfu/actor", found.idx, width=20)
+    if mfu is not None and mfu.ratio <= 0.7:
+        evidence.append(of_contrast(view, mfu, found.idx, "the time is not spent computing"))
+    cost = signs.lost_seconds(view, "timing_s/update_actor", found)
+    title = "collectives became slow: a link or a rank fails"
+    return _finding(view, found.idx, title, evidence, 0.82 + 0.03 * len(others), cost)
+
+
+def _finding(
+    view: View, idx: int, title: str, evidence: list[Evidence], confidence: float, cost: float
+) -> Finding:
+    return Finding(
+        rule=RULE,
+        title=title,
+        area="implementation",
+        confidence=share(confidence),
+        step=view.step_at(idx),
+        evidence=tuple(evidence),
+        cost_s=cost,
+        action="find the rank that comes late before it takes the job with it: seconds of each rank before its "
+        "collectives (NCCL_DEBUG=INFO, flight recorder), link errors and clocks of its host; take that host out",
+        next_check="all_reduce bandwidth between pairs of hosts, and `ibstat`/`nvidia-smi nvlink -e` of the slow one",
+    )

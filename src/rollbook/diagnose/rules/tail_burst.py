@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.diagnose import signs
+from rollbook.diagnose.cost import is_worth
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.series import Series
@@ -91,6 +92,8 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     rate_after = float(both[begin:end].mean())
     if rate_after < 0.12 or rate_after < 3 * rate_before + 0.05 or begin < 4 or both[begin:end].sum() < 4:
         return None
+    if not _is_an_onset(both[:begin], rate_after):
+        return None  # they were never fewer: the share of runaway responses that this model always has
     inside_long, inside_gen = long[begin:end], pace[begin:end]
     if float(slow[begin:end][inside_long].mean()) < 0.6:
         return None  # long tails do not cost seconds here
@@ -140,6 +143,8 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     slow_gen = float(np.median(seconds[hit]))
     if after < 1.2 * before or slow_gen < 1.1 * usual:
         return None  # the mean became shorter: the tail is only longer than that
+    if not is_worth(view, lost):
+        return None
     evidence = (
         Evidence(
             metric=metric,
@@ -169,6 +174,17 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
         "train on what has finished (asynchronous schedule)",
         next_check="read the longest responses of one such step: repetition, or honest reasoning cut short?",
     )
+
+
+ONSET_NATS = 6.0
+"""Logarithm of the odds against so few hits before a stretch at its own rate, from which on it has a beginning."""
+
+
+def _is_an_onset(before: NDArray[np.bool_], rate: float) -> bool:
+    """Whether the steps before a stretch have so few hits that its own rate cannot be theirs (Chernoff's bound)."""
+    share = min(float(before.mean()), rate - 1e-9)
+    odds = share * np.log(max(share, 1e-12) / rate) + (1 - share) * np.log((1 - share) / max(1 - rate, 1e-12))
+    return bool(len(before) * odds >= ONSET_NATS)
 
 
 def _beside_others(pace: Series, long: NDArray[np.bool_]) -> Series:
