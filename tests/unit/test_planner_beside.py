@@ -64,8 +64,11 @@ def test_a_checkpoint_is_due_within_the_run(capsys: pytest.CaptureFixture[str]) 
     long = planned(capsys, "--response-tokens", "8k", "--max-response-tokens", "32k")
     assert long["checkpoint"]["every_steps"] < 200
     assert "steps of the run" not in long["derivation"][5]["because"]
-    asked = planned(capsys, *tiny, "--checkpoint-every", "70")["checkpoint"]
-    assert asked["every_steps"] == 70
+    asked = planned(capsys, *tiny, "--checkpoint-every", "70")
+    assert asked["checkpoint"]["every_steps"] == 70
+    assert "ends after 50 steps (--horizon), before" in asked["derivation"][5]["because"]
+    within = planned(capsys, *tiny, "--checkpoint-every", "50")["derivation"][5]["because"]
+    assert "--horizon" not in within
 
 
 def test_a_checkpoint_stops_training_until_the_storage_has_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -365,3 +365,22 @@ def test_every_option_of_a_plan_stands_in_its_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
     missing = [name for f in fields(PlanOptions) if (name := option_name(f.name)) not in page]
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"changed_frac": 0.01}, "--changed-frac changes nothing of what is recommended: engine and trainer share"),
+        ({"lend": 5.0}, "--lend changes nothing"),
+        ({"max_staleness": 3}, "--max-staleness changes nothing"),
+        ({"sleep_level": 1}, ""),
+    ],
+)  # fmt: skip
+def test_a_choice_that_the_recommended_topology_does_not_read_is_told(
+    changes: dict[str, Any], told: str
+) -> None:
+    """Eight GPUs of a short step stay colocated and synchronous."""
+    made = plan(num_gpus="8", response_tokens="512", length_sigma=0.1, **changes)
+    assert made.require_chosen().mode == "sync"
+    assert [note for note in made.advice if told and note.startswith(told)] == list(made.advice)
+    assert bool(made.advice) == bool(told)

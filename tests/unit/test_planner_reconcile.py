@@ -265,6 +265,24 @@ def test_reconcile_prints_a_run_of_ours(
     assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
 
 
+def test_a_run_of_ours_is_compared_with_one_plan_at_a_time(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What its steps were expected to take is its own plan's: beside a workload it would mix two."""
+    folder = run_directory(tmp_path)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["data"] |= {"expected_s/gen": 1.0, "expected_s/step": 2.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = tmp_path / "w.toml"
+    path.write_text('model = "Qwen3-8B"\nnum_gpus = 16\n')
+    code, out, err = run(capsys, str(folder), "--workload", str(path), "--json")
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    assert all(stage["expected_s"] == stage["planned_s"] for stage in found["stages"])
+    assert any("the run's own plan is left aside" in note for note in found["notes"])
+
+
 def test_reconcile_json_names_every_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, out, _ = run(capsys, str(run_directory(tmp_path, num_steps=12)), "--json")
     data: dict[str, Any] = json.loads(out)

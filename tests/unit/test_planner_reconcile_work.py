@@ -83,5 +83,5 @@ def test_a_thousandth_of_a_step_is_no_difference() -> None:
     result = reconcile(Expectation(source="a plan", stages=stages, step_s=1.0), means, source="a log")
     assert {s.stage: s.verdict for s in result.stages} == {
         "rollout": "as planned",
-        "to_trainer": "as planned",
+        "to_trainer": "too short to judge",
     }

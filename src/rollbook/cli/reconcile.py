@@ -59,11 +59,15 @@ def command(
         first=first if first >= 0 else None,
         last=last if last >= 0 else None,
     )
-    expectation = (
-        _expectation_of(workload, assume, means)
-        if workload is not None
-        else expectation_of_run(Path(series.source))
-    )
+    if workload is None:
+        expectation = expectation_of_run(Path(series.source))
+    else:
+        expectation = _expectation_of(workload, assume, means)
+        # What a run expected of its work is its own plan's.
+        kept = {name: value for name, value in means.items() if not name.startswith("expected_s/")}
+        if len(kept) < len(means):
+            note = f"compared with {workload} alone: the run's own plan is left aside"
+            means, expectation = kept, replace(expectation, notes=(*expectation.notes, note))
     result = reconcile(
         expectation,
         means,

@@ -170,7 +170,7 @@ def default_rollout_side(
         prefill=prefill,
         prefill_s=prefill.seconds,
         tokens_per_s_per_gpu=rate,
-        mfu_frac=rate * 2 * model.matmul_params / accelerator.peak(layout.weight_dtype),
+        mfu_frac=rate * _token_flops(model, room.held_tokens) / accelerator.peak(layout.weight_dtype),
         weights_bytes_per_gpu=room.weights_bytes_per_gpu,
         kv_pool_bytes=room.pool_bytes,
         reward_s=_reward_s(
@@ -189,6 +189,12 @@ def default_rollout_side(
         why_not=tuple(why_not),
         notes=tuple(notes),
     )
+
+
+def _token_flops(model: ModelSpec, context_tokens: float) -> float:
+    """Of one decoded token behind so much context, attention with it."""
+    grown = attention_flops(model, context_tokens + 1) - attention_flops(model, context_tokens)
+    return 2.0 * model.matmul_params + float(grown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,8 @@ def widening(
                 f"no published measurement of {what} with {' and '.join(unknown)}: its range is {_WIDER[kind]:g} times "
                 "as wide"
             )
+    if factor > _MOST:
+        notes.append(f"together these make the range of {what} {_MOST:g} times as wide, not {factor:.3g}")
     return min(factor, _MOST), tuple(notes)
 
 

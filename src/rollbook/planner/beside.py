@@ -33,6 +33,8 @@ class Checkpointing:
     storage_bytes_per_s: float
     last_of_steps: int = 0
     """Above 0: an interval of the usual length would be longer than the run of so many steps."""
+    beyond_steps: int = 0
+    """Above 0: the interval that was asked for is longer than the run of so many steps."""
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -61,6 +63,11 @@ class Checkpointing:
             text = (
                 f"An hour, the usual interval, is more than the {self.last_of_steps} steps of the run take, so its "
                 "last step alone is saved. "
+            )
+        if self.beyond_steps:
+            text = (
+                f"The run ends after {self.beyond_steps} steps (--horizon), before a checkpoint {self.interval} is "
+                "ever written. "
             )
         text += (
             f"A checkpoint {self.interval} writes {format_bytes(a.total_bytes)} ({format_bytes(a.bytes_per_gpu)} a "
@@ -330,6 +337,7 @@ def _checkpointing(request: PlanRequest, shown: Candidate) -> Checkpointing:
         is_async=request.checkpoint_is_async,
         storage_bytes_per_s=storage,
         last_of_steps=every if is_capped else 0,
+        beyond_steps=request.horizon_steps if every > request.horizon_steps else 0,
     )
 
 

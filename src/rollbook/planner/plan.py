@@ -13,6 +13,7 @@ from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import ReplicaLayout
 from rollbook.ledger.lengths import DEFAULT_SIGMA
 from rollbook.ledger.own_machine import own_seconds_note
+from rollbook.ledger.step import is_colocated
 from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
 from rollbook.planner.beside import Beside, beside
@@ -78,7 +79,8 @@ class Plan:
     """When nothing fits: changes of the question that would, the smallest first."""
     warnings: tuple[str, ...] = field(default=())
     advice: tuple[str, ...] = field(default=())
-    """What would shorten the recommended topology's step and was not chosen unasked."""
+    """What would shorten the recommended topology's step and was not chosen unasked, and what was asked for and changes
+    nothing of it."""
 
     def require_chosen(self) -> Candidate:
         """Raises PlanError when nothing fits."""
@@ -194,7 +196,7 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         else (),
         smallest_changes=changes,
         warnings=tuple(_warnings(request, base)),
-        advice=tuple(_advice(request, chosen, search)) if chosen else (),
+        advice=(*_advice(request, chosen, search), *_without_effect(request, chosen)) if chosen else (),
     )
 
 
@@ -214,6 +216,33 @@ def _advice(request: PlanRequest, chosen: Candidate, search: Search) -> list[str
     return [
         f"with the optimizer state in host memory, {held} a node, the step would take {seconds(found.step_s)}, "
         f"{percent(gain)} less, because training then recomputes less or is split less: --offload optimizer"
+    ]
+
+
+def _without_effect(request: PlanRequest, chosen: Candidate) -> list[str]:
+    """Choices that only another topology, or another transport, would read."""
+    if request.assumptions.method == "paper":
+        return []  # of which `_unused_by_paper` tells
+    shares = "engine and trainer share their GPUs"
+    idle: dict[str, tuple[bool, str]] = {
+        "--sleep-level and --rebuild-engine": (
+            request.sleep != SleepChoice() and not is_colocated(chosen.mode),
+            "no engine sleeps where each side has its own GPUs",
+        ),
+        "--lend": (request.lend_switch_s > 0 and chosen.mode != "separate_async", shares),
+        "--changed-frac": (
+            request.changed_frac != CHANGED_FRAC and chosen.sync_method != "delta",
+            f"{shares}, so no delta is sent" if is_colocated(chosen.mode) else "whole weights are sent",
+        ),
+        "--max-staleness": (
+            request.max_staleness_steps > 1 and chosen.is_on_policy,
+            "an on-policy step trains on no older token",
+        ),
+    }
+    return [
+        f"{option} changes nothing of what is recommended: {why}"
+        for option, (is_idle, why) in idle.items()
+        if is_idle
     ]
 
 

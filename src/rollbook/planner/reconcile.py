@@ -85,7 +85,7 @@ class StageResult:
     expected: Expected | None
     """The plan, where the run does not say what it expected of the work."""
     least_s: float = 0.0
-    """A difference of fewer seconds is none."""
+    """Fewer seconds more or less than expected are too short to judge, whatever the ratio."""
 
     @property
     def work_ratio(self) -> float | None:
@@ -112,11 +112,11 @@ class StageResult:
     def verdict(self) -> str:
         if self.expected is None:
             return "not planned"
-        if abs(self.measured_s - self.expected.seconds) < self.least_s:
+        if self.expected.low <= self.measured_s <= self.expected.high:
             return "as planned"
-        if self.measured_s > self.expected.high:
-            return "slower"
-        return "faster" if self.measured_s < self.expected.low else "as planned"
+        if abs(self.measured_s - self.expected.seconds) < self.least_s:
+            return "too short to judge"
+        return "slower" if self.measured_s > self.expected.high else "faster"
 
     def as_json(self) -> dict[str, object]:
         planned, expected = self.planned, self.expected
@@ -379,7 +379,8 @@ def means_of(
 ) -> tuple[dict[str, float], int, int, int]:
     """Mean seconds of each timed stage over the steps looked at, with the first, the last and their number.
 
-    The first two steps of a longer run are left out: they compile, load and warm up. A stage that some steps do
+    The first two steps of a longer run are left out, and the first of a short one: they compile, load, warm up, and
+    wait for engines that started with them. A stage that some steps do
     not have (a checkpoint) counts as zero there.
 
     Raises:
@@ -387,6 +388,8 @@ def means_of(
     """
     if first is None and len(steps) > 3 * _NUM_WARMUP_STEPS:
         first = int(steps[_NUM_WARMUP_STEPS])
+    elif first is None and len(steps) > 1:
+        first = int(steps[1])
     keep = np.ones(len(steps), bool)
     keep &= steps >= (first if first is not None else steps.min(initial=0))
     keep &= steps <= (last if last is not None else steps.max(initial=0))

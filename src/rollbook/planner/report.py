@@ -32,6 +32,7 @@ from rollbook.planner.words import (
     MODE_TITLES,
     capitalized,
     count,
+    counted,
     device_words,
     format_bytes,
     percent,
@@ -105,8 +106,8 @@ def _section(title: str, lead: str, body: str) -> str:
 def _header(plan: Plan, title: str) -> str:
     work, r = plan.request.workload, plan.request
     lead = (
-        f"A step is {work.num_prompts} prompts x {work.group_size}: {count(work.num_sequences)} trajectories with "
-        f"{work.prompt_tokens:.0f} + {work.response_tokens:.0f} tokens on average, responses up to "
+        f"A step is {counted(work.num_prompts, 'prompt')} x {work.group_size}: {count(work.num_sequences)} "
+        f"trajectories with {work.prompt_tokens:.0f} + {work.response_tokens:.0f} tokens on average, responses up to "
         f"{work.max_response_tokens:,}; {work.algorithm.upper()}, reward by {work.reward}, assumptions “"
         f"{r.assumptions.name}”."
     )

@@ -22,6 +22,7 @@ from rollbook.planner.words import (
     MODE_TITLES,
     capitalized,
     count,
+    counted,
     device_words,
     percent,
     seconds,
@@ -48,9 +49,10 @@ def _print_plan(plan: Plan, console: Console, num_topologies: int) -> None:
     console.print(
         Text.assemble(
             (f"{r.model.name} on {cluster.num_gpus} {cluster.accelerator.name}", "bold"),
-            f", {cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}; a step is {work.num_prompts} prompts x "
-            f"{work.group_size}, {work.prompt_tokens:.0f} + {work.response_tokens:.0f} tokens on average"
-            f"{measured}, responses up to {work.max_response_tokens}; {work.algorithm}, assumptions "
+            f", {counted(cluster.num_nodes, 'node')}; a step is "
+            f"{counted(work.num_prompts, 'prompt')} x {work.group_size}, {work.prompt_tokens:.0f} + "
+            f"{work.response_tokens:.0f} tokens on average{measured}, responses up to {work.max_response_tokens}; "
+            f"{work.algorithm}, assumptions "
             f"`{r.assumptions.name}`",
         )
     )
@@ -123,6 +125,7 @@ def _recommendation(plan: Plan) -> RenderableType:
 def _step_table(account: StepAccount, losses: tuple[Loss, ...]) -> Table:
     s, f = account.seconds, account.flops
     peak_per_s = f.total / (account.mfu_frac * s.total)  # of all GPUs
+    decode_s = s.generate_throughput + s.generate_tail
     rows: list[tuple[str, float, float]] = [
         ("decode, slots full", s.generate_throughput, f.generate),
         ("decode, tail", s.generate_tail, 0.0),
@@ -146,7 +149,9 @@ def _step_table(account: StepAccount, losses: tuple[Loss, ...]) -> Table:
     for name, value_s, flops in rows:
         if value_s <= 0:
             continue
-        of_peak = percent(flops / (value_s * peak_per_s)) if flops else ""
+        # The last responses' tokens are among those of decoding, and their seconds beside them.
+        over_s = decode_s if name.startswith("decode") else value_s
+        of_peak = percent(flops / (over_s * peak_per_s)) if flops else ""
         table.add_row(
             name, seconds(value_s), percent(value_s / s.total), count(flops) if flops else "", of_peak
         )

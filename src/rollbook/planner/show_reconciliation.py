@@ -9,9 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from rollbook.planner.reconcile import Reconciliation, StageResult
-from rollbook.planner.words import percent, seconds, seconds_range
+from rollbook.planner.words import counted, percent, seconds, seconds_range
 
-_STYLES = {"slower": "red", "faster": "green", "as planned": "", "not planned": "dim"}
+_STYLES = {
+    "slower": "red",
+    "faster": "green",
+    "as planned": "",
+    "not planned": "dim",
+    "too short to judge": "dim",
+}
 _BAR_WIDTH = 30
 
 
@@ -28,7 +34,8 @@ def show_reconciliation(result: Reconciliation, console: Console) -> None:
             + ("" if is_as_foreseen else f" Before the run it was {seconds(step.planned.seconds)}."),
         )
     )
-    steps = f"{result.num_steps} steps, {result.first_step} to {result.last_step}"
+    which = f"{result.first_step} to {result.last_step}" if result.num_steps > 1 else f"{result.first_step}"
+    steps = f"{counted(result.num_steps, 'step')}, {which}"
     console.print(
         Text(f"Means of {steps}, of {result.source} against {result.expectation.source}.", style="dim")
     )

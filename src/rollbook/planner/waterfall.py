@@ -37,7 +37,7 @@ def waterfall(account: StepAccount, cluster: Cluster) -> list[Loss]:
     everyone = account.num_gpus
     both_wait = 0 if account.mode == "separate_async" else everyone
     stages = [
-        ("decode", s.generate_throughput * rollout.used_gpus, f.generate, _why_decode(account)),
+        ("decode", s.generate_throughput * rollout.used_gpus, f.generate, _why_decode(account, peak)),
         ("tail", s.generate_tail * rollout.used_gpus, 0.0, _why_tail(account)),
         ("prefill", s.prefill * rollout.used_gpus, f.prefill, "prompts pass at less than peak"),
         (
@@ -100,11 +100,13 @@ def _without_gains(losses: list[Loss]) -> list[Loss]:
     return kept
 
 
-def _why_decode(account: StepAccount) -> str:
-    rollout = account.rollout
+def _why_decode(account: StepAccount, peak: float) -> str:
+    rollout, s = account.rollout, account.seconds
+    held_s = (s.generate_throughput + s.generate_tail) * rollout.used_gpus
     return (
         f"a decode step reads weights and KV from memory to make {count(rollout.slots_per_replica)} tokens in "
-        f"{seconds(rollout.decode_step_s)}: {percent(rollout.mfu_frac)} of peak at best"
+        f"{seconds(rollout.decode_step_s)}: with the tail "
+        f"{percent(account.flops.generate / (held_s * peak))} of peak"
     )
 
 

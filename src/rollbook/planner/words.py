@@ -64,6 +64,14 @@ def count(value: float) -> str:
     return f"{value:.2e}".replace("e+", "e")
 
 
+def counted(number: int, noun: str) -> str:
+    """
+    >>> counted(1, "prompt"), counted(512, "prompt")
+    ('1 prompt', '512 prompts')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def device_words(text: str, *, is_cpu: bool) -> str:
     """Prose about devices, as it reads where they are processors.
 
@@ -107,6 +115,7 @@ __all__ = [
     "MODE_TITLES",
     "capitalized",
     "count",
+    "counted",
     "device_words",
     "format_bytes",
     "percent",
