@@ -6,9 +6,11 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose import signs
+from rollbook.diagnose.cost import is_worth
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, share
-from rollbook.diagnose.stops import stopped_by
+from rollbook.diagnose.series import Series
+from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
 
 RULE = "filter_starvation"
@@ -28,6 +30,12 @@ def judge(view: View) -> Finding | NotJudged | None:
             missing=(DROPPED[0], KEPT[0]),
             collect="only with a filter of flat groups (DAPO): log how many samples it drops",
         )
+    lasting = _for_good(view, dropped, kept, starved)
+    return lasting if lasting is not None or starved is not None else _in_some_steps(view, dropped)
+
+
+def _for_good(view: View, dropped: str | None, kept: str | None, starved: Stop | None) -> Finding | None:
+    """From a step on the filter drops most of what is generated, or that ended the run."""
     evidence: list[Evidence] = [] if starved is None else [starved.evidence()]
     idx: int | None = None
     if (
@@ -96,6 +104,78 @@ def judge(view: View) -> Finding | NotJudged | None:
     )
 
 
+MOST_DROPPED = 0.72
+"""Share of what a step generates that is dropped from which on it starves: a filter of a sound mix makes one batch more
+and drops half."""
+LEAST_STARVED = 6
+"""Steps that starve before it is called one."""
+
+
+def _in_some_steps(view: View, dropped: str | None) -> Finding | None:
+    """Steps in which most of what is generated is dropped and generation takes longer at the same lengths, among others
+    in which it is not: by the shard, or more and more often."""
+    excess = signs.excess(view)
+    if dropped is None or excess is None:
+        return None
+    values, pace = view.values[dropped], view.values[excess]
+    known = np.isfinite(values) & np.isfinite(pace)
+    starved = known & (_share_of_made(view, dropped) >= MOST_DROPPED)
+    if starved.sum() < max(LEAST_STARVED, 0.04 * view.n):
+        return None
+    then = float(np.median(values[starved]))
+    calm = known & ~starved & (values <= 0.6 * then)
+    if calm.sum() < 0.25 * view.n:
+        return None
+    usual = float(np.median(values[calm]))
+    slower = float(np.median(pace[starved])) / float(np.median(pace[calm]))
+    idx = int(np.flatnonzero(starved)[0])
+    if then < 2.0 * usual or slower < 1.35 or _asks_for_no_more(view, idx):
+        return None
+    gen = view.values["timing_s/gen"]
+    usual_s, then_s = float(np.nanmedian(gen[calm])), float(np.nanmedian(gen[starved]))
+    cost = float(np.nansum(np.clip(gen[starved] * (1 - 1 / slower), 0, None))) * view.stride
+    if not is_worth(view, cost):
+        return None
+    step, count = view.step_at(idx), int(starved.sum())
+    return Finding(
+        rule=RULE,
+        title="the filter of flat groups drops most of what is generated in a part of the steps",
+        area="data",
+        confidence=0.85,
+        step=step,
+        evidence=(
+            Evidence(
+                metric=dropped,
+                step=step,
+                before=usual,
+                after=then,
+                says=f"{num(then)} dropped in {count} steps, {num(usual)} in the others",
+            ),
+            Evidence(
+                metric="timing_s/gen",
+                step=step,
+                before=usual_s,
+                after=then_s,
+                says=f"{num(then_s)} s in those steps, {num(usual_s)} s in the others, at such lengths",
+            ),
+        ),
+        cost_s=cost,
+        action="sample prompts by difficulty across shards: leave out those that are solved always or never, or cap "
+        "the refills",
+        next_check="share of right answers by shard or source in one of those steps",
+    )
+
+
+def _share_of_made(view: View, dropped: str) -> Series:
+    """[n] share of a step's generated samples that the filter drops; NaN where it cannot be told."""
+    values = view.values[dropped]
+    if dropped == "train/num_gen_batches":  # of a usual step half is kept at the least
+        usual = max(float(np.nanquantile(values, 0.25)), 1.0)
+        return np.asarray(1.0 - 0.65 / np.maximum(values / usual, 0.65))
+    batch = _batch(view, dropped)
+    return np.asarray(values / (values + batch)) if np.isfinite(batch) else np.full(view.n, np.nan)
+
+
 def _asks_for_no_more(view: View, idx: int) -> bool:
     """Whether a step generates as many responses as before: flat groups are then left out and nothing is made again,
     which is what a solved task looks like."""
@@ -113,16 +193,18 @@ def _evicted(view: View) -> str | None:
 
 def _dropped_share(view: View, dropped: str) -> float | None:
     """Late share of the generated samples that the filter drops; None when the batch size cannot be told."""
-    if dropped == "train/num_gen_batches":
-        return None
-    late = view.last(dropped)
-    batch = view.last("batch/num_groups" if dropped.startswith(EVICTED) else "batch/num_sequences")
-    if not np.isfinite(batch):
-        length, prompt = view.last("response_length/mean"), view.last("prompt_length/mean")
-        tokens = view.last("perf/total_num_tokens")
-        batch = tokens / (length + (prompt if np.isfinite(prompt) else 0.0))
-    return (
-        float(late / (late + batch))
-        if np.isfinite(batch) and np.isfinite(late) and late + batch > 0
-        else None
+    late, batch = view.last(dropped), _batch(view, dropped)
+    known = (
+        dropped != "train/num_gen_batches" and np.isfinite(batch) and np.isfinite(late) and late + batch > 0
     )
+    return float(late / (late + batch)) if known else None
+
+
+def _batch(view: View, dropped: str) -> float:
+    """What a step trains on, in the unit of what is dropped; NaN when it cannot be told."""
+    batch = view.last("batch/num_groups" if dropped.startswith(EVICTED) else "batch/num_sequences")
+    if np.isfinite(batch):
+        return batch
+    length, prompt = view.last("response_length/mean"), view.last("prompt_length/mean")
+    tokens = view.last("perf/total_num_tokens")
+    return tokens / (length + (prompt if np.isfinite(prompt) else 0.0))

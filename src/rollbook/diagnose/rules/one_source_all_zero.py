@@ -1,4 +1,5 @@
-"""The rewards of one data source are all zero, at once, while the others go on: its scorer or its data broke."""
+"""The rewards of one data source are all zero, at once, in spells, or ever since it is there, while the others go on:
+its scorer or its data broke."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import numpy as np
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_contrast, share
+from rollbook.diagnose.series import Series
 from rollbook.diagnose.view import View
 
 RULE = "one_source_all_zero"
@@ -19,7 +21,7 @@ _TRAIN = re.compile(
 )
 _HELD_OUT = re.compile(
     r"val-(?:core|aux)/(.+)/(?:reward|score|acc)/mean@\d+|val-core/(.+)/[^/]+/[^/]+"
-    r"|val/(.+)/(?:exact_match|reward|acc|score)"
+    r"|val/(.+)/(?:exact_match|reward|acc|score)|val/test_score/(.+)"
 )
 
 
@@ -42,8 +44,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         living = [s for s, m in group.items() if view.last(m, 3) > signs.lowest_reward(view) + 1e-6]
         for source, metric in group.items():
             since = _zero_since(view, metric, least)
-            if since is None and group is train:
-                since = _outage(view, metric)
+            if since is None:
+                since = _outage(view, metric) if group is train else _zero_now_and_then(view, metric)
             if since is None or not (living or group is held_out):
                 continue
             if _others_fall(view, since, [m for s, m in group.items() if s != source]):
@@ -54,6 +56,8 @@ def judge(view: View) -> Finding | NotJudged | None:
             if best is None or confidence > best[0]:
                 best = (confidence, since, source, metric)
     if best is None:
+        if (never := _never_right(view, train) or _never_right(view, held_out)) is not None:
+            return never
         fall = signs.reward(view).fall
         unseen = fall is not None and all(
             np.isfinite(view.values[m][fall.idx :]).sum() < 2 for m in held_out.values()
@@ -62,8 +66,10 @@ def judge(view: View) -> Finding | NotJudged | None:
     confidence, idx, source, metric = best
     before, rest = view.level(metric, 0, idx), view.values[metric][idx:]
     floor = float(rest[np.isfinite(rest)][0])  # held-out scores come every few steps
-    ended = _until(view, metric, idx) if metric in train.values() else None
+    ended = _until(view, metric, idx)
     until = f", until step {ended}" if ended is not None else ""
+    num_zero = int((np.abs(rest[np.isfinite(rest)] - floor) <= 1e-9).sum())
+    until += f", {num_zero} times in all" if ended is not None else ""
     evidence = [
         Evidence(
             metric=metric,
@@ -145,6 +151,95 @@ def _outage(view: View, metric: str) -> int | None:
         ):
             best = (int(end - start), int(known[start]))
     return None if best is None else best[1]
+
+
+LUCK_NATS = 9.0
+"""Right answers to be expected in a score from which on none at all is no bad luck: its odds are exp of minus that."""
+
+
+def _num_answers(values: Series) -> float:
+    """Answers that one score counts, at least: scores are multiples of one over their number."""
+    distinct = np.unique(np.round(values[np.isfinite(values)], 9))
+    steps = np.diff(distinct)
+    return 1.0 / float(steps.min()) if len(steps) and steps.min() > 0 else 0.0
+
+
+def _floor_of(view: View, metric: str) -> float:
+    """What a score reads when every answer is wrong: of rewards from -1 to 1, -1."""
+    low = float(np.nanmin(view.values[metric]))
+    return signs.lowest_reward(view) if low < -1e-9 else 0.0
+
+
+def _zero_now_and_then(view: View, metric: str) -> int | None:
+    """Position of the first of several held-out scores that are exactly those of wrong answers while those between
+    count so many right ones that chance is out."""
+    values = view.values[metric] - _floor_of(view, metric)
+    known = np.flatnonzero(np.isfinite(values))
+    zeros = known[np.abs(values[known]) <= 1e-9]
+    some = values[known][np.abs(values[known]) > 1e-9]
+    if len(zeros) < 2 or len(some) < 4 or zeros[0] == known[0]:
+        return None
+    expected = float(np.quantile(some, 0.2)) * _num_answers(values)
+    return int(zeros[0]) if expected >= LUCK_NATS and float(np.median(some)) >= 0.02 else None
+
+
+LEAST_ANSWERS = 1000
+"""Answers of one source, all of them wrong, from which on it is no luck, whatever its difficulty."""
+OTHERS_SOLVE = 0.2
+"""Share of right answers of every other source from which on a source without one stands out."""
+_HARD = re.compile(r"aime|hmmt|olymp|imo\b|usamo|putnam|frontier|humanity|hle\b|arc.?agi", re.IGNORECASE)
+"""Benchmarks of which a small model may solve nothing at all."""
+
+
+def _never_right(view: View, group: dict[str, str]) -> Finding | None:
+    """A source without one right answer in all of the run, or since it was added, beside others that are solved."""
+    levels = {s: view.level(m) - _floor_of(view, m) for s, m in group.items()}
+    top = {s: float(np.nanmax(view.values[m])) - _floor_of(view, m) for s, m in group.items()}
+    dead = [s for s in group if top[s] <= 1e-9 and not _HARD.search(s)]
+    others = [s for s in group if top[s] > 1e-9]
+    if len(dead) != 1 or not others or min(levels[s] for s in others) < OTHERS_SOLVE:
+        return None
+    source, metric = dead[0], group[dead[0]]
+    known = np.flatnonzero(np.isfinite(view.values[metric]))
+    counted = max(_num_answers(view.values[group[s]]) for s in others)
+    if len(known) < 3 or counted * len(known) < LEAST_ANSWERS:
+        return None
+    begin = int(known[0])
+    earliest = min(int(np.flatnonzero(np.isfinite(view.values[group[s]]))[0]) for s in others)
+    is_new = begin >= earliest + 5
+    evidence = [
+        Evidence(
+            metric=metric,
+            step=view.step_at(begin),
+            after=0.0,
+            says=f"not one right answer in {len(known)} scores"
+            + (", ever since it is there" if is_new else ""),
+        )
+    ]
+    for other in others[:3]:
+        says = f"{num(view.level(group[other]))}, in the same scores"
+        evidence.append(
+            Evidence(metric=group[other], step=view.step_at(begin), after=levels[other], says=says)
+        )
+    cost = None
+    fall = signs.reward(view).fall
+    if is_new and fall is not None and abs(fall.idx - begin) <= max(12, view.n // 12):
+        c = view.contrast(signs.reward(view).metric, fall.idx)
+        if c is not None:
+            evidence.append(of_contrast(view, c, fall.idx, "the rewards of training fell with it"))
+            begin, cost = min(begin, fall.idx), max(0.0, -c.diff)
+    return Finding(
+        rule=RULE,
+        title=f"source {source!r} never had a right answer" + (" since it was added" if is_new else ""),
+        area="data",
+        confidence=0.85 if cost is not None else 0.75,
+        step=view.step_at(begin),
+        evidence=tuple(evidence),
+        cost_reward=cost,
+        action=f"take {source!r} out of the mix until its scorer gives full marks to its own reference answers: its "
+        "parser may expect another format, or its reference answers may be of other rows",
+        next_check="score the reference answers of ten of its rows, in the worker that scores during training",
+    )
 
 
 def _until(view: View, metric: str, idx: int) -> int | None:
