@@ -84,7 +84,11 @@ def test_every_field_that_names_something_to_read_is_looked_for() -> None:
         "run.dir",  # written, from the current folder
         "reward.search_path",  # whole already
     }
-    found = {name for name in _strings("", RunConfig) if name.endswith(("path", "dir", "folder", "file", "hardware"))}
+    found = {
+        name
+        for name in _strings("", RunConfig)
+        if name.endswith(("path", "dir", "folder", "file", "hardware"))
+    }
     assert found - others == set(PATHS)
 
 
