@@ -209,8 +209,8 @@ def _in_one_process(request: PlanRequest, chosen: Candidate) -> list[str]:
 def _over_ray(request: PlanRequest, chosen: Candidate, on_ray: Execution) -> list[str]:
     rollout, layout = chosen.account.rollout, chosen.rollout_layout
     found = [
-        "rollout.engine: planned with vLLM's seconds; replicas on Ray are native engines, whose seconds this plan does "
-        "not know"
+        "rollout.engine: planned with vLLM's seconds; the replicas of this file are native engines, whose seconds this "
+        'plan does not know. engine = "vllm" runs on Ray too, where the extra is installed'
     ]
     if layout.num_gpus > 1:
         found.append(
