@@ -618,3 +618,31 @@ def test_leaked_sandboxes_cost_what_whole_steps_lost() -> None:
     found = diagnose(run).findings[0]
     assert found.rule == "sandbox_leak"
     assert found.cost_s == pytest.approx(float((50.0 * (grown - 1)).sum()), rel=0.2)
+
+
+def _waits(factor: float, **changed: NDArray[np.float64]) -> RunSeries:
+    """The seconds of generation grow by `factor` half-way, and nothing else unless it is given."""
+    gen = _step(_noisy(50.0, 10), factor)
+    seconds = {
+        "timing_s__gen": gen,
+        "timing_s__step": gen + 55.0,
+        f"{STALENESS.replace('/', '__')}__mean": _noisy(1.0, 30),
+    }
+    return _run(**seconds | changed)
+
+
+def test_a_host_explains_a_longer_wait_as_far_as_it_slows_what_waits_for_nobody() -> None:
+    slow = {
+        "timing_s__update_actor": _step(_noisy(40.0, 11, 0.15), 2.5),
+        "timing_s__old_log_prob": _step(_noisy(10.0, 12, 0.15), 2.5),
+    }
+    assert diagnose(_waits(3.0)).verdict == "buffer_never_fills"
+    assert diagnose(_waits(3.0, **slow)).verdict == "well"
+    assert diagnose(_waits(9.0, **slow)).verdict == "buffer_never_fills"
+
+
+def test_shorter_responses_need_no_shorter_wait() -> None:
+    """A quarter of the tokens in nearly the same seconds: the prompts, the calls and the tail are what they were."""
+    length = _step(_noisy(800.0, 8), 0.25)
+    longest = _step(_noisy(3000.0, 9), 0.25)
+    assert diagnose(_waits(1.0, response_length__mean=length, response_length__max=longest)).is_well

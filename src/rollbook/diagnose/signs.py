@@ -771,18 +771,24 @@ def excess(view: View) -> str | None:
     return view.derive(EXCESS, np.exp(out - np.median(out[known])))
 
 
-def host_slows(view: View, idx: int) -> bool:
-    """Whether stages that wait for nobody became slower with the others, at the same lengths: a slow host."""
+def host_slowdown(view: View, idx: int) -> float:
+    """How many times slower what waits for nobody became at the same lengths: a slow host; 1 where it is none."""
     length = view.contrast("response_length/mean", idx)
     if length is not None and length.ratio >= 1.25:
-        return False
-    known = [s for s in _ALONE if view.has(f"timing_s/{s}")]
-    slower = [stage for stage in known if view.moved(f"timing_s/{stage}", idx, 1, factor=1.4)]
-    return len(slower) >= 2 or (len(slower) == len(known) == 1)
+        return 1.0
+    least_s = 0.01 * step_seconds(view)  # less is the noise of a call
+    known = [m for s in _ALONE if view.has(m := f"timing_s/{s}") and view.level(m) >= least_s]
+    known += [_DECODE] if view.has(_DECODE) else []
+    # The seconds of a busy host wobble in proportion to what they are.
+    changes = [view.contrast(metric, idx, log=True) for metric in known]
+    slower = [c.ratio for c in changes if c is not None and c.ratio >= 1.4 and c.score >= 4]
+    return float(np.median(slower)) if len(slower) >= 2 or (len(slower) == len(known) == 1) else 1.0
 
 
 _ALONE = ("update_actor", "old_log_prob", "ref", "adv", "values", "update_critic")
 """Stages that wait for nobody."""
+_DECODE = "rollout/decode_step_s"
+"""Neither does a decode step."""
 
 
 RESIDUAL = "seconds of no stage"

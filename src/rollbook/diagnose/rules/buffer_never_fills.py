@@ -19,6 +19,10 @@ from rollbook.diagnose.view import View
 RULE = "buffer_never_fills"
 HICCUP_S = 30.0
 """Seconds that any host may stand still for once."""
+LONGER = 1.25
+"""Seconds of waiting over those before that are more than a wobble."""
+HOST_EXPLAINS = 1.6
+"""Waits may grow that much more than what waits for nobody, where the host is slow."""
 OTHER_SHARE = 0.3
 """Seconds that no stage has, over those that the trainer waits longer: from there on, all of the host is slow."""
 
@@ -49,10 +53,12 @@ def judge(view: View) -> Finding | NotJudged | None:
     if idx is None:
         return None
     wait, step_s = view.level("timing_s/gen", idx), signs.step_seconds(view, idx)
-    if not np.isfinite(wait) or wait < 0.35 * step_s or _has_another_reason(view, idx):
+    before = view.level("timing_s/gen", max(0, idx - 40), idx)
+    if not np.isfinite(wait) or wait < 0.35 * step_s or wait < LONGER * before:
+        return None  # shorter responses need no shorter wait: prompts, calls and the tail stay
+    if _has_another_reason(view, idx):
         return None
     evidence: list[Evidence] = []
-    before = view.level("timing_s/gen", max(0, idx - 40), idx)
     says = f"the trainer waits {num(wait)} s of {num(step_s)} s a step, {num(before)} s before"
     evidence.append(
         Evidence(metric="timing_s/gen", step=view.step_at(idx), before=before, after=wait, says=says)
@@ -220,13 +226,14 @@ def _has_another_reason(view: View, idx: int) -> bool:
     ):
         if view.moved(metric, idx, 1, factor=factor):
             return True
-    if signs.host_slows(view, idx):
+    wait = view.contrast("timing_s/gen", idx)
+    slowdown = signs.host_slowdown(view, idx)
+    if slowdown > 1.0 and (wait is None or wait.ratio <= HOST_EXPLAINS * slowdown):
         return True
     clip = view.contrast("response_length/clip_ratio", idx)
     if clip is not None and clip.after >= clip.before + 0.02 and clip.ratio >= 2 and clip.score >= 4:
         return True
     found = view.rise(signs.residual(view))
-    wait = view.contrast("timing_s/gen", idx)
     return (
         found is not None
         and found.peak_ratio >= 2
