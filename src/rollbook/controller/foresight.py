@@ -64,6 +64,7 @@ def derive(config: RunConfig, *, gpu: str = "", num_gpus: int = 0) -> Derivation
             num_epochs=config.trainer.num_epochs,
             num_mini_batches=config.trainer.num_mini_batches,
             uses_reference=config.algorithm.needs_reference,
+            uses_proximal=_needs_proximal(config),
         ),
         cluster=Cluster(accelerator=accelerator, num_gpus=devices),
         assumptions=_assumptions(config),
@@ -111,8 +112,17 @@ def _model(config: RunConfig) -> ModelSpec:
 def _assumptions(config: RunConfig) -> Assumptions:
     """Of a run of this loop, with the engine that it asks for."""
     own = load_assumptions("rollbook")
-    layer_s = {"default": own.decode.layer_s_of(config.rollout.engine)}
-    return replace(own, decode=replace(own.decode, layer_s=layer_s))
+    return replace(own, decode=own.decode.for_engine(config.rollout.engine))
+
+
+def _needs_proximal(config: RunConfig) -> bool:
+    """As `Controller.needs_proximal`: on policy with one update the current policy is the anchor."""
+    algorithm, trainer = config.algorithm, config.trainer
+    is_on_policy = config.buffer.max_staleness_steps == 0
+    updates = trainer.num_epochs * trainer.num_mini_batches
+    return algorithm.proximal != "behavior" and (
+        algorithm.needs_proximal_first or not is_on_policy or updates > 1
+    )
 
 
 def _accelerator(config: RunConfig, gpu: str, notes: list[str]) -> Accelerator:

@@ -63,6 +63,16 @@ class DecodeAssumptions:
         """Seconds for this engine."""
         return self.layer_s.get(engine, self.layer_s["default"])
 
+    def for_engine(self, engine: str) -> DecodeAssumptions:
+        """The same with that engine's seconds as the default."""
+        step_s, row_s = self.host_s_of(engine)
+        return replace(
+            self,
+            layer_s={"default": self.layer_s_of(engine)},
+            host_s={"default": step_s},
+            host_row_s={"default": row_s},
+        )
+
     def host_s_of(self, engine: str) -> tuple[float, float]:
         """Seconds of the host for a step and for each of its sequences, for this engine."""
         step_s, row_s = (table.get(engine, table["default"]) for table in (self.host_s, self.host_row_s))

@@ -74,7 +74,7 @@ def _cells(stage: StageResult) -> list[str]:
         stage.stage,
         seconds(planned.seconds) if planned else "",
         seconds(expected.seconds) if expected else "",
-        f"± {100 * spread:.0f} %" if spread is not None else "",
+        f"± {100 * spread:.0f} %" if spread is not None else "none" if expected else "",
         seconds(stage.measured_s),
         f"{stage.ratio:.2f}" if stage.ratio is not None else "",
         stage.verdict,
