@@ -14,6 +14,7 @@ from rollbook.diagnose import signs
 from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
+from rollbook.diagnose.spells import tooth_of
 from rollbook.diagnose.view import Break, View, spearman
 
 RULE = "missed_weight_sync"
@@ -48,6 +49,8 @@ def judge(view: View) -> Finding | NotJudged | None:
             )
     if gap is None:
         return None
+    if (teeth := _in_teeth(view)) is not None:
+        return teeth
     if rise is not None and _is_unexplained_ramp(view, gap, rise):
         return _finding(view, rise.idx, rise, 0.8 if gap.num_fine else 0.6, rise.end_idx)
     if _never_synced(view, gap):
@@ -64,6 +67,46 @@ def _told_by_versions(view: View) -> Finding | None:
     if versions.all_standing_since is not None:
         return _finding(view, versions.all_standing_since, None, 0.95, None)
     return None
+
+
+def _in_teeth(view: View) -> Finding | None:
+    """The gap grows for some steps and is back at its floor in one, again and again: publications are skipped, and the
+    next whole one mends it. Numerics come at once; staleness and the optimizer would show themselves."""
+    spells = view.spells(signs.GAP, least=np.log(1.5))
+    if spells is None:
+        return None
+    tooth = tooth_of(view.values[signs.GAP], spells)
+    if not tooth.is_saw or len(tooth.heights) < 2:
+        return None
+    for metric, most in (
+        (signs.versions(view).mean, 1.35),
+        ("actor/ppo_kl", 2.0),
+        ("actor/grad_norm", 1.8),
+        ("response_length/mean", 1.3),
+    ):
+        c = view.beside(metric, spells)
+        if c is not None and c.ratio >= most and c.score >= 4:
+            return None
+    step = view.step_at(spells.first)
+    evidence = []
+    for metric in (signs.gap(view) or NO_GAP).metrics[:2]:
+        c = view.beside(metric, spells)
+        if c is not None:
+            says = f"{len(spells.stretches)} times it grows over {num(tooth.rise_steps)} steps and is back in one: "
+            says += f"{num(c.before)} beside them, {num(c.after)} in them"
+            evidence.append(Evidence(metric=metric, step=step, before=c.before, after=c.after, says=says))
+    return Finding(
+        rule=RULE,
+        title="engines sample with old weights again and again: weight syncs are skipped",
+        area="version",
+        confidence=0.88,
+        step=step,
+        evidence=tuple(evidence),
+        action="publish the full weights after every step and let a publication that is skipped or refused stop the "
+        f"step; what was sampled in those stretches since step {step} is off-policy",
+        next_check="the log of publications over one stretch: which were skipped, and did the digests of the replicas "
+        "change?",
+    )
 
 
 def _grows_after(view: View, idx: int) -> bool:
@@ -165,8 +208,10 @@ def _never_synced(view: View, gap: signs.Gap) -> bool:
         return False
     if signs.policy(view).nan_step is not None or signs.policy(view).blow_up_idx is not None:
         return False
-    early = view.level(signs.GAP, view.n // 6, view.n // 3) / view.level(signs.GAP, 0, max(3, view.n // 20))
-    return bool(early >= 1.25)
+    first = view.level(signs.GAP, 0, max(3, view.n // 20))
+    early = view.level(signs.GAP, view.n // 6, view.n // 3) / first
+    midway = view.level(signs.GAP, view.n // 3, view.n // 2) / first
+    return bool(early >= 1.25 or (early >= 1.1 and midway >= 1.3))
 
 
 def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: int | None) -> Finding:

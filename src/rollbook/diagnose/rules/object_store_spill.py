@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from rollbook.diagnose import signs
+from rollbook.diagnose.cost import is_worth
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, of_break, share
+from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.view import Break, View
 
 RULE = "object_store_spill"
@@ -50,6 +53,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         idx = min(f.idx for f in slow) if idx is None else idx
     if host is not None and fuller:
         evidence.append(of_break(host, "host memory"))
+    if direct < 0.3 and (again := _in_spells(view, other)) is not None:
+        return again
     if idx is None or not slow:
         return None if direct < 0.3 or not said else _finding(view, idx or 0, evidence, 0.55, None)
     heavy = sum(f.late - f.before for f in slow) >= 0.08 * step_s
@@ -59,6 +64,39 @@ def judge(view: View) -> Finding | NotJudged | None:
     cost = max(cost, signs.lost_in_steps(view, idx) or 0.0)  # computing waits for what is moved
     confidence = 0.5 + direct + 0.1 * len(slow) + 0.15 * (fuller and together)
     return _finding(view, idx, evidence, confidence, cost)
+
+
+def _in_spells(view: View, other: str | None) -> Finding | None:
+    """Stretches in which the seconds of no stage, or of moving data, are many times as long, with a full host memory or
+    both together, while computing takes what it took."""
+    found = [
+        (m, s)
+        for m in (other, *MOVERS)
+        if m is not None and (s := view.spells(m, least=np.log(2.5))) is not None
+    ]
+    if not found:
+        return None
+    _, spells = max(found, key=lambda pair: pair[1].over_quiet(view.values[pair[0]]))
+    for stage, most in (("timing_s/update_actor", 1.3), ("response_length/mean", 1.2), ("timing_s/gen", 1.6)):
+        c = view.beside(stage, spells)
+        if c is not None and c.ratio >= most and c.score >= 4:
+            return None
+    evidence = []
+    for mover, own in found:
+        c = view.beside(mover, spells)
+        if c is not None and c.ratio >= 1.8 and own.num_hits >= 0.3 * spells.num_hits:
+            evidence.append(
+                of_contrast(view, c, spells.first, f"seconds of moving data in {spells.num_hits} steps")
+            )
+    host = view.beside("perf/cpu_memory_used_gb", spells)
+    fuller = host is not None and host.ratio >= 1.1 and host.score >= 5
+    if host is not None and fuller:
+        evidence.append(of_contrast(view, host, spells.first, "host memory in the same steps"))
+    cost = sum(own.over_quiet(view.values[mover]) for mover, own in found) * view.stride
+    if len(evidence) < 2 or not is_worth(view, cost):
+        return None
+    confidence = 0.65 + 0.1 * len(evidence) + 0.1 * fuller
+    return _finding(view, spells.first, evidence, min(confidence, 0.9), cost)
 
 
 def _slow_movers(view: View, other: str | None) -> list[Break]:

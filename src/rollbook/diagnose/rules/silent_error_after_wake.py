@@ -8,10 +8,13 @@ much less than that.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.missed_weight_sync import NO_GAP
 from rollbook.diagnose.rules.wording import num, of_contrast, share
+from rollbook.diagnose.spells import follow
 from rollbook.diagnose.view import View
 
 RULE = "silent_error_after_wake"
@@ -34,6 +37,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         return early
     if gap is None:
         return _without_gap(view)
+    if (again := _for_single_steps(view)) is not None:
+        return again
     rise = gap.rise
     if rise is None or rise.peak_ratio < BROKEN or rise.rise_steps > 3:
         return None
@@ -41,7 +46,9 @@ def judge(view: View) -> Finding | NotJudged | None:
     pearson = view.contrast("training/rollout_actor_probs_pearson_corr", rise.idx, width=8)
     unrelated = (pearson is not None and pearson.after < 0.6) or _is_far_apart(view, rise.idx)
     noise = pearson is not None and pearson.after < NOISE and pearson.before > 0.8
-    if not (lost >= 0.4 or (unrelated and lost >= 0.15) or noise):
+    changed = _changed_at(view, rise.idx)
+    in_part = len(changed) >= 2 and (unrelated or rise.peak_ratio >= FAR_OFF)
+    if not (lost >= 0.4 or (unrelated and lost >= 0.15) or noise or in_part):
         return None
     return _finding(view, rise.idx, 0.95 if (lost >= 0.4 and rise.peak_ratio >= 5) or noise else 0.8)
 
@@ -56,6 +63,78 @@ FAR_APART = (
 
 def _is_far_apart(view: View, idx: int) -> bool:
     return any(view.level(metric, idx, idx + 8) >= least for metric, least in FAR_APART)
+
+
+FAR_OFF = 8.0
+"""Growth of the disagreement at once beyond any numerics, where answers change with it."""
+_OF_ANSWERS: tuple[tuple[str, float, float], ...] = (
+    # metric, least growth at once, least difference
+    ("response_length/clip_ratio", 4.0, 0.03),
+    ("response_length/mean", 1.35, 0.0),
+    ("actor/entropy", 1.5, 0.0),
+)
+
+
+def _changed_at(view: View, idx: int) -> list[str]:
+    """What of the answers themselves changed at once: engines that compute a little otherwise write the same ones."""
+    found = []
+    for metric, ratio, least in _OF_ANSWERS:
+        c = view.contrast(metric, idx, width=8)
+        if c is None or c.score < 6 or not c.is_at_once:
+            continue
+        if c.ratio >= ratio and c.diff >= least:
+            found.append(metric)
+    return found
+
+
+def _for_single_steps(view: View) -> Finding | None:
+    """Steps, one or two at a time, in which the engine has nothing to do with the trainer and its answers differ; the
+    next hand-over mends it. After each validation: the engine slept and woke there."""
+    spells = view.spells(signs.GAP, least=np.log(BROKEN))
+    if spells is None or spells.median_length > 2 or spells.ratio < BROKEN:
+        return None
+    bottom = signs.lowest_reward(view)
+    reward = view.beside(signs.reward(view).metric, spells)
+    lost = 0.0 if reward is None or reward.before <= bottom else -reward.diff / (reward.before - bottom)
+    answers = [
+        c
+        for metric, ratio, least in _OF_ANSWERS
+        if (c := view.beside(metric, spells)) is not None
+        and c.ratio >= ratio
+        and c.diff >= least
+        and c.score >= 4
+    ]
+    if not (lost >= 0.15 and answers) and len(answers) < 2 and lost < 0.4:
+        return None
+    after = follow(spells, _validations(view))
+    when = "in the step after each validation" if after else f"in {spells.num_hits} single steps"
+    evidence = []
+    for metric in (signs.gap(view) or NO_GAP).metrics[:2]:
+        c = view.beside(metric, spells)
+        if c is not None:
+            evidence.append(of_contrast(view, c, spells.first, f"{when}, against the steps beside them"))
+    evidence += [
+        of_contrast(view, c, spells.first, "in the same steps") for c in (*answers, reward) if c is not None
+    ]
+    return Finding(
+        rule=RULE,
+        title=f"the engine samples noise {when}",
+        area="implementation",
+        confidence=0.93 if after else 0.85,
+        step=view.step_at(spells.first),
+        evidence=tuple(evidence),
+        cost_reward=max(0.0, -reward.diff) if reward is not None else None,
+        action="publish the weights again after the engine woke, before it samples (with sleep level 2 they are gone), "
+        "and drop its KV cache; leave those steps' samples out",
+        next_check="after one sleep and wake without a publication, decode one greedy prompt and compare digests",
+    )
+
+
+def _validations(view: View) -> NDArray[np.intp]:
+    """Positions of the steps that validated."""
+    marks = ["timing_s/testing", *view.family("val-core/"), *view.family("val/")]
+    metric = next((m for m in marks if 3 <= view.count(m) < 0.7 * view.n), None)
+    return np.flatnonzero(np.isfinite(view.values[metric])) if metric else np.zeros(0, np.intp)
 
 
 def _in_first_steps(view: View) -> Finding | None:
