@@ -24,7 +24,7 @@ from rollbook.sync.inproc import Copied, InprocPort
 from rollbook.sync.remote import RemotePort, ReplicaServer
 from rollbook.sync.shm import ShmReceiver, ShmSender
 from rollbook.sync.transaction import ReplicaTransaction
-from rollbook.sync.transport import InlineSender
+from rollbook.sync.transport import InlineReceiver, InlineSender, arrived
 from rollbook.weights import Bucket, BucketEntry, Manifest, Receiving
 
 SOON = CONFIG.model_copy(update={"receive_deadline_s": 2.0, "abort_deadline_s": 0.5, "delta": False})
@@ -307,6 +307,56 @@ async def test_nothing_overtakes_a_bucket_that_is_taken_in_on_the_event_loop(tmp
     await remote_port.close()
     await server.close()
     sender.close()
+
+
+class SlowSender(InlineSender):
+    """The first bucket of the first publication is written only when a later one is open, as on a slow disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_begun, self.goes_on = threading.Event(), threading.Event()
+        self.written: list[int] = []
+
+    def announce(self, bucket: Bucket) -> Any:
+        if bucket.attempt == 1:
+            self.is_begun.set()
+            assert self.goes_on.wait(20)
+        self.written.append(bucket.attempt)
+        return super().announce(bucket)
+
+
+async def test_a_bucket_whose_publication_was_given_up_is_no_part_of_the_next_one() -> None:
+    """It is still being written then; it would take the place of the next one's own, or of its file."""
+    taken: list[int] = []
+
+    class Port(SlowPort):
+        async def weight_version(self) -> int:
+            return 0
+
+        async def receive(self, bucket: Bucket) -> None:
+            taken.append(bucket.bucket_idx)
+
+    port: Any = Port()
+    server, sender = ReplicaServer(port, InlineReceiver(), max_payload_bytes=64), SlowSender()
+    remote_port = RemotePort(0, sender, port=await server.start())
+    manifest = Manifest(weight_version=1, base_version=None, tensors=())
+    data = sender.buffer(0, 16, torch.device("cpu"))
+    first, second = (Bucket(weight_version=1, bucket_idx=0, entries=(), data=data, attempt=n) for n in (1, 2))
+    await remote_port.open(manifest)
+    given_up = asyncio.ensure_future(arrived(remote_port.receive(first)))
+    await asyncio.to_thread(sender.is_begun.wait, 20)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    await remote_port.open(manifest)
+    arriving = asyncio.ensure_future(arrived(remote_port.receive(second)))
+    await remote_port.weight_version()  # time enough for it to overtake, if it could
+    sender.goes_on.set()
+    await arriving
+    assert sender.written == [1, 2], "one after the other"
+    assert len(taken) == 1
+    await remote_port.close()
+    await server.close()
 
 
 async def test_what_touches_live_weights_is_left_to_the_engines_thread() -> None:

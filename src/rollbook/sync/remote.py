@@ -288,16 +288,27 @@ class RemotePort:
     def receive(self, bucket: Bucket) -> Receiving:
         """Announce the bucket and take part in its transfer, on another thread where that takes a while. The next
         bucket may be sent before the replica has it; they are announced in the order of the calls."""
-        return self._begin(bucket) if self.sender.is_quick else self._begin_beside(bucket)
+        connection = self._connection  # which opened the publication: of another one the bucket is no part
+        if self.sender.is_quick:
+            return self._begin(bucket, connection)
+        return self._begin_beside(bucket, connection)
 
-    async def _begin_beside(self, bucket: Bucket) -> None:
+    async def _begin_beside(self, bucket: Bucket, connection: _Connection | None) -> None:
         try:
-            async with self._announcing:
-                arriving = await asyncio.to_thread(self._begin, bucket)
+            await self._announcing.acquire()
+            beginning = asyncio.ensure_future(asyncio.to_thread(self._begin, bucket, connection))
+            beginning.add_done_callback(self._announced)
+            arriving = await asyncio.shield(beginning)
             await asyncio.wrap_future(arriving)
         except asyncio.CancelledError:
             self._missed(bucket)
             raise
+
+    def _announced(self, beginning: asyncio.Future[Future[None]]) -> None:
+        """Cancelling does not stop the thread: what comes next, perhaps the same file again, waits for its end."""
+        self._announcing.release()
+        if not beginning.cancelled():
+            beginning.exception()
 
     async def prove(self, digests: Digests) -> None:
         await self._ask({"do": "prove", "digests": dict(digests)})
@@ -311,11 +322,13 @@ class RemotePort:
     async def close(self) -> None:
         self._drop()
 
-    def _begin(self, bucket: Bucket) -> Future[None]:
+    def _begin(self, bucket: Bucket, connection: _Connection | None) -> Future[None]:
         try:
             place = self.sender.announce(bucket)
             message = {"do": "receive", "place": place, **bucket_to_json(bucket)}
-            answered = self._connected().ask(message, self.sender.payload(bucket))
+            if connection is None or connection.has_ended:
+                raise _ended(f"replica {self.replica_id}", EOFError("it was given up"))
+            answered = connection.ask(message, self.sender.payload(bucket))
             arriving = _both(answered, self.sender.transfer(bucket))
         except BaseException:
             self.sender.missed(bucket)
