@@ -11,6 +11,8 @@ import pytest
 
 from drill_tiny import AT_STEP, NUM_STEPS, write_job
 from rollbook.cli.main import main
+from rollbook.diagnose.readers.table import load
+from rollbook.diagnose.tree import diagnose
 from rollbook.drill.faults import FAULTS
 from rollbook.drill.run import find_fault, run_drill
 from rollbook.errors import ConfigError
@@ -85,3 +87,12 @@ def test_the_list_names_every_fault_and_an_unknown_one_its_neighbors(
     assert all(f"{name}\n" in listed for name in FAULTS)
     with pytest.raises(ConfigError, match="stale_replica"):
         find_fault("stale_replika")
+
+
+@pytest.mark.parametrize(("name", "is_said"), [("wrong_temperature", True), ("quantized_engine", False)])
+def test_a_temperature_is_told_from_rounding_at_the_same_distance(
+    name: str, is_said: bool, tmp_path: Path
+) -> None:
+    report = run_drill(find_fault(name), write_job(tmp_path), [], num_steps=NUM_STEPS, at_step=AT_STEP)
+    found = diagnose(load(report.run_dir)).findings[0]
+    assert ("as at another temperature" in found.title) is is_said

@@ -646,3 +646,18 @@ def test_shorter_responses_need_no_shorter_wait() -> None:
     length = _step(_noisy(800.0, 8), 0.25)
     longest = _step(_noisy(3000.0, 9), 0.25)
     assert diagnose(_waits(1.0, response_length__mean=length, response_length__max=longest)).is_well
+
+
+@pytest.mark.parametrize(("correlation", "says"), [(0.994, True), (0.89, False)])
+def test_sides_far_apart_that_order_tokens_alike_differ_by_a_temperature(
+    correlation: float, says: bool
+) -> None:
+    run = _run(
+        **{GAP.replace("/", "__"): _step(_noisy(0.006, 2), 9.0)},
+        training__rollout_actor_probs_pearson_corr=np.where(T >= AT, correlation, 0.9995),
+        rollout_corr__kl=_step(_noisy(0.001, 3, 0.1), 80.0),
+    )
+    found = diagnose(run).findings[0]
+    assert found.rule == "engine_mismatch"
+    assert ("as at another temperature" in found.title) is says
+    assert found.action.startswith("compare temperature") is says
