@@ -272,8 +272,8 @@ def versions(view: View) -> Versions:
         newest=newest,
         rise=None if rise is None else replace(rise, metric=mean or ""),
         oldest_rise=view.rise(oldest, log=False),
-        all_standing_since=_unit_ramp(view, newest or mean),
-        some_standing_since=_unit_ramp(view, f"{STALENESS}/max" if view.has(f"{STALENESS}/max") else oldest),
+        all_standing_since=unit_ramp(view, newest or mean),
+        some_standing_since=unit_ramp(view, f"{STALENESS}/max" if view.has(f"{STALENESS}/max") else oldest),
         standing_replicas=replicas,
         standing_since=since,
     )
@@ -342,7 +342,7 @@ STANDSTILL_STEPS = 6
 """Steps in a row over which samples must age by one version a step."""
 
 
-def _unit_ramp(view: View, metric: str | None) -> int | None:
+def unit_ramp(view: View, metric: str | None) -> int | None:
     """Where a staleness begins to grow by one version with every step, to beyond what it ever was before."""
     if metric is None:
         return None

@@ -6,12 +6,14 @@ what is generated does not reach the trainer.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from rollbook.diagnose import signs
 from rollbook.diagnose.cost import is_asynchronous, is_worth
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.filter_starvation import DROPPED
+from rollbook.diagnose.rules.filter_starvation import DROPPED, batch_of
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
@@ -42,6 +44,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         return None  # generation of a synchronous step waits for no buffer
     if (again := _again(view)) is not None:
         return again
+    if (thrown_away := _evicts_most(view)) is not None:
+        return thrown_away
     rise = view.rise(excess)
     idx = None
     if rise is not None and rise.peak_ratio >= 1.9:
@@ -149,6 +153,45 @@ def _stopped(found: Stop) -> Finding:
     )
 
 
+EVICTED = "training/off_policy/evicted_samples"
+
+
+def _evicts_most(view: View) -> Finding | None:
+    """More is evicted as too old than is trained, and the trainer waits for what is made instead. Whatever the lengths:
+    what is thrown away is what is waited for."""
+    rise = view.rise(EVICTED, log=False)
+    batch = batch_of(view, EVICTED)
+    if not is_asynchronous(view) or rise is None or rise.end_idx is not None or not rise.late >= 0.8 * batch:
+        return None
+    width = max(8, view.n // 10)
+    before = view.level("timing_s/gen", max(0, rise.idx - 40), rise.idx)
+    after = view.level("timing_s/gen", max(rise.idx, view.n - width))
+    if not after >= 1.5 * before:
+        return None
+    evidence = [of_break(rise, f"evicted as too stale, for a batch of {num(batch)}")]
+    says = f"the trainer waits {num(after)} s a step, {num(before)} s before"
+    evidence.append(
+        Evidence(metric="timing_s/gen", step=rise.step, before=before, after=after, says=says),
+    )
+    oldest = f"{signs.STALENESS}/max"
+    if view.has(oldest):
+        bound = view.last(oldest)
+        says = f"what is trained is at most {num(bound)} versions old: the bound"
+        evidence.append(Evidence(metric=oldest, step=rise.step, after=bound, says=says))
+    return Finding(
+        rule=RULE,
+        title="samples are evicted as fast as they finish: the bound of staleness is shorter than a trajectory",
+        area="async",
+        confidence=0.9,
+        step=rise.step,
+        evidence=tuple(evidence),
+        cost_s=signs.lost_seconds(view, "timing_s/gen", replace(rise, before=before)),
+        action="raise the staleness bound above the versions that pass while the longest trajectory runs, admit less "
+        "ahead, or continue unfinished trajectories across versions",
+        next_check="versions that pass during one trajectory: its seconds over those of a step",
+    )
+
+
 WAITS_S = 60.0
 """Seconds over the usual wait from which on a spell of waiting is one."""
 
@@ -162,7 +205,6 @@ def _again(view: View) -> Finding | None:
         ("response_length/mean", 1.2),
         ("response_length/max", 1.4),
         ("env/turn_s/mean", 1.4),
-        ("timing_s/agent_loop/tool_calls/mean", 1.4),
         ("timing_s/update_actor", 1.3),
         ("timing_s/old_log_prob", 1.3),
         *((dropped, 1.7) for dropped in DROPPED),

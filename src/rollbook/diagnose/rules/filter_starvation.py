@@ -172,7 +172,7 @@ def _share_of_made(view: View, dropped: str) -> Series:
     if dropped == "train/num_gen_batches":  # of a usual step half is kept at the least
         usual = max(float(np.nanquantile(values, 0.25)), 1.0)
         return np.asarray(1.0 - 0.65 / np.maximum(values / usual, 0.65))
-    batch = _batch(view, dropped)
+    batch = batch_of(view, dropped)
     return np.asarray(values / (values + batch)) if np.isfinite(batch) else np.full(view.n, np.nan)
 
 
@@ -193,14 +193,14 @@ def _evicted(view: View) -> str | None:
 
 def _dropped_share(view: View, dropped: str) -> float | None:
     """Late share of the generated samples that the filter drops; None when the batch size cannot be told."""
-    late, batch = view.last(dropped), _batch(view, dropped)
+    late, batch = view.last(dropped), batch_of(view, dropped)
     known = (
         dropped != "train/num_gen_batches" and np.isfinite(batch) and np.isfinite(late) and late + batch > 0
     )
     return float(late / (late + batch)) if known else None
 
 
-def _batch(view: View, dropped: str) -> float:
+def batch_of(view: View, dropped: str) -> float:
     """What a step trains on, in the unit of what is dropped; NaN when it cannot be told."""
     batch = view.last("batch/num_groups" if dropped.startswith(EVICTED) else "batch/num_sequences")
     if np.isfinite(batch):

@@ -61,6 +61,10 @@ def judge(view: View) -> Finding | NotJudged | None:
                 says=f"grows step by step from {num(early)} to {num(late)}",
             )
         )
+    if env and view.trend("env/turn_s/mean")[0] >= MANY_TIMES and not _gap_moves(view):
+        worse = _gets_worse(view)
+        points += 1.0 * bool(worse)
+        evidence += worse
     unreturned = _grows_every_step(view, "env/num_leased")
     if unreturned:
         points += 1.0  # leases are counted, not timed: this is the fault itself
@@ -89,6 +93,38 @@ def judge(view: View) -> Finding | NotJudged | None:
         "restart the pool now",
         next_check="count living sandboxes against running trajectories, by run id",
     )
+
+
+MANY_TIMES = 2.5
+"""Growth of the seconds of an environment beyond what other calls of a policy that learns would bring."""
+
+
+def _gets_worse(view: View) -> list[Evidence]:
+    """Turns that become fewer, and rewards that are lost, while calls wait: their time-outs."""
+    worse = []
+    ratio, _ = view.trend(signs.TURNS)
+    part = max(3, view.n // 8)
+    if ratio <= 0.93:
+        early, late = view.level(signs.TURNS, 0, part), view.level(signs.TURNS, view.n - part)
+        says = f"{num(early)} turns at first, {num(late)} now: episodes end early"
+        worse.append(
+            Evidence(
+                metric=signs.TURNS, step=view.step_at(view.n - part), before=early, after=late, says=says
+            )
+        )
+    falls = signs.reward_decline(view)
+    if falls is not None:
+        says = f"{num(falls.before)} at its best, {num(falls.after)} now: what times out scores nothing"
+        worse.append(
+            Evidence(metric=falls.metric, step=falls.step, before=falls.before, after=falls.after, says=says)
+        )
+    return worse
+
+
+def _gap_moves(view: View) -> bool:
+    """Whether engine and trainer part: then the policy, or the engine, changed too."""
+    found = signs.gap(view)
+    return found is not None and found.overall_ratio >= 1.6
 
 
 def _onset(view: View, metric: str) -> int:

@@ -1,6 +1,7 @@
 """Some replicas no longer take new versions while the others do: their share of the samples grows ever older.
 
-The oldest samples age by one version a step, the newest do not: the spread is the sign, not the mean.
+The oldest samples age by one version a step, the newest do not: the spread is the sign, not the mean. Where a bound
+evicts them, they age among what is evicted; a replica that only takes new versions late ages more slowly.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from dataclasses import replace
 import numpy as np
 
 from rollbook.diagnose import signs
+from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import of_break, of_contrast, share
-from rollbook.diagnose.view import Break, View
+from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
+from rollbook.diagnose.view import Break, View, spearman
 
 RULE = "version_drift"
 
@@ -42,6 +44,12 @@ def judge(view: View) -> Finding | NotJudged | None:
         )
     elif versions.some_standing_since is not None and not newest_follows(view, versions.some_standing_since):
         idx, confidence = versions.some_standing_since, 0.9
+    elif (told := _among_evicted(view)) is not None:
+        idx, confidence = told[0], 0.92
+        evidence += told[1]
+    elif (told := _lags(view)) is not None:
+        idx, confidence = told[0], 0.85
+        evidence += told[1]
     elif (
         (rise := view.rise(spread, log=False)) is not None
         and rise.late >= rise.before + 2
@@ -82,6 +90,73 @@ def judge(view: View) -> Finding | NotJudged | None:
         "after their digests agree",
         next_check="look in the log of those replicas for the first failed or skipped publication",
     )
+
+
+EVICTED = "training/off_policy/evicted_samples"
+EVICTED_AGE = f"{EVICTED}_staleness/max"
+
+
+def _among_evicted(view: View) -> tuple[int, list[Evidence]] | None:
+    """(position, evidence) of samples that are evicted older by one version with every step: one replica stands."""
+    since = signs.unit_ramp(view, view.first(EVICTED_AGE))
+    if since is None:
+        return None
+    known = np.flatnonzero(np.isfinite(view.values[EVICTED_AGE][:since]))
+    first = int(known[-1]) if len(known) else since
+    age = float(view.values[EVICTED_AGE][first]) if len(known) else 0.0
+    idx = max(0, min(first, view.idx_of(view.step_at(first) - age)))  # as old as it is, since then it stands
+    evidence = [
+        Evidence(
+            metric=EVICTED_AGE,
+            step=view.step_at(first),
+            before=age,
+            after=view.last(EVICTED_AGE, 3),
+            says=f"what is evicted ages by one version a step, from {num(age)} to {num(view.last(EVICTED_AGE, 3))}",
+        )
+    ]
+    c = view.contrast(EVICTED, first, width=20)
+    if c is not None:
+        evidence.append(of_contrast(view, c, first, "evicted a step: that replica's share"))
+    return idx, evidence
+
+
+LAG = 6.0
+"""Versions that the oldest samples must have fallen behind."""
+FEW = 0.3
+"""Growth of the mean age over that of the oldest beyond which all samples grow older, not those of some replicas."""
+
+
+def _lags(view: View) -> tuple[int, list[Evidence]] | None:
+    """(position, evidence) of oldest samples that fall ever further behind while the newest are fresh and the mean
+    rises by the share of a few: some replicas take new versions late."""
+    oldest, newest, mean = (f"{signs.STALENESS}/{end}" for end in ("max", "min", "mean"))
+    if not view.has(oldest, newest, mean) or view.n < 40:
+        return None
+    begin, quarter, tenth = max(5, view.n // 20), max(15, view.n // 4), max(5, view.n // 10)
+    early, late = view.level(oldest, begin, quarter), view.level(oldest, view.n - tenth)
+    if late < early + LAG or late < 2.5 * early:
+        return None
+    fresh = view.level(newest, view.n - tenth) <= view.level(newest, begin, quarter) + 0.5
+    grown = view.level(mean, view.n - tenth) - view.level(mean, begin, quarter)
+    known = np.flatnonzero(np.isfinite(view.values[oldest]))
+    smooth = running_median(view.values[oldest][known], 7)
+    low = np.flatnonzero(smooth <= early + 1.0)
+    steady = spearman(smooth[int(low[-1]) :], known[int(low[-1]) :].astype(np.float64)) if len(low) else 0.0
+    if not fresh or grown > FEW * (late - early) or steady < 0.8:
+        return None
+    idx = int(known[int(low[-1])])
+    says = f"the oldest samples fall behind step by step, from {num(early)} to {num(late)} versions"
+    few = f"the mean by {num(grown / (late - early))} of that: the share of a few replicas"
+    return idx, [
+        Evidence(metric=oldest, step=view.step_at(idx), before=early, after=late, says=says),
+        Evidence(
+            metric=newest,
+            step=view.step_at(idx),
+            after=view.level(newest, view.n - tenth),
+            says="stays fresh",
+        ),
+        Evidence(metric=mean, step=view.step_at(idx), after=view.level(mean, view.n - tenth), says=few),
+    ]
 
 
 def _gap_of_one_replica(view: View) -> Break | None:
