@@ -169,13 +169,14 @@ async def publish(
     version: int,
     *,
     port: WeightPort | None = None,
+    bucket_bytes: int = 1 << 15,
     **publisher: Any,
 ) -> PublicationReport:
-    """One publication through the real publisher and port, in full."""
+    """One publication through the real publisher and port, in full and in several buckets."""
     made = Publisher(
         Export(tensors),
         [port or InprocPort(engine)],
-        SyncConfig(probe=False),
+        SyncConfig(probe=False, bucket_bytes=bucket_bytes),
         weight_version=version - 1,
         **publisher,
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_sync_named_faults import OF_BUCKETS, OF_MANIFESTS, Fault
 
 import vllm_tiny
 from rollbook.errors import EngineError, SyncError
@@ -23,7 +24,7 @@ from rollbook.rollout.vllm.port import VllmPort
 from rollbook.sync.shm import ShmSender
 from rollbook.sync.transport import InlineSender
 from rollbook.types import FinishReason, VersionRun
-from rollbook.weights import Bucket
+from rollbook.weights import Bucket, Manifest
 from vllm_tiny import (
     BLOCK,
     gap,
@@ -132,6 +133,28 @@ async def test_a_damaged_publication_leaves_the_old_version_serving(bench: Bench
     version = await bench.publish(bench.old)
     with pytest.raises(SyncError, match="altered: model.embed_tokens.weight"):
         await bench.publish(bench.new, VllmPort(bench.engine, sender=DamagingSender()))
+    response = await bench.engine.generate(request(PROMPT, ignore_eos=True))
+    assert response.version_runs == (VersionRun(version, 8),) and gap(bench.old, PROMPT, response) < 1e-4
+
+
+class FaultyPort(VllmPort):
+    fault: Fault
+
+    async def open(self, manifest: Manifest) -> None:
+        await super().open(self.fault.manifest(manifest))
+
+    async def receive(self, bucket: Bucket) -> None:
+        await self.fault.passed(bucket, super().receive)
+
+
+@pytest.mark.parametrize("kind", [*OF_BUCKETS, *OF_MANIFESTS])
+async def test_every_named_fault_is_refused_in_vllms_own_process(bench: Bench, kind: type[Fault]) -> None:
+    version = await bench.publish(bench.old)
+    port = FaultyPort(bench.engine)
+    port.fault = kind()
+    port.fault.is_on = True
+    with pytest.raises(SyncError, match="was not published"):
+        await bench.publish(bench.new, port)
     response = await bench.engine.generate(request(PROMPT, ignore_eos=True))
     assert response.version_runs == (VersionRun(version, 8),) and gap(bench.old, PROMPT, response) < 1e-4
 
