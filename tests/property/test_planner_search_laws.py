@@ -46,6 +46,8 @@ WORKLOADS = [
     {"model": "Qwen3-30B-A3B", "num_gpus": "32", "prompts": "256", "response_tokens": "2k"},
     {"model": "Qwen3-14B", "gpu": "H20", "num_gpus": "16", "prompts": "32", "algorithm": "ppo"},
     {"model": "Qwen3-0.6B", "num_gpus": "8", "prompts": "64", "response_tokens": "1k"},
+    # Separated, the trainer leaves room for one engine of eight GPUs and for none of the larger, faster ones.
+    {"model": "Qwen3-235B-A22B", "gpu": "H20", "num_gpus": "64"},
 ]
 
 

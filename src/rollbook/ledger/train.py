@@ -159,7 +159,7 @@ def bubble_frac(layout: TrainLayout) -> float:
     return stages / (layout.virtual_stages * layout.micro_batches_per_step + stages)
 
 
-def default_train_side(
+def train_seconds(
     model: ModelSpec,
     workload: Workload,
     cluster: Cluster,
@@ -167,8 +167,8 @@ def default_train_side(
     *,
     num_gpus: int,
     layout: TrainLayout,
-) -> TrainSide:
-    """Forwards, training and optimizer of one step on `num_gpus` devices."""
+) -> tuple[float, float]:
+    """Seconds of one step's forwards, and of its training with the optimizer, on `num_gpus` devices."""
     stack = assumptions.stacks[assumptions.stack]
     sequence = workload.sequence_tokens
     layout = _with_micro_batches(layout, workload, assumptions, num_gpus)
@@ -207,6 +207,22 @@ def default_train_side(
     if (measured := own_training_s(model, workload, cluster, assumptions, num_gpus=num_gpus)) is not None:
         forward_s += measured.forward_s - forwards * tokens_per_gpu * seconds_of_token(False)
         train_s = measured.train_s
+    return forward_s, train_s
+
+
+def default_train_side(
+    model: ModelSpec,
+    workload: Workload,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    *,
+    num_gpus: int,
+    layout: TrainLayout,
+) -> TrainSide:
+    """Forwards, training and optimizer of one step on `num_gpus` devices."""
+    forward_s, train_s = train_seconds(
+        model, workload, cluster, assumptions, num_gpus=num_gpus, layout=layout
+    )
     memory = train_memory(model, workload, assumptions, num_gpus=num_gpus, layout=layout)
     usable = cluster.accelerator.hbm_bytes * (1 - assumptions.memory_overhead_frac)
     why_not = []
@@ -243,7 +259,7 @@ def default_train_side(
         critic_state_bytes_per_gpu=memory.critic_state,
         reward_model_bytes_per_gpu=memory.reward_model,
         activation_bytes_per_gpu=memory.activations,
-        mfu_frac=num_models * model_flops / (train_s * peak),
+        mfu_frac=workload.num_trained_models * model_flops / (train_s * peak),
         error_frac=error_frac,
         why_not=tuple(why_not),
         notes=notes,

@@ -25,6 +25,7 @@ from rollbook.ledger.step import (
     train_side,
 )
 from rollbook.ledger.sync import SyncMethod
+from rollbook.ledger.train import train_seconds
 from rollbook.ledger.workload import Mode
 from rollbook.planner.layouts import replica_layouts, train_layouts
 from rollbook.planner.lending import with_lending
@@ -33,6 +34,8 @@ from rollbook.planner.staleness import within_bound
 
 _MOST_UNITS_LISTED = 64
 """Above this many nodes only a grid and the neighbourhood of the optimum are joined."""
+_SLOWER_ENGINES_GAIN = 0.005
+"""Share of a step that engines which generate more slowly must save: ties are theirs who generate faster."""
 _ON_POLICY: tuple[Mode, ...] = ("sync", "separate_sync")
 _VISIBLE_SYNC_FRAC = 0.05
 """Share of the step up to which a broadcast, the plainest transport, is not questioned."""
@@ -148,7 +151,8 @@ class Search:
             self.layouts = self._shortlist(replica_layouts(request))
 
     def _shortlist(self, layouts: list[ReplicaLayout]) -> list[ReplicaLayout]:
-        """Layouts that are among the three best of a colocated, a large or a small rollout side."""
+        """Layouts that are among the three best of a colocated, a large or a small rollout side, or the best of their
+        size: a split may leave room for no other."""
         gpus = self.request.cluster.num_gpus
         points: list[tuple[int, Mode]] = [
             (gpus, "sync"), (gpus, "colocate_async"), (max(3 * gpus // 4, 1), "separate_async"),
@@ -161,6 +165,10 @@ class Search:
                 key=lambda pair: (bool(pair[0].why_not), rollout_s(pair[0], mode)),
             )
             kept |= {layouts[i]: None for _, i in ranked[:3]}
+            best_of_size: dict[int, int] = {}
+            for _, i in ranked:
+                best_of_size.setdefault(layouts[i].num_gpus, i)
+            kept |= {layouts[i]: None for i in best_of_size.values()}
         return [layout for layout in layouts if layout in kept]
 
     # -- sides
@@ -195,11 +203,19 @@ class Search:
         if is_offloaded:
             assumptions = with_offload(assumptions)
         layouts = fitting_layouts(replace(r, assumptions=assumptions), num_gpus)
-        sides = [
-            train_side(r.model, r.workload, r.cluster, assumptions, num_gpus=num_gpus, layout=layout)
-            for layout in layouts
-        ]
-        side, layout = min(zip(sides, layouts, strict=True), key=lambda pair: pair[0].total_s)
+        if assumptions.method != "paper":  # whose trainer has no layouts
+            layouts = [
+                min(
+                    layouts,
+                    key=lambda layout: sum(
+                        train_seconds(
+                            r.model, r.workload, r.cluster, assumptions, num_gpus=num_gpus, layout=layout
+                        )
+                    ),
+                )
+            ]
+        layout = layouts[0]
+        side = train_side(r.model, r.workload, r.cluster, assumptions, num_gpus=num_gpus, layout=layout)
         if is_offloaded:
             side = replace(
                 side,
@@ -223,11 +239,14 @@ class Search:
         train = self.train(num_train_gpus)
         sides = [(self._rollout(num_rollout_gpus, mode, layout), layout) for layout in self.layouts]
         best: Candidate | None = None
-        for side, layout in sorted(sides, key=lambda pair: rollout_s(pair[0], mode)):
+        for side, layout in sorted(sides, key=lambda pair: (bool(pair[0].why_not), rollout_s(pair[0], mode))):
+            if best is not None and (side.why_not or train.side.why_not):
+                break  # what does not fit is told of with its fastest layout
             if best is not None and best.fits and self._least_s(mode, side, train) >= best.step_s:
                 break  # and every slower one after it
             joined = self._joined(mode, side, layout, train)
-            if best is None or (not joined.fits, joined.step_s) < (not best.fits, best.step_s):
+            gain = best is None or joined.step_s < (1 - _SLOWER_ENGINES_GAIN) * best.step_s
+            if best is None or (joined.fits, gain) > (best.fits, False):
                 best = joined
         assert best is not None
         return best

@@ -69,7 +69,7 @@ def bounded_step_s(request: PlanRequest, account: StepAccount, layout: ReplicaLa
         return (bound + 1) * decode_s >= latency.at(decode_s) + own_s
 
     low, high = 0.0, max(pace_s, latency.at(pace_s) + own_s)
-    for _ in range(24):
+    for _ in range(18):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
     bunched_s = max((latency.of_crowd() + own_s) / (bound + 1), high)
