@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import math
@@ -441,3 +442,24 @@ def test_seconds_of_a_sync_in_a_record_do_not_put_an_error_into_the_sync(tmp_pat
     )
     (event,) = load(str(_write(tmp_path / "run.log", text))).events
     assert (event.kind, event.fields) == ("out_of_memory", {})
+
+
+def test_a_chart_of_several_runs_keeps_them_apart(tmp_path: Path) -> None:
+    """W&B writes every run of a chart into one CSV, with columns of its own; the shorter one ends in empty cells."""
+    name = "critic/score/mean"
+    header = [
+        "Step",
+        *(f"{run} - {name}{more}" for run in ("base - v2", "tuned") for more in ("", "__MIN", "__MAX")),
+    ]
+    rows = [
+        [i, 0.1 + i / 100, 0, 1, *([0.6 - i / 100, 0, 1] if i < 8 else ["", "", ""])] for i in range(1, 13)
+    ]
+    path = tmp_path / "chart.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_ALL)
+        writer.writerows([header, *rows])
+    tuned, base = load(str(path)), load(str(path), run_idx=0)
+    assert (tuned.num_runs, tuned.run_idx, tuned.num_steps, base.num_steps) == (2, 1, 7, 12)
+    assert tuned.values[name].tolist() == [0.6 - i / 100 for i in range(1, 8)]
+    assert base.values[name].tolist() == [0.1 + i / 100 for i in range(1, 13)]
+    assert any(note.endswith("this is run 1 of 0 to 1, tuned") for note in tuned.notes)

@@ -24,6 +24,10 @@ class Row:
     """Unix time of the row, where the log has one."""
 
 
+NEXT_RUN = "next_run"
+"""Kind of an event after which the rows are another run's; its text is that run's name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """Something a log says in words: an error, a restart, a span of the run directory."""

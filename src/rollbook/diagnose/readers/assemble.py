@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollbook.diagnose.series import Event, Row, RunSeries, Seam
+from rollbook.diagnose.series import NEXT_RUN, Event, Row, RunSeries, Seam
 from rollbook.errors import DataError
 
 MAX_REPLACED_KEPT = 50
@@ -112,8 +112,14 @@ def assemble(
     """
     runs = [_Run()]
     waiting: list[Event] = []
+    names_of_runs: list[str] = []
     for item in items:
         run = runs[-1]
+        if isinstance(item, Event) and item.kind == NEXT_RUN:
+            names_of_runs.append(item.text)
+            if run.steps:
+                runs.append(_Run())
+            continue
         if isinstance(item, Event):
             waiting.append(item)
             continue
@@ -147,9 +153,10 @@ def assemble(
     all_notes = list(notes)
     if len(runs) > 1:
         lengths = ", ".join(f"{len(r.rows_of_step)} steps" for r in runs)
-        all_notes.append(
-            f"{len(runs)} runs in one log ({lengths}): this is run {chosen} of 0 to {len(runs) - 1}"
-        )
+        which = f"run {chosen} of 0 to {len(runs) - 1}"
+        if len(names_of_runs) == len(runs):
+            which += f", {names_of_runs[chosen]}"
+        all_notes.append(f"{len(runs)} runs in one log ({lengths}): this is {which}")
     return _finish(runs[chosen], source, format, renamed or {}, all_notes, len(runs), chosen)
 
 

@@ -1,7 +1,8 @@
 """W&B exports: the CSV of a chart or of a run's history, and the history as JSON lines or one JSON list.
 
-Facts: a chart's CSV names its columns "run name - metric" and adds "__MIN" and "__MAX"; a history row has
-`_step`, `_timestamp`, `_runtime`; several rows may belong to one training step, each with other metrics.
+Facts: a chart's CSV names its columns "run name - metric" and adds "__MIN" and "__MAX"; a chart of several runs
+has columns of each; a history row has `_step`, `_timestamp`, `_runtime`; several rows may belong to one training
+step, each with other metrics.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.diagnose.readers.text import lines, number, open_binary
-from rollbook.diagnose.series import Event, Row
+from rollbook.diagnose.series import NEXT_RUN, Event, Row
 from rollbook.errors import DataError
 
 STEP_KEYS = (
@@ -60,7 +61,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     elif first == b"{":
         yield from _rows(_json_lines(path))
     else:
-        yield from _rows(_csv_rows(path))
+        yield from _read_csv(path)
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
@@ -71,13 +72,29 @@ def _json_lines(path: Path) -> Iterator[Any]:
             continue
 
 
-def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
+def _read_csv(path: Path) -> Iterator[Row | Event]:
+    """The runs of a chart one after the other, or the one run of a history."""
+    header = next(csv.reader(lines(path)), [])
+    runs = list(dict.fromkeys(name.rpartition(_OF_RUN)[0] for name in header if _OF_RUN in name))
+    for run in runs or [""]:
+        if len(runs) > 1:
+            yield Event(kind=NEXT_RUN, text=run)
+        yield from _rows(_csv_rows(path, run))
+
+
+_OF_RUN = " - "
+"""Between a run's name and a metric's in the header of a chart."""
+
+
+def _csv_rows(path: Path, run: str) -> Iterator[dict[str, str]]:
     for entry in csv.DictReader(lines(path)):
         named: dict[str, str] = {}
         for key, value in entry.items():
             if key is None or value is None or value == "" or key.endswith(("__MIN", "__MAX")):
                 continue
-            named[key.rsplit(" - ", 1)[-1]] = value
+            owner, _, name = key.rpartition(_OF_RUN)
+            if owner in ("", run):
+                named[name] = value
         yield named
 
 
