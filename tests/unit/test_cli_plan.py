@@ -244,6 +244,18 @@ def test_simulate_refuses_an_option_that_would_be_ignored(
     assert (code, out) == (2, "") and "has no effect" in err and remedy in err
 
 
+def test_simulate_tells_what_its_topology_does_not_read(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--num-gpus", "16", "--prompts", "16", "--response-tokens", "256", "--steps", "3"]
+    code, out, err = run(
+        capsys, "simulate", "--model", "Qwen3-8B", *job, "--mode", "sync", "--changed-frac", "0.5"
+    )
+    assert code == 0 and out
+    assert "note: --changed-frac changes nothing of what is simulated" in err
+    apart = ["--mode", "separate_async", "--split", "8:8", "--sleep-level", "1", "--rebuild-engine"]
+    _, _, err = run(capsys, "simulate", "--model", "Qwen3-8B", *job, *apart)
+    assert err.count("no engine sleeps") == 2
+
+
 def test_simulate_refuses_failures_that_leave_no_time_to_work(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "simulate", *SMALL, "--replica-mtbf-hours", "1e-7")
     assert (code, out) == (2, "") and "more than 100 times a step" in err

@@ -170,6 +170,7 @@ def command(
     Example: rollbook simulate --model Qwen3-8B --num-gpus 32 --mode separate_async --split 16:16
     """
     from rollbook.errors import PlanError
+    from rollbook.planner.plan import without_effect
     from rollbook.planner.request import choice_of
     from rollbook.planner.scenario import scenario_of, with_lending
     from rollbook.planner.simulate import simulate
@@ -213,6 +214,8 @@ def command(
     )  # fmt: skip
     request = options.request()
     candidate = _candidate(request, mode)
+    for option, why in without_effect(request, candidate):
+        typer.echo(f"note: {option} changes nothing of what is simulated: {why}", err=True)
     least_h = candidate.step_s / _MOST_FAILURES_PER_STEP / 3600
     if 0 < replica_mtbf_hours < least_h:
         raise PlanError(

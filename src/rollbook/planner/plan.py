@@ -196,7 +196,15 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         else (),
         smallest_changes=changes,
         warnings=tuple(_warnings(request, base)),
-        advice=(*_advice(request, chosen, search), *_without_effect(request, chosen)) if chosen else (),
+        advice=(
+            *_advice(request, chosen, search),
+            *(
+                f"{option} changes nothing of what is recommended: {why}"
+                for option, why in without_effect(request, chosen)
+            ),
+        )
+        if chosen
+        else (),
     )
 
 
@@ -219,31 +227,26 @@ def _advice(request: PlanRequest, chosen: Candidate, search: Search) -> list[str
     ]
 
 
-def _without_effect(request: PlanRequest, chosen: Candidate) -> list[str]:
-    """Choices that only another topology, or another transport, would read."""
+def without_effect(request: PlanRequest, chosen: Candidate) -> list[tuple[str, str]]:
+    """Options that only another topology, or another transport, would read, and why."""
     if request.assumptions.method == "paper":
         return []  # of which `_unused_by_paper` tells
-    shares = "engine and trainer share their GPUs"
+    shares, awake = "engine and trainer share their GPUs", "no engine sleeps where each side has its own GPUs"
+    usual, is_apart = SleepChoice(), not is_colocated(chosen.mode)
     idle: dict[str, tuple[bool, str]] = {
-        "--sleep-level and --rebuild-engine": (
-            request.sleep != SleepChoice() and not is_colocated(chosen.mode),
-            "no engine sleeps where each side has its own GPUs",
-        ),
+        "--sleep-level": (request.sleep.sleep_level != usual.sleep_level and is_apart, awake),
+        "--rebuild-engine": (request.sleep.rebuilds_engine and is_apart, awake),
         "--lend": (request.lend_switch_s > 0 and chosen.mode != "separate_async", shares),
         "--changed-frac": (
             request.changed_frac != CHANGED_FRAC and chosen.sync_method != "delta",
-            f"{shares}, so no delta is sent" if is_colocated(chosen.mode) else "whole weights are sent",
+            "whole weights are sent" if is_apart else f"{shares}, so no delta is sent",
         ),
         "--max-staleness": (
             request.max_staleness_steps > 1 and chosen.is_on_policy,
             "an on-policy step trains on no older token",
         ),
     }
-    return [
-        f"{option} changes nothing of what is recommended: {why}"
-        for option, (is_idle, why) in idle.items()
-        if is_idle
-    ]
+    return [(option, why) for option, (is_idle, why) in idle.items() if is_idle]
 
 
 def staleness_bound(chosen: Candidate, request: PlanRequest) -> int:
