@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from rollbook.cli.main import main
+from rollbook.diagnose.readers import prometheus as prometheus_reader
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import described_runs
@@ -147,3 +148,44 @@ def test_a_prometheus_server_is_read_by_its_url(prometheus: str, capsys: pytest.
     assert answer["format"] == "prometheus"
     assert answer["steps"] == {"first": 0, "last": 29, "count": 30}
     assert answer["verdict"] == "dead_sandbox_pool"
+
+
+class FastRun(BaseHTTPRequestHandler):
+    """A server with a run of forty steps of five seconds an hour ago, read at the times that a query asks for."""
+
+    ended_s = 1.7e9
+
+    def do_GET(self) -> None:
+        query = {key: values[0] for key, values in parse_qs(urlsplit(self.path).query).items()}
+        begin, end, stride = (float(query[key]) for key in ("start", "end", "step"))
+        times = [begin + i * stride for i in range(int((end - begin) / stride) + 1)]
+        steps = {t: int((t - self.ended_s + 200) // 5) for t in times if 0 <= t - self.ended_s + 200 < 200}
+        series = {
+            "training/global_step": [[t, str(step)] for t, step in steps.items()],
+            "critic/rewards/mean": [[t, str(0.5 + step / 1000)] for t, step in steps.items()],
+        }
+        result = [
+            {"metric": {"__name__": "rollbook_x", "metric": m, "run": 'a "b"'}, "values": v}
+            for m, v in series.items()
+        ]
+        body = json.dumps({"status": "success", "data": {"resultType": "matrix", "result": result}}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_run_much_shorter_than_the_hours_asked_for_keeps_its_steps() -> None:
+    server = HTTPServer(("127.0.0.1", 0), FastRun)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        rows = list(prometheus_reader.read(url, hours=24.0, now_s=FastRun.ended_s + 3600))
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert [row.step for row in rows] == list(range(40))

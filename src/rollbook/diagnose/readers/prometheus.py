@@ -7,6 +7,7 @@ times become steps through `training/global_step`. Without that series one scrap
 from __future__ import annotations
 
 import bisect
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -32,20 +33,28 @@ def read(url: str, *, hours: float = 24.0, now_s: float | None = None) -> Iterat
     start_s = end_s - hours * 3600
     stride_s = max(1.0, (end_s - start_s) / (MAX_POINTS - 1))
     with httpx.Client(base_url=url.rstrip("/"), timeout=60.0) as client:
-        query = {
+        query: dict[str, Any] = {
             "query": '{__name__=~"rollbook_.+",metric!=""}',
             "start": start_s,
             "end": end_s,
             "step": stride_s,
         }
         series = _query(client, "/api/v1/query_range", query).get("result", [])
-    if not series:
-        raise DataError(
-            f"the Prometheus server at {url} has no readings of rollbook of the last {hours:g} hours",
-            "check that it scrapes the run's endpoint (observe.prometheus_port), or give --hours",
-        )
-    newest = max(series, key=lambda s: float(s["values"][-1][0]))["metric"].get("run")
-    of_run = [s for s in series if s["metric"].get("run") == newest]
+        if not series:
+            raise DataError(
+                f"the Prometheus server at {url} has no readings of rollbook of the last {hours:g} hours",
+                "check that it scrapes the run's endpoint (observe.prometheus_port), or give --hours",
+            )
+        newest = max(series, key=lambda s: float(s["values"][-1][0]))["metric"].get("run")
+        of_run = [s for s in series if s["metric"].get("run") == newest]
+        # All hours at once are coarse; a run that fills few of them is asked for again, as finely as can be.
+        begin_s = min(float(s["values"][0][0]) for s in of_run) - stride_s
+        until_s = min(max(float(s["values"][-1][0]) for s in of_run) + stride_s, end_s)
+        finer_s = max(1.0, (until_s - begin_s) / (MAX_POINTS - 1))
+        if finer_s <= 0.5 * stride_s:
+            again = {**query, "start": begin_s, "end": until_s, "step": finer_s}
+            again["query"] = f'{{__name__=~"rollbook_.+",metric!="",run={json.dumps(newest or "")}}}'
+            of_run = _query(client, "/api/v1/query_range", again).get("result", []) or of_run
     others = {str(s["metric"].get("run")) for s in series} - {str(newest)}
     if others:
         yield Event(
