@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from sync_engine import StepEngine
-from sync_fakes import FakeSource, fused_engine, live_digests, tiny_tensors
+from sync_fakes import FakeSource, fused_engine, live_digests, manifest_of, packed, tiny_tensors
 
 from rollbook.errors import ConfigError, SyncError
 from rollbook.sync import wire
@@ -258,6 +258,31 @@ async def test_errors_cross_with_their_remedy(remote: Remote, tmp_path: Path) ->
 
 
 # ---- what must not get in
+
+
+async def test_nobody_but_the_connection_that_opened_a_publication_adds_to_it_or_commits_it(
+    remote: Remote, tmp_path: Path
+) -> None:
+    """Another trainer, or what an earlier connection still had to say: right bytes, and refused all the same."""
+    await remote.connect(await inline(remote.source, tmp_path))
+    ours = remote.ports[0]
+    theirs = RemotePort(0, InlineSender(), port=remote.addresses[0])
+    remote.ports.append(theirs)
+    buckets, digests = packed(remote.source, 1, 300)
+    await theirs.weight_version()  # it is connected
+    await ours.open(manifest_of(remote.source, 1))
+    refused = "no publication open on this connection"
+    with pytest.raises(SyncError, match=refused):
+        await arrived(theirs.receive(buckets[0]))
+    for bucket in buckets:
+        await arrived(ours.receive(bucket))
+    with pytest.raises(SyncError, match=refused):
+        await theirs.prove(digests)
+    await ours.prove(digests)
+    with pytest.raises(SyncError, match=refused):
+        await theirs.commit()
+    assert remote.engines[0].version == 0
+    assert (await ours.commit()).weight_version == 1
 
 
 class Evil:
