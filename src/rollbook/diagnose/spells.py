@@ -203,6 +203,28 @@ def tooth_of(values: Series, found: Spells) -> Tooth:
     return Tooth(float(np.median(rises)), float(np.median(falls)), tuple(heights))
 
 
+def climbs(values: Series, least: float) -> list[tuple[int, int, float]]:
+    """(position of the foot, of the top, height) of each gradual climb of at least `least` that is lost again at one
+    step: a saw that never rests has no quiet steps to be told by.
+
+    >>> saw = np.tile(np.arange(10.0), 4)
+    >>> climbs(saw, 5.0)
+    [(0, 9, 9.0), (10, 19, 9.0), (20, 29, 9.0)]
+    """
+    known = np.flatnonzero(np.isfinite(values))
+    raw = values[known]
+    found = []
+    begin = 0
+    for top in np.flatnonzero(raw[:-1] - raw[1:] >= least).tolist():
+        foot = begin + int(np.argmin(raw[begin : top + 1]))
+        way = raw[foot : top + 1]
+        height = float(way[-1] - way[0])
+        if top - foot >= 4 and height >= least and float(np.max(np.diff(way))) <= 0.5 * height:
+            found.append((int(known[foot]), int(known[top]), height))
+        begin = top + 1
+    return found
+
+
 def follow(found: Spells, marks: NDArray[np.intp]) -> bool:
     """Whether nearly every spell is the step of a mark or one of the two after it, and nearly every mark since the
     first spell has one: something that happens at the marks brings it about."""

@@ -109,6 +109,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
         "late_oom_with_length": "oom_in_sync fragmentation tail_burst collective_hang run_stopped",
         "oom_in_sync": "collective_hang late_oom_with_length fragmentation discontinuity_after_resume run_stopped",
         "tail_burst": "buffer_never_fills late_oom_with_length stale_samples",
+        "fragmentation": "late_oom_with_length run_stopped",
         "object_store_spill": "buffer_never_fills run_stopped",
         "collective_hang": "buffer_never_fills run_stopped",
         "slow_replica": "buffer_never_fills tail_burst stale_samples",

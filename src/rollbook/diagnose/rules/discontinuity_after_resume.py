@@ -282,7 +282,7 @@ def _schedule_begins_anew(lr: Series) -> int | None:
 
 def _was_there_before(view: View, idx: int) -> bool:
     """Whether reward and entropy after a step are ones the run had earlier: older weights, not a collapse."""
-    for metric in (signs.reward(view).metric, "actor/entropy"):
+    for metric in (signs.reward(view).metric, "actor/entropy", "response_length/mean"):
         c = view.contrast(metric, idx, width=8)
         if c is None or metric is None:
             continue
@@ -327,6 +327,15 @@ def _at(view: View, restart: Restart) -> Finding | None:
             )
             meanings[meaning] = None
             surest = max(surest, score)
+    anew = _begins_anew(view, restart.idx) if restart.is_certain else []
+    if any(item.metric == "actor/lr" for item in evidence[1:]):
+        anew = [item for item in anew if item.metric != "actor/lr"]
+    for item in anew:  # counted, not measured: no noise is in them
+        evidence.append(item)
+        meanings["the schedule began anew" if item.metric == "actor/lr" else "the data began anew"] = None
+        surest = max(surest, LONE_JUMP)
+    if not restart.is_certain and _are_other_data(view, restart.idx):
+        return None
     num_jumps = len(evidence) - 1
     if num_jumps < (1 if restart.is_certain else 2):
         return None
@@ -352,6 +361,41 @@ def _at(view: View, restart: Restart) -> Finding | None:
         action=ACTION,
         next_check=CHECK,
     )
+
+
+def _begins_anew(view: View, idx: int) -> list[Evidence]:
+    """What is counted and begins anew at a restart: the epochs at 0, the schedule at the foot of its warm-up."""
+    found = []
+    step = view.step_at(idx)
+    epoch = view.values.get("training/epoch")
+    if epoch is not None and np.isfinite(epoch[idx - 1 : idx + 1]).all():
+        before, after = float(epoch[idx - 1]), float(epoch[idx])
+        if before >= 1 and after == np.nanmin(epoch) and after < before:
+            says = f"epoch {num(before)} before the restart, {num(after)} after: the data began anew"
+            found.append(Evidence(metric="training/epoch", step=step, before=before, after=after, says=says))
+    lr = view.values.get("actor/lr")
+    if (
+        lr is not None
+        and idx >= 6
+        and np.isfinite(lr[idx - 6 : idx + 1]).all()
+        and np.all(lr[idx - 6 : idx] > 0)
+    ):
+        usual = float(np.max(np.abs(np.diff(np.log(lr[idx - 6 : idx])))))
+        jump = float(np.log(max(lr[idx], 1e-30) / lr[idx - 1]))
+        if abs(jump) >= max(0.1, 4 * usual):
+            says = f"learning rate {num(float(lr[idx - 1]))} before the restart, {num(float(lr[idx]))} after"
+            found.append(
+                Evidence(
+                    metric="actor/lr", step=step, before=float(lr[idx - 1]), after=float(lr[idx]), says=says
+                )
+            )
+    return found
+
+
+def _are_other_data(view: View, idx: int) -> bool:
+    """Whether the prompts themselves changed at a step: a run that goes on with other data does all else."""
+    prompts = view.contrast("prompt_length/mean", idx, width=8)
+    return prompts is not None and abs(prompts.score) >= 6 and not 0.93 <= prompts.ratio <= 1.07
 
 
 def _jump(view: View, metric: str, idx: int) -> tuple[float, float, float, float] | None:

@@ -1,6 +1,9 @@
-"""The allocator holds ever more memory that nobody uses: reserved grows, allocated does not."""
+"""The allocator holds ever more memory that nobody uses: reserved grows, allocated does not. What is held may be given
+back now and then, or the allocator says itself, at the end, how much of it was left and did not fit."""
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 
@@ -9,6 +12,7 @@ from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.spells import climbs
 from rollbook.diagnose.view import View
 
 RULE = "fragmentation"
@@ -17,6 +21,8 @@ HELD = "reserved - allocated GiB"
 
 def judge(view: View) -> Finding | NotJudged | None:
     used, kept = memory.allocated(view), memory.reserved(view)
+    if (said := _said(view)) is not None:
+        return said
     if used is None or kept is None:
         return NotJudged(
             rule=RULE,
@@ -24,6 +30,8 @@ def judge(view: View) -> Finding | NotJudged | None:
             collect="log allocated and reserved device memory each step",
         )
     view.derive(HELD, view.values[kept] - view.values[used])
+    if (teeth := _in_teeth(view, used, kept)) is not None:
+        return teeth
     part = max(4, view.n // 6)
     # The first sixth is warm-up: an allocator grows until every shape has been seen once.
     early, third = view.level(HELD, part, 2 * part), view.level(HELD, view.n // 3, view.n // 3 + part)
@@ -74,10 +82,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         step=view.step_at(idx),
         evidence=tuple(evidence),
         cost_s=cost,
-        action="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (with an engine in the same "
-        "process: separate memory pools), "
-        "and empty the cache at the hand-over",
-        next_check="a memory snapshot after the hand-over: which shapes leave the holes?",
+        action=ACTION,
+        next_check=CHECK,
     )
 
 
@@ -90,7 +96,97 @@ def _left_at(view: View, first: float, late: float) -> int:
 
 
 def _is_one_piece(view: View, start: int, grown: float) -> bool:
-    """Whether half of the growth since `start` came at one step: a first validation or checkpoint does that."""
+    """Whether half of the growth since `start` came at one step and it was left at that: a first validation or
+    checkpoint does that. One that creeps on from there is no end of a warm-up."""
     values = view.values[HELD][start:]
     values = values[np.isfinite(values)]
-    return bool(np.max(values[3:] - values[:-3], initial=0.0) >= 0.5 * grown)
+    leaps = values[3:] - values[:-3]
+    if np.max(leaps, initial=0.0) < 0.5 * grown:
+        return False
+    at = int(np.argmax(leaps)) + 3
+    creeps = float(np.median(values[-5:]) - np.median(values[at : at + 5])) if len(values) > at + 10 else 0.0
+    return creeps < CREEPS * grown
+
+
+CREEPS = 0.12
+"""Share of the growth that must come after its largest leap."""
+ACTION = (
+    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (with an engine in the same process: separate memory pools), "
+    "and empty the cache at the hand-over"
+)
+CHECK = "a memory snapshot after the hand-over: which shapes leave the holes?"
+TOOTH = 0.1
+"""Share of the device that is held and given back from which on a tooth is more than a cache."""
+
+
+def _in_teeth(view: View, used: str, kept: str) -> Finding | None:
+    """What is held and not used grows for some steps and is given back at one, up to a tenth of the device and more."""
+    capacity = memory.device_gib(view)
+    if capacity is None:
+        return None
+    teeth = climbs(view.values[HELD], 0.06 * capacity)
+    if len(teeth) < 3:
+        return None
+    heights = np.array([height for _, _, height in teeth])
+    with_used = [float(view.values[used][top] - view.values[used][foot]) for foot, top, _ in teeth]
+    top_height = float(np.quantile(heights, 0.75))
+    if top_height < TOOTH * capacity or float(np.nanmedian(with_used)) > 0.25 * top_height:
+        return None
+    thirds = np.array_split(heights, 3)
+    grows = float(np.max(thirds[-1])) >= 1.25 * float(np.max(thirds[0]))
+    is_brim = float(np.nanmax(view.values[kept])) >= 0.9 * capacity
+    if not (grows or is_brim):
+        return None
+    foot, steps = teeth[0][0], float(np.median([top - foot for foot, top, _ in teeth]))
+    step, before = view.step_at(foot), float(view.values[HELD][foot])
+    most = float(np.nanmax(view.values[kept]))
+    return Finding(
+        rule=RULE,
+        title="device memory is fragmented between hand-overs: more is held and not used until it is given back",
+        area="implementation",
+        confidence=share(0.8 + 0.08 * grows + 0.06 * is_brim),
+        step=step,
+        evidence=(
+            Evidence(
+                metric=HELD,
+                step=step,
+                before=before,
+                after=before + float(heights.max()),
+                says=f"{len(teeth)} times it grows over {num(steps)} steps, by up to {num(float(heights.max()))} GiB, "
+                "and is given back at once",
+            ),
+            Evidence(metric=kept, step=step, after=most, says=f"up to {num(most)} of {num(capacity)} GiB"),
+        ),
+        action=ACTION,
+        next_check=CHECK,
+    )
+
+
+_UNALLOCATED = re.compile(r"([\d.]+) ([MG]iB) is reserved by PyTorch but unallocated")
+_TRIED = re.compile(r"Tried to allocate ([\d.]+) ([MG]iB)")
+
+
+def _said(view: View) -> Finding | None:
+    """An out-of-memory error whose own words say that several times what did not fit was held and not used."""
+    for event in view.events("out_of_memory"):
+        left, tried = (_gib(pattern, event.text) for pattern in (_UNALLOCATED, _TRIED))
+        if left is None or tried is None or left < max(4.0, 2.0 * tried):
+            continue
+        step = event.step if event.step is not None else view.step_at(view.n - 1)
+        says = f"{num(tried)} GiB did not fit while {num(left)} GiB were reserved and not used"
+        return Finding(
+            rule=RULE,
+            title="device memory is fragmented: an allocation failed beside memory that was held and not used",
+            area="implementation",
+            confidence=0.93,
+            step=step,
+            evidence=(Evidence(metric="log", step=step, says=says),),
+            action=ACTION,
+            next_check=CHECK,
+        )
+    return None
+
+
+def _gib(pattern: re.Pattern[str], text: str) -> float | None:
+    found = pattern.search(text)
+    return None if found is None else float(found.group(1)) / (1024.0 if found.group(2) == "MiB" else 1.0)

@@ -17,6 +17,8 @@ from rollbook.diagnose.view import View
 
 RULE = "tail_burst"
 TAIL = "rollout/tail_s"
+TURNS = "num_turns/max"
+"""Turns of the longest trajectory: one that is stuck goes round until the limit."""
 CLEARLY_APART = 1.6
 """Seconds of the steps with long responses over those of the steps without, from which on it does not matter that
 something else made all of them slower."""
@@ -59,6 +61,9 @@ def _tails(view: View, longest: str) -> list[tuple[str, Series, float]]:
         if values is not None and np.isfinite(values).sum() >= 12:
             relative = values / mean if mean is not None and metric != TAIL else values
             out.append((metric, relative, 1.5))
+    turns = view.values.get(TURNS)
+    if turns is not None and np.isfinite(turns).sum() >= 12 and view.level(TURNS) > 2:
+        out.append((TURNS, turns, 2.0))
     clip = view.values.get("response_length/clip_ratio")
     if clip is not None and np.isfinite(clip).sum() >= 12:
         out.append(("response_length/clip_ratio", clip + 0.004, 2.0))
