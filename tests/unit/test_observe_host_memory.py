@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -43,8 +44,10 @@ def test_a_process_that_ended_meanwhile_is_left_out_and_without_proc_nothing_is_
 def test_every_step_writes_it_in_gib(tmp_path: Path) -> None:
     with Recorder(tmp_path / "run") as recorder, recorder.step(0):
         pass
-    written = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["data"]["perf/cpu_memory_used_gb"]
+    data = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["data"]
+    written = data["perf/cpu_memory_used_gb"]
     assert 0.01 < written < 100
+    assert data["host/disk_free_bytes"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.5)
     metric = lookup("perf/cpu_memory_used_gb")
     assert metric is not None
     assert (metric.unit, metric.owner) == ("GiB", "observe")

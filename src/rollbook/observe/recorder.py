@@ -18,6 +18,7 @@ import functools
 import itertools
 import json
 import math
+import shutil
 import threading
 import warnings
 from asyncio import current_task
@@ -251,7 +252,7 @@ class Recorder:
         self._write_event("span", span.fields(), at_s=span.at_s, mono_s=span.mono_s)
 
     def _derive(self, step_span: Span) -> None:
-        """Metrics that follow from the step's spans: seconds, expectations and rates of each stage; and host memory."""
+        """Seconds, expectations and rates of each stage, from the step's spans; and the host's memory and disk."""
         seconds: Values = {}
         for stage in self._stages:
             metric = catalogue.STAGES[stage.name]
@@ -282,6 +283,7 @@ class Recorder:
             merge(seconds, whole_step(self._work, stage_s, step_s))
         if (held := tree_bytes()) is not None:
             seconds["perf/cpu_memory_used_gb"] = Last(held / 2**30)
+        seconds["host/disk_free_bytes"] = Last(float(shutil.disk_usage(self.path).free))
         seconds["training/global_step"] = Last(float(step_span.step or 0))
         merge(self._values, seconds)
 
