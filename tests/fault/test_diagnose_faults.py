@@ -42,7 +42,7 @@ def _synthetic(name: str, seed: int, tmp_path: Path, how: str) -> Diagnosis:
     return diagnose(load(str(path)))
 
 
-OF_EVENTS = {"dead_scorer", "refused_publication", "run_stopped", "slow_replica"}
+OF_EVENTS = {"dead_scorer", "refused_publication", "replica_died", "run_stopped", "slow_replica"}
 """Rules that read what only our own run directories say; drills hold them (test_drill_faults.py)."""
 
 
