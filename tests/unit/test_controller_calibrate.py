@@ -239,9 +239,16 @@ def test_engines_are_as_slow_as_their_own_clock_says_and_the_rest_of_a_sample_is
     fit, num_prompts = plan["machine"]["coefficients"]["decode"], 4
     prompt_tokens = num_prompts * (plan["workload"]["prompt_tokens"] - 1)
     assert fit["prefill_base_s"] + prompt_tokens / fit["prefill_tokens_per_s"] == pytest.approx(1.0, rel=0.2)
-    rollout_s = plan["stages"]["rollout"]["seconds"]
-    scored_s = 1.6 if schedule == "sync" else 0.0
-    assert rollout_s == pytest.approx(4.0 + scored_s, abs=1.2)
+    stages = {name: stage["seconds"] for name, stage in plan["stages"].items()}
+    if schedule == "sync":
+        assert stages["rollout"] == pytest.approx(4.0 + 1.6, abs=1.2)
+        return
+    # The loop waits for what was not generated beside its own stages. Slots that are filled again make fewer decode
+    # steps; how much that saves is the machine's, and the seconds of a score are in none of it.
+    own_s = sum(stages[name] for name in stages.keys() - {"rollout", "reward", "checkpoint", "step"})
+    beside_s = own_s / plan["machine"]["coefficients"]["contention"]["engine"]
+    assert stages["rollout"] < 4.0 + 1.2
+    assert stages["rollout"] == 0 or stages["rollout"] + beside_s > 1.0
 
 
 TEACHER = {
