@@ -85,3 +85,12 @@ def test_leaving_out_refits_without_the_family(cases: list[Case]) -> None:
     held = leave_one_out(mine, "rl_step", 3)
     assert {"nemo_llama31-8b", "nemo_qwen3-32b", "nemo_qwen3-30b3a"} <= set(held)
     assert all(item.family == name for name, items in held.items() for item in items)
+
+
+def test_a_delta_is_predicted_from_the_smallest_to_the_largest_model(cases: list[Case]) -> None:
+    """0.6 to 235 billion parameters, on 4 to 64 training GPUs: what changed and its tensors take the seconds."""
+    mine = [case for case in cases if str(case["family"]).startswith("verl_delta")]
+    found, _ = predict_all(mine, load_assumptions("default"))
+    deltas = {item.case_id: item.error_frac for item in found if item.metric == "delta_sharded_s"}
+    assert len(deltas) == 13
+    assert all(abs(error) < 0.30 for error in deltas.values())
