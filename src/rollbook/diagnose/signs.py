@@ -612,6 +612,12 @@ def lost_reward(view: View, idx: int, *, width: int = 8) -> float:
     return 0.0 if c is None or c.before <= bottom else -c.diff / (c.before - bottom)
 
 
+def other_prompts(view: View, idx: int) -> bool:
+    """Whether the prompts themselves changed at a step: a run that goes on with other data does all else."""
+    prompts = view.contrast("prompt_length/mean", idx, width=8)
+    return prompts is not None and abs(prompts.score) >= 6 and not 0.93 <= prompts.ratio <= 1.07
+
+
 @once("reward")
 def reward(view: View) -> Reward:
     """The mean reward, and whether it fell off a cliff."""

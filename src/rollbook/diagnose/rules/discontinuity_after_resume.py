@@ -334,7 +334,7 @@ def _at(view: View, restart: Restart) -> Finding | None:
         evidence.append(item)
         meanings["the schedule began anew" if item.metric == "actor/lr" else "the data began anew"] = None
         surest = max(surest, LONE_JUMP)
-    if not restart.is_certain and _are_other_data(view, restart.idx):
+    if not restart.is_certain and signs.other_prompts(view, restart.idx):
         return None
     num_jumps = len(evidence) - 1
     if num_jumps < (1 if restart.is_certain else 2):
@@ -390,12 +390,6 @@ def _begins_anew(view: View, idx: int) -> list[Evidence]:
                 )
             )
     return found
-
-
-def _are_other_data(view: View, idx: int) -> bool:
-    """Whether the prompts themselves changed at a step: a run that goes on with other data does all else."""
-    prompts = view.contrast("prompt_length/mean", idx, width=8)
-    return prompts is not None and abs(prompts.score) >= 6 and not 0.93 <= prompts.ratio <= 1.07
 
 
 def _jump(view: View, metric: str, idx: int) -> tuple[float, float, float, float] | None:

@@ -8,6 +8,7 @@ import re
 import numpy as np
 
 from rollbook.diagnose import signs
+from rollbook.diagnose.changes import noise_scale
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.series import Series
@@ -157,11 +158,19 @@ LUCK_NATS = 9.0
 """Right answers to be expected in a score from which on none at all is no bad luck: its odds are exp of minus that."""
 
 
-def _num_answers(values: Series) -> float:
-    """Answers that one score counts, at least: scores are multiples of one over their number."""
-    distinct = np.unique(np.round(values[np.isfinite(values)], 9))
-    steps = np.diff(distinct)
-    return 1.0 / float(steps.min()) if len(steps) and steps.min() > 0 else 0.0
+def _num_answers(values: Series, top: float = 1.0) -> float:
+    """Answers that one score counts, at least: scores are multiples of one over their number, and scatter with it.
+
+    Args:
+        values: [n] scores above that of wrong answers, from 0 to `top`; zeros do not count, they may be a fault's.
+    """
+    some = values[np.isfinite(values) & (np.abs(values) > 1e-9)] / top
+    steps = np.diff(np.unique(np.round(some, 9)))
+    if len(some) < 4 or not len(steps):
+        return 0.0
+    level = min(max(float(np.median(some)), 1e-6), 1 - 1e-6)
+    by_scatter = level * (1 - level) / max(noise_scale(some), 1e-6) ** 2
+    return min(1.0 / float(steps.min()), by_scatter)
 
 
 def _floor_of(view: View, metric: str) -> float:
@@ -170,16 +179,22 @@ def _floor_of(view: View, metric: str) -> float:
     return signs.lowest_reward(view) if low < -1e-9 else 0.0
 
 
+def _answers_of(view: View, metric: str) -> float:
+    floor = _floor_of(view, metric)
+    return _num_answers(view.values[metric] - floor, 1.0 - floor)
+
+
 def _zero_now_and_then(view: View, metric: str) -> int | None:
     """Position of the first of several held-out scores that are exactly those of wrong answers while those between
     count so many right ones that chance is out."""
-    values = view.values[metric] - _floor_of(view, metric)
+    floor = _floor_of(view, metric)
+    values = view.values[metric] - floor
     known = np.flatnonzero(np.isfinite(values))
     zeros = known[np.abs(values[known]) <= 1e-9]
     some = values[known][np.abs(values[known]) > 1e-9]
     if len(zeros) < 2 or len(some) < 4 or zeros[0] == known[0]:
         return None
-    expected = float(np.quantile(some, 0.2)) * _num_answers(values)
+    expected = float(np.quantile(some, 0.2)) / (1.0 - floor) * _answers_of(view, metric)
     return int(zeros[0]) if expected >= LUCK_NATS and float(np.median(some)) >= 0.02 else None
 
 
@@ -201,7 +216,7 @@ def _never_right(view: View, group: dict[str, str]) -> Finding | None:
         return None
     source, metric = dead[0], group[dead[0]]
     known = np.flatnonzero(np.isfinite(view.values[metric]))
-    counted = max(_num_answers(view.values[group[s]]) for s in others)
+    counted = max(_answers_of(view, group[s]) for s in others)
     if len(known) < 3 or counted * len(known) < LEAST_ANSWERS:
         return None
     begin = int(known[0])
@@ -335,6 +350,8 @@ def _every_reward_zero(view: View) -> Finding | None:
 def _policy_stands(view: View, idx: int) -> bool:
     """Whether the update was sound, and entropy, lengths, turns and the gap did not move, at a step."""
     if signs.is_broken_update(view, idx):
+        return False
+    if signs.other_prompts(view, idx):
         return False
     for metric in (
         "actor/entropy",
