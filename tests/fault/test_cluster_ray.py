@@ -202,12 +202,41 @@ def test_adapters_alone_are_not_served_on_another_base() -> None:
         foreign._load()
 
 
-def test_a_run_on_ray_repeats_in_one_process(tmp_path: Path) -> None:
-    more = {"run.schedule": "separate_async", "buffer.max_staleness_steps": 1, "sync.transport": "shm"}
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"sync.transport": "shm"},
+        {"sync.transport": "disk", "sync.disk_dir": "{}/w", "sync.quantize": "int8", "sync.delta": True},
+        {"sync.transport": "broadcast", "sync.quantize": "fp8_block"},
+    ],
+    ids=["shm", "int8 deltas on a disk", "fp8 by broadcast"],
+)
+def test_a_run_on_ray_repeats_in_one_process(how: dict[str, Any], tmp_path: Path) -> None:
+    """Codes and scales of quantized weights, and their digests, too."""
+    how = {
+        name: value.replace("{}", str(tmp_path)) if isinstance(value, str) else value
+        for name, value in how.items()
+    }
+    more = {"run.schedule": "separate_async", "buffer.max_staleness_steps": 1, **how}
     run = run_tiny(tmp_path, num_steps=2, **{**ON_RAY, **more})
     report = replay_run(run.folder)
     assert report.is_equal, report.differences
     assert (report.num_steps, report.num_digests) == (2, 3)
+
+
+def test_codes_and_scales_are_made_of_the_gathered_rows_of_two_ranks(tmp_path: Path) -> None:
+    ways = {"sync.quantize": "int8", "cluster.num_trainer_ranks": 2, "rollout.num_replicas": 1}
+    run = run_tiny(tmp_path, num_steps=1, **{**ON_RAY, **ways})
+    alone = run_tiny(
+        tmp_path,
+        name="alone",
+        num_steps=1,
+        **{**ON_RAY, **ways, "cluster.kind": "inproc", "cluster.num_trainer_ranks": 1},
+    )
+    (ours, *_), (theirs, *_) = run.events_of("publication"), alone.events_of("publication")
+    assert publications(run) == [(0, [0]), (1, [0])]
+    assert ours["num_tensors"] > len(run.parameters), "scales beside codes"
+    assert (ours["num_tensors"], ours["digest"]) == (theirs["num_tensors"], theirs["digest"])
 
 
 # ---- the plan

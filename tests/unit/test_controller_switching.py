@@ -226,7 +226,6 @@ def test_a_hand_over_that_cannot_be_is_refused(overrides: dict[str, Any], says: 
         ({"sync.quantize": "int8", "rollout.engine": "vllm"}, "only the native engine decodes"),
         ({"sync.quantize": "int8", "rollout.mismatch": "int4"}, "rounded twice"),
         ({"sync.quantize": "int8", "model.lora": {"rank": 2, "publish": "adapter"}}, "no matrix of a layer"),
-        ({"sync.quantize": "int8", "cluster.kind": "ray"}, "use cluster.kind = 'inproc'"),
         ({"rollout.engine": "vllm", "rollout.device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
         ({"rollout.engine": "vllm", "rollout.num_replicas": 2}, "one vLLM engine fits a process"),
         ({"rollout.engine": "vllm", "rollout.vllm.tp_size": 2}, "rollout.vllm.tp_size is 2 with in_process"),

@@ -24,6 +24,7 @@ from rollbook.errors import RunError, refuse
 from rollbook.sync.broadcast import BroadcastSender
 from rollbook.sync.folders import folder_problems, uses_shm
 from rollbook.sync.publisher import PublicationReport, Publisher
+from rollbook.sync.quantized import as_sent
 from rollbook.sync.remote import RemotePort
 from rollbook.sync.transport import Sender
 from rollbook.trainer.objective import NotingObjective
@@ -130,20 +131,21 @@ class TrainerRank:
             ConfigError: this host cannot write the transport's folder.
         """
         sync = config.sync
+        self._stream = FinishedStream(self.trainer)
+        source = as_sent(self._stream, sync.quantize)
         refuse(list(folder_problems(sync, by_shm=uses_shm(sync, is_on_ray=True))))
         if sync.transport == "disk":
             from rollbook.sync.disk import DiskSender
 
-            self._sender = DiskSender(sync.disk_dir, self.trainer.weight_specs())
+            self._sender = DiskSender(sync.disk_dir, source.weight_specs())
         elif sync.transport == "broadcast":
             self._sender = BroadcastSender(join_broadcast(config, meeting, rank=0))
         else:
             from rollbook.sync.shm import ShmSender
 
             self._sender = ShmSender(sync.shm_dir)
-        self._stream = FinishedStream(self.trainer)
         ports = [self._port(address) for address in addresses]
-        self.publisher = Publisher(self._stream, ports, sync, buffers=self._sender.buffer)
+        self.publisher = Publisher(source, ports, sync, buffers=self._sender.buffer)
 
     def set_port(self, address: ReplicaAddress) -> None:
         """A replica was started again: it listens elsewhere and holds nothing."""

@@ -26,8 +26,8 @@ from rollbook.modeling.tokenizer import Tokenizer
 from rollbook.rollout.engine import Engine
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.sync.bucket import Buffers
-from rollbook.sync.inproc import InprocPort, SwapEngine
-from rollbook.sync.quantized import QuantizedSource, QuantizedWeights
+from rollbook.sync.inproc import SwapEngine
+from rollbook.sync.quantized import EnginePort, as_sent, as_sent_to
 from rollbook.sync.remote import RemotePort, ReplicaServer
 from rollbook.sync.transport import Receiver, Sender
 from rollbook.trainer.trainer import Trainer
@@ -179,33 +179,23 @@ def _can_share_weights(config: RunConfig) -> bool:
 
 def published(config: RunConfig, trainer: Trainer) -> WeightSource:
     """What the engines are sent of the trainer's weights."""
-    return trainer if config.sync.quantize == "none" else QuantizedSource(trainer, config.sync.quantize)
+    return as_sent(trainer, config.sync.quantize)
 
 
 def as_published(config: RunConfig, live: LiveWeights) -> LiveWeights:
     """An engine's weights in the terms of what it is sent."""
-    return live if config.sync.quantize == "none" else QuantizedWeights(live, config.sync.quantize)
-
-
-class _Port(InprocPort):
-    """Of an engine that may be sent other tensors than it holds."""
-
-    def __init__(self, engine: SwapEngine, config: RunConfig) -> None:
-        super().__init__(engine, staging=config.sync.staging)
-        self._config = config
-
-    async def live_weights(self) -> LiveWeights:
-        return as_published(self._config, await super().live_weights())
+    return as_sent_to(live, config.sync.quantize)
 
 
 async def _port(parts: Parts, link: Link | None, engine: SwapEngine) -> WeightPort:
     """The port of an engine of this process. Over a transport, its server listens on loopback and asks for a token that
     nobody else is told."""
-    port = _Port(engine, parts.config)
+    sync = parts.config.sync
+    port = EnginePort(engine, staging=sync.staging, scheme=sync.quantize)
     if link is None:
         return port
     token = secrets.token_hex(16)
-    sync = parts.config.sync  # a broadcast to some of the replicas goes by messages
+    # a broadcast to some of the replicas goes by messages
     in_message_bytes = sync.bucket_bytes if sync.transport == "broadcast" else 0
     server = ReplicaServer(
         port, link.receivers[engine.replica_id], token=token, max_payload_bytes=in_message_bytes

@@ -137,11 +137,6 @@ def _quantize_problems(config: RunConfig) -> Iterator[Problem]:
     quantize, lora = config.sync.quantize, config.model.lora
     if quantize == "none":
         return
-    if config.cluster.kind != "inproc":
-        yield (
-            f"sync.quantize is '{quantize}' and cluster.kind '{config.cluster.kind}'",
-            "use cluster.kind = 'inproc'",
-        )
     if config.rollout.engine != "native":
         yield (
             f"sync.quantize is '{quantize}' and rollout.engine '{config.rollout.engine}'",

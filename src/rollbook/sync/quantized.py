@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollbook.errors import SyncError
+from rollbook.sync.inproc import InprocPort, SwapEngine
+from rollbook.sync.transaction import Staging
 from rollbook.weights import LiveWeights, TensorSpec, WeightSource
 
 Scheme = Literal["int8", "fp8_block"]
@@ -192,3 +194,26 @@ def dequantize(codes: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
 def _scale(largest: Tensor, code_max: float) -> Tensor:
     """Zero rows keep a scale of 1, so that nothing divides by zero."""
     return torch.where(largest > 0, largest / code_max, torch.ones_like(largest))
+
+
+def as_sent(source: WeightSource, scheme: Literal["none"] | Scheme) -> WeightSource:
+    """What the engines are sent of the trainer's weights (`sync.quantize`)."""
+    return source if scheme == "none" else QuantizedSource(source, scheme)
+
+
+def as_sent_to(live: LiveWeights, scheme: Literal["none"] | Scheme) -> LiveWeights:
+    """An engine's weights in the terms of what it is sent."""
+    return live if scheme == "none" else QuantizedWeights(live, scheme)
+
+
+class EnginePort(InprocPort):
+    """Of an engine that may be sent other tensors than it holds."""
+
+    def __init__(
+        self, engine: SwapEngine, *, staging: Staging = "staged", scheme: Literal["none"] | Scheme = "none"
+    ) -> None:
+        super().__init__(engine, staging=staging)
+        self._scheme: Literal["none"] | Scheme = scheme
+
+    async def live_weights(self) -> LiveWeights:
+        return as_sent_to(await super().live_weights(), self._scheme)
