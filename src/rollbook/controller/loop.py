@@ -114,7 +114,8 @@ class Controller:
         """Every step of the run. On an error the run directory stays whole and resumable."""
         self.is_stepping = True
         try:
-            for step in range(self.num_steps_done, self.config.run.num_steps):
+            first = self.num_steps_done
+            for step in range(first, self.config.run.num_steps):
                 if self.is_stop_requested or self.is_complete:
                     break
                 with self.recorder.step(step) as span:
@@ -133,6 +134,9 @@ class Controller:
                 self.commit_checkpoint()
                 self.num_steps_done = step + 1
                 self.rollout.admit()
+                if step == first:  # which imported and made what a start does not need
+                    gc.collect()
+                    gc.freeze()
             await self._finish()
         finally:
             await self.rollout.stop()
