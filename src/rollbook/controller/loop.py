@@ -281,8 +281,8 @@ class Controller:
                 await self.probe()
 
     async def probe(self) -> None:
-        """Compare engine and trainer on one short prompt, all replicas at once; one that differs serves nothing until it
-        is re-synced.
+        """Compare engine and trainer on one short prompt, all replicas at once; a replica that differs serves nothing
+        until it is re-synced.
 
         Raises:
             SyncError: no replica is left that agrees with the trainer.
