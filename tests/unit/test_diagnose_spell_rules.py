@@ -108,6 +108,14 @@ def test_waiting_again_and_again_is_the_buffers_only_where_there_is_one() -> Non
     assert _diagnose(waits).verdict != "buffer_never_fills"
 
 
+def test_what_takes_longer_at_each_validation_or_save_is_its_work() -> None:
+    after = np.concatenate([[False], VALIDATES[:-1]])
+    marks = {"timing_s/testing": np.where(VALIDATES, 200.0, np.nan)}
+    waits = {"timing_s/gen": _noisy(50.0, 10) + 400.0 * after, "timing_s/adv": _noisy(0.2, 22) + 3.0 * after}
+    writes = {"timing_s/update_weights": _noisy(4.0, 13) + 100.0 * after}
+    assert _diagnose({**FRESH, **marks, **waits, **writes}).verdict == "well"
+
+
 def test_more_evicted_than_trained_is_a_bound_too_tight_whatever_the_lengths() -> None:
     grow = np.clip((T - 60) / 30, 0, 1)
     batch = 1e6 / 1000.0

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.series import Series
+from rollbook.diagnose.spells import Spells, follow
 from rollbook.diagnose.view import BASELINE, Break, View
 
 T = TypeVar("T")
@@ -797,6 +798,20 @@ _ALONE = ("update_actor", "old_log_prob", "ref", "adv", "values", "update_critic
 """Stages that wait for nobody."""
 _DECODE = "rollout/decode_step_s"
 """Neither does a decode step."""
+
+
+def validations(view: View) -> NDArray[np.intp]:
+    """Positions of the steps that validated."""
+    marks = ["timing_s/testing", *view.family("val-core/"), *view.family("val/")]
+    metric = next((m for m in marks if 3 <= view.count(m) < 0.7 * view.n), None)
+    return np.flatnonzero(np.isfinite(view.values[metric])) if metric else np.zeros(0, np.intp)
+
+
+def is_of_the_schedule(view: View, found: Spells) -> bool:
+    """Whether spells of seconds are the steps that validate or save, or those just after: their work, not a fault."""
+    saves = view.values.get("timing_s/save_checkpoint")
+    saved = np.flatnonzero(np.isfinite(saves)) if saves is not None else np.zeros(0, np.intp)
+    return follow(found, validations(view)) or (len(saved) < 0.7 * view.n and follow(found, saved))
 
 
 RESIDUAL = "seconds of no stage"

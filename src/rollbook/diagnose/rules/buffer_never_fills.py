@@ -199,8 +199,8 @@ WAITS_S = 60.0
 def _again(view: View) -> Finding | None:
     """Steps in which the trainer waits many times longer than beside them, for responses that are no longer."""
     spells = view.spells("timing_s/gen", least=np.log(3.0)) if is_asynchronous(view) else None
-    if spells is None or spells.inside - spells.before < WAITS_S:
-        return None
+    if spells is None or spells.inside - spells.before < WAITS_S or signs.is_of_the_schedule(view, spells):
+        return None  # who validates on the replicas waits for them afterwards
     for metric, most in (
         ("response_length/mean", 1.2),
         ("response_length/max", 1.4),

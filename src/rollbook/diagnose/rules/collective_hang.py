@@ -123,7 +123,9 @@ def _stalls_again(view: View) -> Finding | None:
     for stage in _COLLECTIVE:
         metric = f"timing_s/{stage}"
         spells = view.spells(metric, least=np.log(1.5))
-        if spells is None or spells.inside - spells.before < STALL_S or _works_more(view, spells):
+        if spells is None or spells.inside - spells.before < STALL_S:
+            continue
+        if _works_more(view, spells) or signs.is_of_the_schedule(view, spells):
             continue
         longest, usual = float(np.nanmax(view.values[metric][spells.hit])), spells.before
         says = f"{num(usual)} s is usual, up to {num(longest)} s in {spells.num_hits} steps in between"

@@ -77,6 +77,8 @@ def _in_spells(view: View, other: str | None) -> Finding | None:
     if not found:
         return None
     _, spells = max(found, key=lambda pair: pair[1].over_quiet(view.values[pair[0]]))
+    if signs.is_of_the_schedule(view, spells):
+        return None
     for stage, most in (("timing_s/update_actor", 1.3), ("response_length/mean", 1.2), ("timing_s/gen", 1.6)):
         c = view.beside(stage, spells)
         if c is not None and c.ratio >= most and c.score >= 4:

@@ -8,7 +8,6 @@ much less than that.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
@@ -106,7 +105,7 @@ def _for_single_steps(view: View) -> Finding | None:
     ]
     if not (lost >= 0.15 and answers) and len(answers) < 2 and lost < 0.4:
         return None
-    after = follow(spells, _validations(view))
+    after = follow(spells, signs.validations(view))
     when = "in the step after each validation" if after else f"in {spells.num_hits} single steps"
     evidence = []
     for metric in (signs.gap(view) or NO_GAP).metrics[:2]:
@@ -128,13 +127,6 @@ def _for_single_steps(view: View) -> Finding | None:
         "and drop its KV cache; leave those steps' samples out",
         next_check="after one sleep and wake without a publication, decode one greedy prompt and compare digests",
     )
-
-
-def _validations(view: View) -> NDArray[np.intp]:
-    """Positions of the steps that validated."""
-    marks = ["timing_s/testing", *view.family("val-core/"), *view.family("val/")]
-    metric = next((m for m in marks if 3 <= view.count(m) < 0.7 * view.n), None)
-    return np.flatnonzero(np.isfinite(view.values[metric])) if metric else np.zeros(0, np.intp)
 
 
 def _in_first_steps(view: View) -> Finding | None:
