@@ -6,6 +6,7 @@ import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -142,6 +143,14 @@ def test_the_state_survives_a_checkpoint_on_disk(tmp_path: Path) -> None:
     _steps(again, range(2, 3))
     for (name, tensor), (_, other) in zip(trainer.export_weights(), again.export_weights()):
         assert torch.equal(tensor, other), name
+
+
+def test_another_rank_than_the_first_writes_no_file_of_a_checkpoint(tmp_path: Path) -> None:
+    """They have one folder and one name for it: the last to write would leave its own rows."""
+    trainer = tiny_trainer()
+    trainer.ranks = SimpleNamespace(rank=1)  # type: ignore[assignment]
+    assert not trainer.write_state(tmp_path).sha256
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_without_the_reference_the_run_needs_is_refused() -> None:

@@ -416,13 +416,14 @@ class Trainer:
         return state
 
     def write_state(self, folder: Path, readable: Callable[[State], State] = lambda state: state) -> Written:
-        """Write `state_dict` as files of a checkpoint.
+        """Write `state_dict` as files of a checkpoint; of several ranks, which all call this, rank 0 alone writes.
 
         Args:
             folder: of several ranks, one that rank 0 reaches.
             readable: finds the tensors that are parked elsewhere at the moment.
         """
-        return write_arrays(folder, readable(self.state_dict()), "trainer")
+        state = readable(self.state_dict())
+        return Written({}, {}) if self.ranks.rank else write_arrays(folder, state, "trainer")
 
     def read_state(self, checkpoint: Path) -> None:
         """Continue where a checkpoint was written, which the caller has proven.
