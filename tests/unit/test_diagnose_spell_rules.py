@@ -265,6 +265,20 @@ def test_an_error_that_says_how_much_was_left_unused_is_fragmentation_by_its_own
     assert _diagnose({}, end=error("512.00 MiB")).verdict == "late_oom_with_length"
 
 
+def test_a_log_that_ends_at_the_brim_with_its_longest_batch_ran_out_of_memory_by_length() -> None:
+    """Spells of long batches, each longer than the last; where they end well below the device, all is well."""
+    longer = _noisy(1.0, 9, 0.05) * (1.0 + np.where(T % 40 >= 34, 0.35 + 0.75 * T / N, 0.0))
+    longer[-1] = 2.4
+    lengths = {"response_length/max": 3000.0 * longer, "response_length/mean": 800.0 * longer}
+
+    def used(at_the_end: float) -> dict[str, Array]:
+        peak = 40.0 + (at_the_end - 40.0) * (longer - 1.0) / 1.4
+        return {ALLOCATED: peak, RESERVED: peak + 1.0}
+
+    assert _diagnose({**lengths, **used(78.5)}).verdict == "late_oom_with_length"
+    assert _diagnose({**lengths, **used(56.0)}).verdict == "well"
+
+
 def test_a_store_that_spills_now_and_then_shows_in_what_moves_data_and_in_host_memory() -> None:
     spills = {
         "timing_s/adv": _noisy(0.2, 22) + 5.0 * SPELLS,

@@ -56,6 +56,9 @@ def judge(view: View) -> Finding | NotJudged | None:
         confidence = 0.7
     elif grows and is_full:
         confidence = 0.85
+    elif (brim := _ends_at_the_brim(view, used, capacity)) is not None:
+        confidence = 0.78
+        evidence += brim
     elif grows and view.run.seams and any(seam.num_replaced for seam in view.run.seams) and fuller >= 1.3:
         confidence = 0.6
     else:
@@ -72,6 +75,41 @@ def judge(view: View) -> Finding | NotJudged | None:
         "response length; plan for the longest batch, not the mean",
         next_check="peak memory against the tokens of the largest micro batch, step by step",
     )
+
+
+BRIM = 0.93
+"""Share of the device that the peak of the last steps must reach, as the highest of the run."""
+
+
+def _ends_at_the_brim(view: View, used: str | None, capacity: float | None) -> list[Evidence] | None:
+    """The log ends with the highest peak of memory, at the size of the device, in the step of the longest responses:
+    the next batch as long did not fit. Whether lengths grew steadily or came in spells does not matter."""
+    length = view.first("response_length/max", "response_length/mean")
+    if used is None or capacity is None or length is None or view.count(used) < 20:
+        return None
+    peaks, lengths = view.values[used], view.values[length]
+    both = np.isfinite(peaks) & np.isfinite(lengths)
+    if both.sum() < 20:
+        return None
+    peaks, lengths = peaks[both], lengths[both]
+    last, longest = float(peaks[-2:].max()), float(lengths[-2:].max())
+    coupled = max(spearman(peaks, lengths), spearman(peaks, np.maximum.accumulate(lengths)))
+    usual = float(np.median(lengths[: len(lengths) // 2]))
+    if last < max(BRIM * capacity, float(peaks.max())) or longest < 0.97 * float(lengths.max()):
+        return None
+    if coupled < 0.6 or longest < 1.4 * usual:
+        return None
+    step = view.step_at(view.n - 1)
+    says = f"the log ends at the highest peak of all, {num(last)} of {num(capacity)} GiB"
+    with_length = (
+        f"{num(longest)} in the same steps, {num(usual)} at first: memory follows it (rank correlation "
+    )
+    with_length += f"{num(coupled)})"
+    before = float(np.median(peaks[: len(peaks) // 2]))
+    return [
+        Evidence(metric=used, step=step, before=before, after=last, says=says),
+        Evidence(metric=length, step=step, before=usual, after=longest, says=with_length),
+    ]
 
 
 def _longest_grown(view: View) -> str | None:
