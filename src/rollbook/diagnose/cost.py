@@ -7,7 +7,7 @@ import numpy as np
 from rollbook.diagnose import signs
 from rollbook.diagnose.view import View
 
-LEAST_COST_FRAC = 0.01
+LEAST_COST_FRAC = 0.003
 """Share of a run's seconds below which what costs nothing but seconds is not worth a finding."""
 
 

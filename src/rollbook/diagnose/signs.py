@@ -111,7 +111,7 @@ def gap(view: View) -> Gap | None:
         amplitude = np.maximum(amplitude, max(4.0 * resolution, rounding))
         typical = float(np.median(amplitude[known]))
         away = amplitude - typical  # a unit of the last decimal that was printed is no movement
-        amplitude = typical + np.sign(away) * np.maximum(np.abs(away) - 1.5 * resolution, 0.0)
+        amplitude = typical + np.sign(away) * np.maximum(np.abs(away) - 1.2 * resolution, 0.0)
         if typical <= 0.0:
             typical = float(amplitude[known].mean())
         if typical <= 0.0:
