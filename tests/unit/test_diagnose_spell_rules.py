@@ -323,6 +323,18 @@ def test_runaway_responses_at_a_rate_that_never_changed_are_no_burst(first: int)
     assert _diagnose(runaway).verdict == "well"
 
 
+def test_a_burst_that_costs_next_to_nothing_is_a_note() -> None:
+    has = (T >= 80) & (T < 100) & (T % 4 < 1)
+    burst = {
+        "response_length/max": np.where(has, 8192.0, _noisy(3000.0, 9, 0.03)),
+        "timing_s/gen": _noisy(50.0, 10, 0.01) * np.where(has, 1.35, 1.0),
+    }
+    cheap = _diagnose({**burst, "timing_s/step": _noisy(1000.0, 14, 0.01)})
+    assert cheap.verdict == "well"
+    assert any("hold up the steps" in note and "too little" in note for note in cheap.notes)
+    assert _diagnose(burst).verdict == "tail_burst"
+
+
 def test_other_prompts_lower_rewards_at_once_and_are_no_older_weights() -> None:
     late = T >= 90
     easier = {

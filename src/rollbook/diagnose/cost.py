@@ -1,10 +1,12 @@
-"""What lost seconds are worth: below a share of the run they are no finding, whichever rule has counted them."""
+"""What lost seconds are worth: below a share of the run they are a note and no finding, whichever rule counted them."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from rollbook.diagnose import signs
+from rollbook.diagnose.finding import Finding
+from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.view import View
 
 LEAST_COST_FRAC = 0.003
@@ -20,6 +22,23 @@ def run_seconds(view: View) -> float:
 def is_worth(view: View, cost_s: float) -> bool:
     """Whether seconds that were lost are more than a trifle of the run; True where the run was not timed."""
     return not cost_s < LEAST_COST_FRAC * run_seconds(view)
+
+
+ONLY_SECONDS = frozenset({"tail_burst", "buffer_never_fills", "filter_starvation", "object_store_spill"})
+"""Rules whose findings cost nothing but seconds."""
+
+
+def is_trifle(view: View, finding: Finding) -> bool:
+    """Whether a finding costs seconds only, and too few of them; what the log says in words is none."""
+    if finding.rule not in ONLY_SECONDS or finding.cost_s is None:
+        return False
+    return not is_worth(view, finding.cost_s) and all(item.metric != "log" for item in finding.evidence)
+
+
+def note(view: View, finding: Finding) -> str:
+    """What is said of a trifle."""
+    seconds = f"{num(finding.cost_s)} s of the {num(run_seconds(view))} s of all steps"
+    return f"{finding.title}, since step {finding.step}: {seconds}, too little for a finding"
 
 
 def is_asynchronous(view: View) -> bool:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from rollbook.diagnose import four_signals, states
+from rollbook.diagnose import cost, four_signals, states
 from rollbook.diagnose.as_logged import as_logged
 from rollbook.diagnose.finding import Area, Diagnosis, Finding, NotJudged, OtherRun, State
 from rollbook.diagnose.rules import (
@@ -134,6 +134,8 @@ def diagnose(run: RunSeries) -> Diagnosis:
         found = [f for f in found if f.rule != run_stopped.RULE]
     known_states = states.judge(view)
     found = [f for f in found if not _is_of_the_algorithm(view, f, known_states)]
+    trifles = [f for f in found if cost.is_trifle(view, f)]
+    found = [f for f in found if f not in trifles]
     found.sort(key=lambda f: (-round(f.confidence, 1), AREAS.index(f.area), f.step))
     causes: list[Finding] = []
     consequences: list[Finding] = []
@@ -153,7 +155,11 @@ def diagnose(run: RunSeries) -> Diagnosis:
         states=tuple(s for s in known_states if not causes or s.name not in states.OF_A_WELL_SYSTEM),
         signals=four_signals.judge(view),
         not_judged=tuple(_for_framework(run, j) for j in judged if isinstance(j, NotJudged)),
-        notes=(*run.notes, *filter(None, (replica_died.note(view),))),
+        notes=(
+            *run.notes,
+            *filter(None, (replica_died.note(view),)),
+            *(cost.note(view, trifle) for trifle in trifles),
+        ),
         renamed=run.renamed,
     )
     return as_logged(diagnosis, view)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from rollbook.diagnose import signs
-from rollbook.diagnose.cost import is_asynchronous, is_worth
+from rollbook.diagnose.cost import is_asynchronous
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.filter_starvation import DROPPED, batch_of
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
@@ -213,8 +213,6 @@ def _again(view: View) -> Finding | None:
         if c is not None and c.ratio >= most and c.score >= 3:
             return None
     cost = spells.over_quiet(view.values["timing_s/gen"]) * view.stride
-    if not is_worth(view, cost):
-        return None
     says = f"the trainer waits {num(spells.inside)} s in {spells.num_hits} steps, {num(spells.before)} s in between"
     evidence = [
         Evidence(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose import signs
-from rollbook.diagnose.cost import is_worth
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, share
 from rollbook.diagnose.series import Series
@@ -134,8 +133,6 @@ def _in_some_steps(view: View, dropped: str | None) -> Finding | None:
     gen = view.values["timing_s/gen"]
     usual_s, then_s = float(np.nanmedian(gen[calm])), float(np.nanmedian(gen[starved]))
     cost = float(np.nansum(np.clip(gen[starved] * (1 - 1 / slower), 0, None))) * view.stride
-    if not is_worth(view, cost):
-        return None
     step, count = view.step_at(idx), int(starved.sum())
     return Finding(
         rule=RULE,

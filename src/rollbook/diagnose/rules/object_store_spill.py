@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose import signs
-from rollbook.diagnose.cost import is_worth
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.view import Break, View
@@ -95,7 +94,7 @@ def _in_spells(view: View, other: str | None) -> Finding | None:
     if host is not None and fuller:
         evidence.append(of_contrast(view, host, spells.first, "host memory in the same steps"))
     cost = sum(own.over_quiet(view.values[mover]) for mover, own in found) * view.stride
-    if len(evidence) < 2 or not is_worth(view, cost):
+    if len(evidence) < 2:
         return None
     confidence = 0.65 + 0.1 * len(evidence) + 0.1 * fuller
     return _finding(view, spells.first, evidence, min(confidence, 0.9), cost)

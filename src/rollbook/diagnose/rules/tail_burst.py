@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.diagnose import signs
-from rollbook.diagnose.cost import is_worth
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.series import Series
@@ -148,8 +147,6 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     slow_gen = float(np.median(seconds[hit]))
     if after < 1.2 * before or slow_gen < 1.1 * usual:
         return None  # the mean became shorter: the tail is only longer than that
-    if not is_worth(view, lost):
-        return None
     evidence = (
         Evidence(
             metric=metric,
