@@ -80,8 +80,8 @@ class Parking:
         return self.num_bytes if needs_copy else 0
 
     def to_device(self) -> int:
-        """Allocate again and copy back, into the same tensors; one is allocated while the one before travels. Returns the
-        bytes."""
+        """Allocate again and copy back, into the same tensors; returns the bytes. One is allocated while the one before
+        travels."""
         if not self.is_parked:
             return 0
         for storage, slot in self._slots():
