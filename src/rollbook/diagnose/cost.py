@@ -29,10 +29,12 @@ ONLY_SECONDS = frozenset({"tail_burst", "buffer_never_fills", "filter_starvation
 
 
 def is_trifle(view: View, finding: Finding) -> bool:
-    """Whether a finding costs seconds only, and too few of them; what the log says in words is none."""
+    """Whether a finding costs seconds only, and too few of them. What the log says in words is none, nor are trajectories
+    that failed."""
     if finding.rule not in ONLY_SECONDS or finding.cost_s is None:
         return False
-    return not is_worth(view, finding.cost_s) and all(item.metric != "log" for item in finding.evidence)
+    loses_more = any(item.metric == "log" or item.metric.startswith("failures/") for item in finding.evidence)
+    return not loses_more and not is_worth(view, finding.cost_s)
 
 
 def note(view: View, finding: Finding) -> str:
