@@ -29,8 +29,8 @@ ONLY_SECONDS = frozenset({"tail_burst", "buffer_never_fills", "filter_starvation
 
 
 def is_trifle(view: View, finding: Finding) -> bool:
-    """Whether a finding costs seconds only, and too few of them. What the log says in words is none, nor are trajectories
-    that failed."""
+    """Whether a finding costs seconds only, and too few of them. What the log says in words is none, nor are
+    trajectories that failed."""
     if finding.rule not in ONLY_SECONDS or finding.cost_s is None:
         return False
     loses_more = any(item.metric == "log" or item.metric.startswith("failures/") for item in finding.evidence)
