@@ -173,11 +173,11 @@ class DiesAt:
 
     def __call__(self, controller: Controller) -> None:
         run_dir = controller.recorder.run_dir
-        self._count(run_dir.events, "append")
-        self._count(run_dir.metrics, "append")
-        self._count(checkpoint_module, "_flush")
+        self.count(run_dir.events, "append")
+        self.count(run_dir.metrics, "append")
+        self.count(checkpoint_module, "_flush")
 
-    def _count(self, holder: Any, name: str) -> None:
+    def count(self, holder: Any, name: str) -> None:
         plain: Callable[..., Any] = getattr(holder, name)
 
         def counted(*args: Any) -> Any:
@@ -216,6 +216,15 @@ def start_and_die(folder: Path, moment: int, overrides: dict[str, Any]) -> None:
     run_tiny(folder, num_steps=100, faults=[one_in_five_is_slow, DiesAt(moment)], **overrides)
 
 
+def start_and_die_in_the_first_checkpoint(folder: Path) -> None:
+    run_tiny(folder, num_steps=100, faults=[dies_in_a_checkpoint], **EXACT)
+
+
+def dies_in_a_checkpoint(controller: Controller) -> None:
+    """When its first file is written and reaches the disk."""
+    DiesAt(1).count(checkpoint_module, "_flush")
+
+
 def resume_and_die(folder: Path, moment: int) -> None:
     resume_tiny(folder, faults=[one_in_five_is_slow, DiesAt(moment)])
 
@@ -252,7 +261,7 @@ def test_br053_kills_at_random_moments_skip_no_prompt_and_repeat_none(tmp_path: 
 
 def test_killed_before_the_first_checkpoint_it_starts_again(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert in_fresh_process(start_and_die, tmp_path, 20, EXACT, log=log) == -signal.SIGKILL
+    assert in_fresh_process(start_and_die_in_the_first_checkpoint, tmp_path, log=log) == -signal.SIGKILL
     assert (tmp_path / "run" / "checkpoints" / "step_0.partial").is_dir()
     assert resume_tiny(tmp_path / "run", **{"run.num_steps": 2}).num_steps == 2
 
