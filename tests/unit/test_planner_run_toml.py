@@ -95,17 +95,16 @@ def test_a_plan_for_gpus_is_a_config_that_train_can_start(
     assert f"# - {num_gpus} x H100 SXM with CUDA" in text
     flat = text.replace("\n# ", " ")
     is_ray = config.cluster.kind == "ray"
-    package = "ray" if is_ray else "vllm"
-    assert (config.rollout.engine, config.rollout.engine == "vllm") == (
-        "native" if is_ray else "vllm", not is_ray
-    )  # fmt: skip
-    assert f"pip install 'rollbook[{package}]'" in text
+    packages = "ray,vllm" if is_ray else "vllm"
+    assert (config.rollout.engine, config.rollout.vllm.in_process) == ("vllm", is_ray)
+    assert f"pip install 'rollbook[{packages}]'" in flat
     assert config.memory.moves_anything == (not is_ray and config.run.schedule in ("sync", "colocate_async"))
     # Whatever a plan has of more than one GPU and `train` does otherwise is told by its key.
     told = flat.partition("Not carried out as planned")[2].partition("#  1. What one step")[0]
     if is_ray:
         assert config.cluster.num_trainer_ranks > 1
-        assert "rollout.engine: planned with vLLM's seconds" in told and "sync.transport: planned" in told
+        assert config.rollout.vllm.tp_size == 1
+        assert "rollout.engine" not in told and "sync.transport: planned" in told
         assert config.sync.transport == ("disk" if num_gpus > 8 else "shm")
     elif num_gpus > 2:
         assert "cluster.num_trainer_ranks: planned" in told
@@ -208,7 +207,7 @@ def made(*, num_gpus: str, model: str = "qwen3-8b", **options: Any) -> tuple[Pla
     return plan, execution(plan.request, plan.require_chosen())
 
 
-def test_separated_one_gpu_replicas_run_on_ray_as_planned_but_for_the_engine() -> None:
+def test_separated_one_gpu_replicas_run_on_ray_as_planned() -> None:
     """5 engines beside 3 trainers of 0.6B: as many ranks and replicas as the plan has GPUs."""
     plan, done = made(
         model="qwen3-0.6b", num_gpus="8", prompts="32", max_response_tokens="32k", max_staleness=4
@@ -216,7 +215,7 @@ def test_separated_one_gpu_replicas_run_on_ray_as_planned_but_for_the_engine() -
     rollout, train = plan.require_chosen().split
     assert plan.require_chosen().mode == "separate_async"
     assert (done.kind, done.num_trainer_ranks, done.num_replicas) == ("ray", train, rollout)
-    assert [text.partition(":")[0] for text in done.differences] == ["rollout.engine", "sync.transport"]
+    assert [text.partition(":")[0] for text in done.differences] == ["sync.transport"]
 
 
 def test_colocated_gpus_on_ray_keep_what_the_trainer_leaves() -> None:
@@ -229,7 +228,7 @@ def test_colocated_gpus_on_ray_keep_what_the_trainer_leaves() -> None:
     assert done.kv_pool_bytes < 72e9 - weights - trainer
     assert done.num_slots < chosen.account.rollout.slots_per_replica
     keys = [text.partition(":")[0] for text in done.differences]
-    assert keys == ["rollout.engine", "rollout.num_replicas", "memory", "sync.transport"]
+    assert keys == ["rollout.num_replicas", "memory", "sync.transport"]
 
 
 def test_what_no_way_can_run_is_said_with_its_bytes() -> None:
@@ -252,7 +251,7 @@ def test_a_plan_of_several_hosts_is_refused_only_what_ray_refuses(tmp_path: Path
     assert (config.cluster.kind, config.cluster.address) == ("ray", "auto")
     assert (config.sync.transport, str(config.sync.disk_dir)) == ("disk", "weights")
     assert "a Ray cluster of the 2 hosts" in text.replace("\n# ", " ")
-    vllm_apart = ['rollout.engine="vllm"', "rollout.vllm.in_process=false"]
+    vllm_apart = ["rollout.vllm.in_process=false"]
     for refused in (vllm_apart, ['sync.transport="ipc"']):
         with pytest.raises(ConfigError, match="ray"):
             load_config(tmp_path / "run.toml", refused, RunConfig).check([])
@@ -267,7 +266,7 @@ def test_choices_without_a_key_are_told_and_those_with_one_are_written(tmp_path:
     told = text.partition("Not carried out as planned")[2].partition("# 1. What one step")[0]
     keys = [line[4:].partition(":")[0] for line in told.splitlines() if line.startswith("# - ")]
     assert keys[:4] == ["reward.terms", "data.sources", "rollout", "memory"]
-    assert config.rollout.max_prefill_tokens == 8192 - config.rollout.num_slots
+    assert config.rollout.max_prefill_tokens == 8192  # running sequences included, as vLLM counts
     assert config.rollout.prefix_cache is False
 
 

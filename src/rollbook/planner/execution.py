@@ -1,9 +1,9 @@
-"""What `rollbook train` makes of a plan for GPUs: in one process with vLLM, or over Ray with engines of its own.
+"""What `rollbook train` makes of a plan for GPUs: in one process beside vLLM's own, or over Ray with vLLM inside it.
 
     one training GPU, or adapters   in one process; each vLLM replica in processes of its own
     more                            on Ray: FSDP2 divides the trainer over as many ranks as the plan has GPUs, and each
-                                    replica is a native engine on one GPU; engine and trainer that share a GPU share
-                                    its memory too, because nothing is handed over
+                                    replica is one process of one GPU with vLLM inside it; engine and trainer that
+                                    share a GPU share its memory too, because nothing is handed over
 
 Where a rank or a replica of that kind does not fit its GPU, one process is all that is left. Every difference to the
 plan is listed with the key of the config that carries it.
@@ -208,14 +208,11 @@ def _in_one_process(request: PlanRequest, chosen: Candidate) -> list[str]:
 
 def _over_ray(request: PlanRequest, chosen: Candidate, on_ray: Execution) -> list[str]:
     rollout, layout = chosen.account.rollout, chosen.rollout_layout
-    found = [
-        "rollout.engine: planned with vLLM's seconds; the replicas of this file are native engines, whose seconds this "
-        'plan does not know. engine = "vllm" runs on Ray too, where the extra is installed'
-    ]
+    found = []
     if layout.num_gpus > 1:
         found.append(
             f"rollout.num_replicas: planned {rollout.num_replicas} of {layout.num_gpus} GPUs; it is "
-            f"{on_ray.num_replicas} of one GPU each"
+            f"{on_ray.num_replicas} of one GPU each, because a replica on Ray is one process"
         )
     if degrees := _degrees(chosen):
         found.append(f"trainer: planned with {degrees}; FSDP2 alone divides it over the same GPUs")

@@ -1,6 +1,6 @@
 """The plan as a `run.toml` that `rollbook train` runs: every value with the reason that put it there.
 
-On a CPU the native engine works in the trainer's process, on GPUs as `execution.py` says. What `train` needs to be
+On a CPU the native engine works in the trainer's process, on GPUs vLLM as `execution.py` says. What `train` needs to be
 installed, and what of the plan it cannot carry out, by key, stands at the head of the file.
 """
 
@@ -117,7 +117,7 @@ def _needs(plan: Plan, done: Execution) -> list[str]:
     needs = [f"{cluster.num_gpus} x {cluster.accelerator.name} with CUDA"]
     if done.kind == "inproc":
         return [*needs, "the engine's package: pip install 'rollbook[vllm]'"]
-    needs.append("processes on all GPUs: pip install 'rollbook[ray]'")
+    needs.append("processes on all GPUs, and the engine's package in each: pip install 'rollbook[ray,vllm]'")
     if cluster.num_nodes > 1:
         needs.append(
             f"a Ray cluster of the {cluster.num_nodes} hosts, started before (`ray start`), and sync.disk_dir on a "
@@ -210,8 +210,6 @@ def _rollout(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
     table = _Table("rollout")
     if _is_cpu(plan):
         table.put("engine", "native", "Our own engine: in the trainer's process, and fast on a CPU.")
-    elif done.kind == "ray":
-        table.put("engine", "native", "Our own engine, one process of one GPU for each replica.")
     else:
         table.put("engine", "vllm", "The production engine, from the extra `vllm`.")
     gpus = f"TP {layout.tp_size}" + (f", EP {layout.ep_size}" if layout.ep_size > 1 else "")
@@ -237,9 +235,7 @@ def _rollout(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
     longest = r.workload.prompt_tokens + r.workload.max_response_tokens + r.workload.observation_tokens
     in_use = done.num_slots * math.ceil(longest)
     pool_tokens = max(int(done.kv_pool_bytes // per_token), _LEAST_POOL_TOKENS)
-    if (
-        _is_cpu(plan) or done.kind == "ray"
-    ):  # the native engine takes its pool at once: what all slots can fill
+    if _is_cpu(plan) or done.kind == "ray":  # taken at once, beside a trainer: what all slots can fill
         pool_tokens = min(pool_tokens, in_use)
     table.put(
         "kv_pool_tokens",
@@ -252,9 +248,9 @@ def _rollout(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
     if work.prefill_chunk_tokens:
         table.put(
             "max_prefill_tokens",
-            work.prefill_chunk_tokens
-            if done.kind == "inproc" and not _is_cpu(plan)
-            else max(work.prefill_chunk_tokens - done.num_slots, 1),
+            max(work.prefill_chunk_tokens - done.num_slots, 1)
+            if _is_cpu(plan)
+            else work.prefill_chunk_tokens,
             f"Of a step's {work.prefill_chunk_tokens} tokens; vLLM counts its running sequences among them.",
         )
     table.put("dtype", "auto")
@@ -274,11 +270,14 @@ def _rollout(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
             else "no shorter wait is a fault."
         ),
     )
-    if _is_cpu(plan) or done.kind == "ray":
+    if _is_cpu(plan):
         return [table]
     vllm = _Table("rollout.vllm")
-    vllm.put("in_process", False, "Each replica in processes of its own, beside the trainer's.")
-    vllm.put("tp_size", layout.tp_size if layout.ep_size <= 1 else layout.num_gpus)
+    if done.kind == "ray":
+        vllm.put("in_process", True, "A replica on Ray is a process of its own, and vLLM runs inside it.")
+    else:
+        vllm.put("in_process", False, "Each replica in processes of its own, beside the trainer's.")
+        vllm.put("tp_size", layout.tp_size if layout.ep_size <= 1 else layout.num_gpus)
     return [table, vllm]
 
 
