@@ -112,6 +112,8 @@ _COLLECTIVE = ("update_actor", "update_weights", "old_log_prob", "ref", "values"
 """Stages in which ranks wait for each other."""
 STALL_S = 45.0
 """Seconds over the usual from which a step of such a stage stalls: at equal tokens no work differs by so much."""
+LEAST_STALLS = 5
+"""Steps that stall before it is a habit: a busy cluster stands still for a moment, too."""
 LINK = 2.5
 """Times as long at the same tokens from which on computing cannot be it."""
 
@@ -123,7 +125,7 @@ def _stalls_again(view: View) -> Finding | None:
     for stage in _COLLECTIVE:
         metric = f"timing_s/{stage}"
         spells = view.spells(metric, least=np.log(1.5))
-        if spells is None or spells.inside - spells.before < STALL_S:
+        if spells is None or spells.inside - spells.before < STALL_S or spells.num_hits < LEAST_STALLS:
             continue
         if _works_more(view, spells) or signs.is_of_the_schedule(view, spells):
             continue
