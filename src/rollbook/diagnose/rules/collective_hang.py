@@ -114,6 +114,8 @@ STALL_S = 45.0
 """Seconds over the usual from which a step of such a stage stalls: at equal tokens no work differs by so much."""
 LEAST_STALLS = 5
 """Steps that stall before it is a habit: a busy cluster stands still for a moment, too."""
+RARE = 0.02
+"""Share of the steps since the first stall below which stalls are hiccups."""
 LINK = 2.5
 """Times as long at the same tokens from which on computing cannot be it."""
 
@@ -126,6 +128,8 @@ def _stalls_again(view: View) -> Finding | None:
         metric = f"timing_s/{stage}"
         spells = view.spells(metric, least=np.log(1.5))
         if spells is None or spells.inside - spells.before < STALL_S or spells.num_hits < LEAST_STALLS:
+            continue
+        if spells.num_hits < RARE * (view.n - spells.first):
             continue
         if _works_more(view, spells) or signs.is_of_the_schedule(view, spells):
             continue
