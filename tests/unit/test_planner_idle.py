@@ -7,9 +7,10 @@ import pytest
 from rollbook.ledger.workload import MODES, Mode
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.scenario import scenario_of
-from rollbook.planner.search import Candidate, Search
+from rollbook.planner.search import Candidate, Search, rollout_s
+from rollbook.planner.sensitivity import slower_compute
 from rollbook.planner.simulate import simulate
-from rollbook.planner.waterfall import waterfall
+from rollbook.planner.waterfall import BETWEEN, waterfall
 
 
 def candidate(mode: Mode, **options: object) -> tuple[Search, Candidate]:
@@ -76,3 +77,59 @@ def test_a_generative_judge_takes_its_seconds_in_the_simulation_too() -> None:
     seconds = found.account.seconds
     assert seconds.reward > 0.05 * seconds.total
     assert simulate(scenario_of(search.request, found)).step_s == pytest.approx(seconds.total, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("mode", "assume"),
+    [*((mode, "default") for mode in MODES), ("separate_async", "paper"), ("separate_async", "rollbook")],
+)
+def test_losses_are_whole_and_name_the_loop_and_the_bound_for_what_they_are(mode: Mode, assume: str) -> None:
+    """A small job: 10 s between the stages of every step are no waiting of one side for the other."""
+    search, found = candidate(mode, model="Qwen3-0.6B", prompts="16", max_staleness=1, assume=assume)
+    account = found.account
+    losses = waterfall(account, search.request.cluster)
+    fracs = {loss.loss: loss.frac for loss in losses}
+    assert sum(fracs.values()) + account.mfu_frac == pytest.approx(1.0)
+    total_s = account.seconds.total
+    assert fracs.get(BETWEEN, 0.0) == pytest.approx(account.seconds.other / total_s)
+    assert (BETWEEN in fracs) == (assume != "paper")
+    assert fracs.get("bound", 0.0) == pytest.approx(account.bound_s / total_s)
+    # A publication beside which both sides go on holds up nobody.
+    sync_s = 0.0 if assume == "paper" else account.seconds.sync
+    assert fracs.get("sync", 0.0) == pytest.approx(sync_s / total_s)
+    if mode in ("sync", "colocate_async"):
+        assert "waiting" not in fracs  # no side waits, and TP 1 leaves no GPU over
+
+
+def test_a_bound_that_binds_is_a_loss_of_its_own() -> None:
+    search, found = candidate("colocate_async", max_staleness=1, prompts="16", max_response_tokens="16k")
+    (bound,) = [loss for loss in waterfall(found.account, search.request.cluster) if loss.loss == "bound"]
+    assert bound.frac == pytest.approx(found.account.bound_s / found.step_s) and bound.frac > 0.05
+
+
+@pytest.mark.parametrize("num_rollout_gpus", [8, 10, 12])
+def test_engines_that_judge_keep_their_pace_under_a_bound(num_rollout_gpus: int) -> None:
+    """Training takes longer than decoding and less long than decoding and judging; slower, it shortens nothing."""
+    options = {"reward": "generative", "reward_tokens": "2k", "max_staleness": 1, "rollout_tp": 1}
+    search, _ = candidate("separate_async", **options)
+    steps = []
+    for factor in (1.0, 0.9, 0.8):
+        slower = Search(slower_compute(search.request, factor), layouts=search.layouts)
+        found = slower.candidate("separate_async", num_rollout_gpus, 32 - num_rollout_gpus)
+        side, train_s, seconds = found.account.rollout, found.account.train.total_s, found.account.seconds
+        worked_s = rollout_s(side, "separate_async")
+        assert worked_s - seconds.reward < train_s < 1.25 * worked_s
+        assert seconds.total - seconds.sync - seconds.other >= max(worked_s, train_s) - 1e-6
+        steps.append(found.step_s)
+    assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize(("mode", "split"), [("separate_async", (12, 20)), ("colocate_async", (32, 32))])
+def test_a_bound_lets_responses_feel_the_judging_as_the_simulation_does(
+    mode: Mode, split: tuple[int, int]
+) -> None:
+    options = {"reward": "generative", "reward_tokens": "512", "max_staleness": 1, "rollout_tp": 1}
+    search, _ = candidate(mode, **options)
+    found = search.candidate(mode, *split)
+    assert found.account.bound_s + found.account.seconds.reward > 0.1 * found.step_s
+    assert simulate(scenario_of(search.request, found)).step_s == pytest.approx(found.step_s, rel=0.08)

@@ -60,7 +60,7 @@ def test_the_lane_of_engines_that_are_ahead_waits_as_long_as_the_table_says() ->
     search = Search(request)
     account = search.candidate("separate_async", 24, 8).account
     lane = _lanes(account)[0]
-    waits_s = sum(part.value for part in lane if part.kind in ("waiting", "sync"))
+    waits_s = sum(part.value for part in lane if part.kind in ("waiting", "sync", "between"))
     assert waits_s == pytest.approx(
         account.idle_frac["rollout"] * account.seconds.total, abs=1e-3 * account.seconds.total
     )
@@ -71,7 +71,7 @@ def test_the_lane_of_shared_gpus_holds_what_engines_judge() -> None:
     account = Search(request).candidate("sync", 8, 8).account
     assert account.seconds.reward > 0
     (lane,) = _lanes(account)
-    assert [part.value for part in lane if part.kind == "other"] == [account.seconds.reward]
+    assert [part.value for part in lane if part.kind == "reward"] == [account.seconds.reward]
 
 
 def test_each_chart_is_well_formed_and_named() -> None:

@@ -204,6 +204,10 @@ class StepAccount:
     computes a forward or an update: "rollout", "train". Hand-overs and publications count as idle; shared devices are
     idle together. The simulation counts alike."""
     step_s: Range
+    overlaps_sync: bool = False
+    """Both sides go on during a publication: its seconds are no part of the step's."""
+    bound_s: float = 0.0
+    """Of the step's seconds: what the staleness bound adds to the pace of both sides."""
     stage_error_frac: Mapping[str, float] = field(default_factory=dict)
     """Of each stage's seconds; 0 where an account claims no more than its arithmetic."""
     why_not: tuple[str, ...] = ()
@@ -247,6 +251,7 @@ class StepAccount:
             "tail_frac": self.tail_frac,
             "idle_frac": dict(self.idle_frac),
             "step_s_range": [self.step_s.low, self.step_s.high],
+            "bound_s": self.bound_s,
             "fits": self.fits,
             "why_not": list(self.why_not),
             "notes": list(self.notes),
@@ -345,6 +350,7 @@ def combine(
         tail_frac=tail_s / generate_s if generate_s else 0.0,
         idle_frac=idle,
         step_s=Range.within(total, error_frac * widening),
+        overlaps_sync=mode == "separate_async" and overlaps_sync,
         stage_error_frac={
             **dict.fromkeys(
                 ("generate_throughput", "generate_tail", "prefill", "env", "reward"), rollout.error_frac

@@ -23,8 +23,9 @@ def with_lending(account: StepAccount, together: RolloutSide, *, switch_s: float
         together: generation on the rollout GPUs and the lent ones.
         switch_s: seconds to turn training GPUs into replicas, and again back.
     """
-    alone_s = account.seconds.prefill + account.seconds.generate_throughput
-    together_s = together.prefill_s + (together.steady_s or together.throughput_s)
+    beside_s = account.seconds.prefill + account.seconds.reward
+    alone_s = beside_s + account.seconds.generate_throughput
+    together_s = together.prefill_s + together.reward_s + (together.steady_s or together.throughput_s)
     train_s = account.train.total_s
     lent_gpus = together.num_gpus - account.rollout.num_gpus
     if lent_gpus < 1 or alone_s - train_s <= 4 * switch_s:
@@ -39,7 +40,7 @@ def with_lending(account: StepAccount, together: RolloutSide, *, switch_s: float
     lent_share = lent_gpus / account.train.num_gpus
     return replace(
         account,
-        seconds=replace(account.seconds, generate_throughput=pace_s - account.seconds.prefill, total=total_s),
+        seconds=replace(account.seconds, generate_throughput=pace_s - beside_s, total=total_s),
         mfu_frac=account.mfu_frac / share,
         idle_frac={
             "rollout": max(1 - busy, 0.0),

@@ -28,6 +28,7 @@ from rollbook.planner.scenario import scenario_of
 from rollbook.planner.search import Candidate
 from rollbook.planner.sim_result import SimResult
 from rollbook.planner.simulate import simulate
+from rollbook.planner.waterfall import BETWEEN
 from rollbook.planner.words import (
     MODE_TITLES,
     capitalized,
@@ -50,7 +51,9 @@ _STAGES = (
     ("switch", "hand-over"),
     ("sync", "weight sync"),
     ("environment", "environments"),
-    ("other", "rewards by a model"),
+    ("reward", "rewards by a model"),
+    ("between", BETWEEN),
+    ("bound", "held by the staleness bound"),
     ("waiting", "waiting"),
 )
 _MOST_TOPOLOGIES = 7
@@ -195,21 +198,23 @@ def _lanes(account: StepAccount) -> tuple[tuple[Segment, ...], ...]:
         ("decode", s.generate_throughput),
         ("tail", s.generate_tail),
         ("environment", s.env if account.mode != "separate_async" else 0.0),
-        ("other", s.reward),
+        ("reward", s.reward),
     ]
     train = [("forward", s.forward), ("train", s.train)]
+    ends = [("sync", 0.0 if account.overlaps_sync else s.sync), ("between", s.other)]
     if is_colocated(account.mode):
-        return (_segments([*rollout, ("switch", s.switch), *train, ("sync", s.sync)], s.total),)
+        bound = ("bound", account.bound_s)
+        return (_segments([*rollout, bound, ("switch", s.switch), *train, *ends], s.total),)
+    rollout_s, train_s = (sum(value for _, value in side) for side in (rollout, train))
     if account.mode == "separate_sync":
-        rollout_s = sum(value for _, value in rollout)
-        before = [("waiting", rollout_s), *train, ("sync", s.sync)]
-        return _segments(rollout, s.total), _segments(before, s.total)
-    busy = max(sum(v for _, v in rollout), sum(v for _, v in train))
+        return (
+            _segments([*rollout, ("waiting", train_s), *ends], s.total),
+            _segments([("waiting", rollout_s), *train, *ends], s.total),
+        )
     side = account.rollout
     held_s = (1 - account.idle_frac["rollout"]) * s.total * side.num_gpus / side.used_gpus
-    rollout.append(("tail", max(held_s - sum(v for _, v in rollout), 0.0)))  # engines ahead run few sequences
-    sync = [("sync", min(s.sync, max(s.total - busy, 0.0)))]
-    return _segments([*rollout, *sync], s.total), _segments([*train, *sync], s.total)
+    rollout.append(("tail", max(held_s - rollout_s, 0.0)))  # engines ahead run few sequences
+    return _segments([*rollout, *ends], s.total), _segments([*train, *ends], s.total)
 
 
 def _segments(parts: list[tuple[str, float]], total_s: float) -> tuple[Segment, ...]:
@@ -229,7 +234,8 @@ def _segments(parts: list[tuple[str, float]], total_s: float) -> tuple[Segment, 
 def _waterfall(plan: Plan, shown: Candidate) -> str:
     losses = plan.chosen_waterfall or plan.base_waterfall
     visible = [loss for loss in losses if loss.frac >= 0.0005]
-    body = waterfall_chart([(loss.loss, loss.loss, loss.frac) for loss in visible], shown.account.mfu_frac)
+    columns = [(loss.loss.partition(" ")[0], loss.frac) for loss in visible]
+    body = waterfall_chart([(name, name, frac) for name, frac in columns], shown.account.mfu_frac)
     rows = "".join(
         f'<tr><td>{_e(loss.loss)}</td><td class="n">{percent(loss.frac)}</td><td>{_e(loss.why)}</td></tr>'
         for loss in visible
@@ -372,7 +378,7 @@ def _timeline(plan: Plan, result: SimResult, shown: Candidate) -> str:
     steps = result.steps[-max(2, cycle) :]
     start_s, end_s = steps[0].start_s, steps[-1].end_s
     at, share = _live_share(result, start_s, end_s)
-    kinds = {"gather": "other", "drain": "waiting", "wait": "free"}
+    kinds = {"gather": "between", "drain": "waiting", "wait": "free"}
     bars = [
         (kinds.get(i.name, i.name), i.name, i.start_s, i.end_s)
         for i in result.intervals
@@ -382,7 +388,7 @@ def _timeline(plan: Plan, result: SimResult, shown: Candidate) -> str:
         at, share, bars, [(f"step {s.step}", s.start_s) for s in steps], start_s=start_s, end_s=end_s
     )
     used = {kind for kind, *_ in bars}
-    names = [(k, n) for k, n in (*_STAGES, ("free", "waiting for groups"), ("other", "other")) if k in used]
+    names = [(k, n) for k, n in (*_STAGES, ("free", "waiting for groups")) if k in used]
     body += legend([("decode", "slots in use"), *names])
     span = result.step_range(shown.account.step_s)
     cells = [

@@ -392,10 +392,11 @@ def _rollout_is_slower(seconds: tuple[float, float]) -> bool:
 
 
 def rollout_s(side: RolloutSide, mode: Mode) -> float:
-    """Seconds of generation of one step, with the tail where the step waits for its last response."""
+    """Seconds of a step that the engines work, judging included, with the tail where it waits for its last response."""
+    beside_s = side.prefill_s + side.reward_s
     if mode in _ON_POLICY:
-        return side.prefill_s + side.throughput_s + side.tail_s
-    return side.prefill_s + (side.steady_s or side.throughput_s)
+        return beside_s + side.throughput_s + side.tail_s
+    return beside_s + (side.steady_s or side.throughput_s)
 
 
 def fitting_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:

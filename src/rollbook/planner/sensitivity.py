@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 
 from rollbook.errors import PlanError
-from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.layout import ReplicaLayout
 from rollbook.planner.choice import choose
 from rollbook.planner.request import PlanRequest
@@ -53,7 +52,7 @@ def sensitivity(request: PlanRequest, chosen: Candidate, layouts: list[ReplicaLa
     for change, changed in (
         ("responses 1.5 times as long", _longer(request, 1.5)),
         ("variance of the lengths doubled", _wider(request, 2.0)),
-        ("train and forward MFU 10 % lower", _slower(request, 0.9)),
+        ("train and forward MFU 10 % lower", slower_compute(request, 0.9)),
     ):
         if changed is None:
             continue
@@ -111,11 +110,9 @@ def _wider(request: PlanRequest, factor: float) -> PlanRequest:
     return replace(request, workload=replace(work, length_sigma=sigma))
 
 
-def _slower(request: PlanRequest, factor: float) -> PlanRequest:
-    return replace(request, assumptions=_slower_compute(request.assumptions, factor))
-
-
-def _slower_compute(assumptions: Assumptions, factor: float) -> Assumptions:
+def slower_compute(request: PlanRequest, factor: float) -> PlanRequest:
+    """Training and forwards reach `factor` of the MFU that is assumed."""
+    assumptions = request.assumptions
     stacks = {
         name: replace(
             stack,
@@ -126,9 +123,10 @@ def _slower_compute(assumptions: Assumptions, factor: float) -> Assumptions:
         )
         for name, stack in assumptions.stacks.items()
     }
-    return replace(
+    slower = replace(
         assumptions,
         train_mfu_frac=assumptions.train_mfu_frac * factor,
         forward_mfu_frac=assumptions.forward_mfu_frac * factor,
         stacks=stacks,
     )
+    return replace(request, assumptions=slower)

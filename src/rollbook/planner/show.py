@@ -17,7 +17,7 @@ from rollbook.planner.plan import Plan, Size
 from rollbook.planner.publication import Publication
 from rollbook.planner.search import Candidate
 from rollbook.planner.sensitivity import Shift
-from rollbook.planner.waterfall import Loss
+from rollbook.planner.waterfall import BETWEEN, Loss
 from rollbook.planner.words import (
     MODE_TITLES,
     capitalized,
@@ -140,7 +140,7 @@ def _step_table(account: StepAccount, losses: tuple[Loss, ...]) -> Table:
         ("hand-over", s.switch, 0.0),
         ("weight sync", s.sync, 0.0),
         ("environments", s.env, 0.0),
-        ("between the stages", s.other, 0.0),
+        (BETWEEN, s.other, 0.0),
     ]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("stage")

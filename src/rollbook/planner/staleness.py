@@ -48,6 +48,7 @@ def within_bound(request: PlanRequest, account: StepAccount, layout: ReplicaLayo
         mfu_frac=account.mfu_frac / stretch,
         idle_frac=idle_frac,
         step_s=Range(value=total_s, low=span.low * stretch, high=span.high * stretch),
+        bound_s=total_s - account.seconds.total,
     )
 
 
@@ -58,8 +59,8 @@ def bounded_step_s(request: PlanRequest, account: StepAccount, layout: ReplicaLa
     live sequences = trajectories a second x seconds each takes), so the two are solved together, by bisection.
     """
     s, bound = account.seconds, request.max_staleness_steps
-    latency = _Latency(request, account.rollout, layout, prefill_s=s.prefill)
-    pace_s = s.prefill + s.generate_throughput
+    latency = _Latency(request, account.rollout, layout, prefill_s=s.prefill, judge_s=s.reward)
+    pace_s = s.prefill + s.generate_throughput + s.reward
     own_s = 0.0
     if account.mode == "separate_async":
         own_s = account.train.total_s
@@ -79,8 +80,9 @@ def bounded_step_s(request: PlanRequest, account: StepAccount, layout: ReplicaLa
 
 def batch_latency_s(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> float:
     """G of any mode: seconds from the admission of a step's groups to their last response."""
-    decode_s = account.seconds.prefill + account.seconds.generate_throughput + account.seconds.generate_tail
-    return _Latency(request, account.rollout, layout, prefill_s=account.seconds.prefill).at(decode_s)
+    s = account.seconds
+    latency = _Latency(request, account.rollout, layout, prefill_s=s.prefill, judge_s=s.reward)
+    return latency.at(s.prefill + s.reward + s.generate_throughput + s.generate_tail)
 
 
 _NUM_ROWS = 16
@@ -91,7 +93,13 @@ class _Latency:
     """G as a function of the seconds in which the engines decode one step's worth of tokens."""
 
     def __init__(
-        self, request: PlanRequest, rollout: RolloutSide, layout: ReplicaLayout, *, prefill_s: float
+        self,
+        request: PlanRequest,
+        rollout: RolloutSide,
+        layout: ReplicaLayout,
+        *,
+        prefill_s: float,
+        judge_s: float,
     ) -> None:
         work = request.workload
         self.lengths = work.lengths()
@@ -99,7 +107,7 @@ class _Latency:
         self.per_replica = work.num_sequences / rollout.num_replicas
         self.longest = self.lengths.expected_max(work.num_sequences)
         self.bound = request.max_staleness_steps
-        self.prefill_s = prefill_s
+        self.prefill_s, self.judge_s = prefill_s, judge_s
         # Of the slowest trajectory; the paper account has no environments, so their mean stands in.
         self.env_s = rollout.env_wait_s or (work.agent.num_turns - 1) * work.agent.env_s
         mean_age = self.lengths.mean_square() / (2 * self.lengths.mean_tokens)
@@ -111,16 +119,20 @@ class _Latency:
         """Seconds of a token beside so many sequences."""
 
     def at(self, decode_s: float) -> float:
-        """G when a step's tokens are decoded in `decode_s`."""
-        work_tokens = self.per_replica * self.lengths.mean_tokens / max(decode_s, 1e-9)
+        """G when a step's tokens are decoded, and its trajectories judged, in `decode_s`."""
+        own_s = max(
+            decode_s - self.judge_s, 1e-9
+        )  # decoding stands while the engines judge, which stretches it
+        work_tokens = self.per_replica * self.lengths.mean_tokens / own_s
         # As many run as pass in their time, up to all slots: n = tokens a second x seconds of a token beside n.
         rows = np.interp(work_tokens, self.rows / self.token_s, self.rows)
         token_s = float(np.interp(rows, self.rows, self.token_s))
-        ages = decode_s / token_s * np.arange(1, self.bound + 1)
+        ages = own_s / token_s * np.arange(1, self.bound + 1)
         unfinished = self.per_replica * float(self.lengths.survival(ages).sum())
         waiting = max(self.per_replica + unfinished - self.slots, 0.0)
         queue_s = waiting * self.lengths.mean_tokens / self.slots * token_s
-        return self.prefill_s + self.env_s + queue_s / 2 + self.longest * token_s
+        stretch = max(decode_s, own_s) / own_s
+        return self.prefill_s + self.env_s + stretch * (queue_s / 2 + self.longest * token_s)
 
     def crowding(self) -> float:
         """How far batches bunch, from evenly spread (0) to one crowd (1): fitted to the simulator."""
@@ -138,7 +150,7 @@ class _Latency:
             num_slots=self.slots,
         )
         decode_s = (curve.num_steps * np.interp(curve.rows, self.rows, self.token_s)).sum()
-        return num_steps * self.prefill_s + self.env_s + float(decode_s)
+        return num_steps * (self.prefill_s + self.judge_s) + self.env_s + float(decode_s)
 
 
 def in_flight_slots(request: PlanRequest, rollout: RolloutSide) -> int:

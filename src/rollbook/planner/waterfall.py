@@ -1,7 +1,8 @@
 """Where the peak of the GPUs goes: one share for every loss, and what is left is the whole-step MFU.
 
 A stage that holds n GPUs for t seconds takes n t of the step's GPU time; what it computes at peak rate is
-useful, the rest is lost to that stage. What no stage holds is waiting. The shares and the MFU add up to one.
+useful, the rest is lost to that stage. What neither a stage nor the loop between them holds is waiting. The
+shares and the MFU add up to one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from dataclasses import dataclass, replace
 
 from rollbook.ledger.account import StepAccount
 from rollbook.ledger.hardware import Cluster
+from rollbook.ledger.step import is_colocated
 from rollbook.planner.words import count, percent, seconds
+
+BETWEEN = "between the stages"
+"""The loss that no stage is to blame for, under the name that the table of stages gives it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +40,6 @@ def waterfall(account: StepAccount, cluster: Cluster) -> list[Loss]:
     s, f = account.seconds, account.flops
     rollout, train = account.rollout, account.train
     everyone = account.num_gpus
-    both_wait = 0 if account.mode == "separate_async" else everyone
     stages = [
         ("decode", s.generate_throughput * rollout.used_gpus, f.generate, _why_decode(account, peak)),
         ("tail", s.generate_tail * rollout.used_gpus, 0.0, _why_tail(account)),
@@ -59,14 +63,37 @@ def waterfall(account: StepAccount, cluster: Cluster) -> list[Loss]:
             0.0,
             f"hand-overs between engine and trainer take {seconds(s.switch)}",
         ),
-        ("sync", s.sync * both_wait, 0.0, f"publishing the weights takes {seconds(s.sync)}"),
+        (
+            "sync",
+            0.0 if account.overlaps_sync else s.sync * everyone,
+            0.0,
+            f"publishing the weights takes {seconds(s.sync)}",
+        ),
         (
             "reward",
             s.reward * rollout.used_gpus,
             f.reward_model if s.reward else 0.0,
             f"the engines read every trajectory and write its verdict for {seconds(s.reward)}",
         ),
-        ("environment", s.env * both_wait, 0.0, f"environments hold up the step by {seconds(s.env)}"),
+        (
+            "environment",
+            0.0 if account.mode == "separate_async" else s.env * everyone,
+            0.0,
+            f"environments hold up the step by {seconds(s.env)}",
+        ),
+        (
+            BETWEEN,
+            s.other * everyone,
+            0.0,
+            f"rewards by rule, data, logging and scheduling take {seconds(s.other)} in which no GPU works",
+        ),
+        (
+            "bound",
+            account.bound_s * everyone,
+            0.0,
+            f"the longest responses of a batch hold up the step by {seconds(account.bound_s)}: the staleness bound "
+            "lets nothing newer take their place",
+        ),
     ]
     losses = [
         Loss(loss=name, frac=(gpu_s * peak - flops) / (total_gpu_s * peak), gpu_s=gpu_s, why=why)
@@ -118,44 +145,27 @@ def _why_tail(account: StepAccount) -> str:
 
 
 def _why_waiting(account: StepAccount) -> str:
-    rollout = account.rollout
-    left_over = rollout.num_gpus - rollout.used_gpus
-    why = _why_sides_wait(account)
-    if left_over:
-        why += f"; {left_over} of {rollout.num_gpus} rollout GPUs belong to no replica of {rollout.tp_size}"
-    return why
-
-
-_VISIBLE_FRAC = 0.05
-"""Of a step: what the staleness bound adds is named above this."""
+    rollout, reasons = account.rollout, []
+    if not is_colocated(account.mode):
+        reasons.append(_why_sides_wait(account))
+    if left_over := rollout.num_gpus - rollout.used_gpus:
+        reasons.append(
+            f"{left_over} of {rollout.num_gpus} rollout GPUs belong to no replica of {rollout.tp_size}"
+        )
+    return "; ".join(reasons)
 
 
 def _why_sides_wait(account: StepAccount) -> str:
-    idle = account.idle_frac
-    if account.mode == "separate_async":
-        s, train_s = account.seconds, account.train.total_s
-        rollout_s = s.prefill + s.generate_throughput + s.reward
-        both_s = s.sync + s.other
-        if s.total - max(rollout_s, train_s) - both_s > _VISIBLE_FRAC * s.total:
-            return (
-                "the longest responses of a batch hold up both sides, and the staleness bound lets nothing newer "
-                f"take their place: rollout GPUs idle {percent(idle['rollout'])}, training GPUs "
-                f"{percent(idle['train'])} of the step"
-            )
-        if rollout_s < train_s:
-            why = (
-                f"generation needs {seconds(rollout_s)} and training {seconds(train_s)}: engines that are ahead run "
-                f"the longest responses alone or idle ({percent(idle['rollout'])} of the step)"
-            )
-        else:
-            why = (
-                f"training needs {seconds(train_s)} and generation {seconds(rollout_s)}: the training GPUs idle "
-                f"{percent(idle['train'])} of the step"
-            )
-        return why + (f"; publication and step loop hold both for {seconds(both_s)}" if both_s else "")
+    s, train_s = account.seconds, account.train.total_s
+    rollout_s = s.prefill + s.generate_throughput + s.generate_tail + s.reward
     if account.mode == "separate_sync":
         return (
-            f"each side waits for the other: rollout GPUs idle {percent(idle['rollout'])}, training GPUs "
-            f"{percent(idle['train'])} of the step"
+            f"each side waits for the other: rollout GPUs while the others train for {seconds(train_s)}, training GPUs "
+            f"while they generate for {seconds(rollout_s)}"
         )
-    return "work between the stages that no stage accounts for"
+    if rollout_s < train_s:
+        return (
+            f"generation needs {seconds(rollout_s)} and training {seconds(train_s)}: engines that are ahead run the "
+            "longest responses alone or idle"
+        )
+    return f"training needs {seconds(train_s)} and generation {seconds(rollout_s)}: the training GPUs idle in between"
