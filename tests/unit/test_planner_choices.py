@@ -384,3 +384,26 @@ def test_a_choice_that_the_recommended_topology_does_not_read_is_told(
     assert made.require_chosen().mode == "sync"
     assert [note for note in made.advice if told and note.startswith(told)] == list(made.advice)
     assert bool(made.advice) == bool(told)
+
+
+def test_every_table_of_a_plan_knows_what_the_plan_recommends() -> None:
+    """Engines of 64 GPUs: the best split, 192:320, is not next to where both sides take equally long, 160:352."""
+    plan = make_plan(
+        PlanOptions(
+            model="DeepSeek-V3", num_gpus="512", max_staleness=2, response_tokens="8k", max_response_tokens="32k",
+            length_growth=0.001, horizon=10,
+        ).request()
+    )  # fmt: skip
+    chosen = plan.require_chosen()
+    found = (chosen.mode, *chosen.split, chosen.step_s)
+    rows = [size.best for size in plan.sizes if size.num_gpus == 512] + [plan.growth[0].best]
+    assert [(best.mode, *best.split, best.step_s) for best in rows if best] == [found, found]
+    for shift in plan.shifts:
+        assert shift.best is not None and shift.step_s is not None
+        assert shift.best.step_s <= shift.step_s or shift.best.is_on_policy
+    for moment in plan.growth:
+        assert moment.chosen_step_s is not None
+        assert moment.best_step_s[chosen.mode] <= moment.chosen_step_s
+    # The brief search of other sizes lands where the whole one does.
+    brief = Search(plan.request, is_brief=True).run()
+    assert brief[0].step_s == pytest.approx(chosen.step_s)

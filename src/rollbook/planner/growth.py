@@ -10,7 +10,7 @@ from rollbook.ledger.lengths import grown_by
 from rollbook.ledger.workload import Mode, Workload
 from rollbook.planner.choice import choose
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate, Search
+from rollbook.planner.search import Candidate, Search, with_split
 from rollbook.planner.words import MODE_TITLES, count, seconds, split
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -77,7 +77,7 @@ def growth(request: PlanRequest, chosen: Candidate, layouts: list[ReplicaLayout]
         step = round(share * request.horizon_steps)
         work = _grown(request.workload, grown_by(request.length_growth_frac, step))
         changed = replace(request, workload=work)
-        search = Search(changed, layouts=layouts, is_brief=True)
+        search = Search(with_split(changed, chosen), layouts=layouts, is_brief=True)
         candidates = search.run()
         same = search.candidate(chosen.mode, *chosen.split)
         best, _ = choose(changed, candidates)

@@ -189,7 +189,7 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         derivation=tuple(derive(request, search, candidates, chosen, because, publication, around, changes)),
         base_waterfall=tuple(waterfall(base.account, request.cluster)),
         chosen_waterfall=tuple(waterfall(chosen.account, request.cluster)) if chosen else (),
-        sizes=tuple(_sizes(request, search.layouts)) if has_front else (),
+        sizes=tuple(_sizes(request, search.layouts, chosen)) if has_front and chosen else (),
         shifts=() if brief or chosen is None else tuple(sensitivity(search.request, chosen, search.layouts)),
         growth=tuple(growth(search.request, chosen, search.layouts))
         if chosen and request.length_growth_frac and not is_brief
@@ -313,8 +313,8 @@ def _on(request: PlanRequest, num_gpus: int) -> PlanRequest:
     return replace(request, cluster=replace(request.cluster, num_gpus=num_gpus), split=None)
 
 
-def _sizes(request: PlanRequest, layouts: list[ReplicaLayout]) -> list[Size]:
-    """Best step on half, twice, ... the GPUs: whole nodes from one up to eight times the cluster."""
+def _sizes(request: PlanRequest, layouts: list[ReplicaLayout], chosen: Candidate) -> list[Size]:
+    """Best step on half, twice, ... the GPUs in whole nodes, beside what is `chosen` on the cluster as it is."""
     per_node, gpus = request.cluster.gpus_per_node, request.cluster.num_gpus
     counts = {gpus, 2 * gpus}
     size = gpus
@@ -323,6 +323,9 @@ def _sizes(request: PlanRequest, layouts: list[ReplicaLayout]) -> list[Size]:
         counts.add(size)
     sizes = []
     for num_gpus in sorted(c for c in counts if c <= 2 * _MOST_GPUS):
+        if num_gpus == gpus:
+            sizes.append(Size(num_gpus=gpus, best=chosen))
+            continue
         at_size = _on(request, num_gpus)
         try:
             at_size.check()

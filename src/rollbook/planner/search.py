@@ -136,7 +136,7 @@ class Search:
     layouts: list[ReplicaLayout] = field(default_factory=list)
     """Engine layouts to try; empty: every sensible one."""
     is_brief: bool = False
-    """Join only the splits next to the time optimum."""
+    """Join only the splits next to the time optimum, and the one that was asked for."""
     _rollouts: dict[tuple[int, bool, ReplicaLayout], RolloutSide] = field(init=False, default_factory=dict)
     _trains: dict[int, TrainChoice] = field(init=False, default_factory=dict)
 
@@ -349,7 +349,15 @@ class Search:
         num_units = self.request.cluster.num_gpus // unit
         at = (optimal or 0) // unit
         if self.is_brief:
-            return [u * unit for u in range(max(at - 1, 1), min(at + 3, num_units))]
+            counts = {u * unit for u in range(max(at - 1, 1), min(at + 3, num_units))}
+            # Between whole replicas of the larger layouts some of a side's GPUs belong to none.
+            wholes = {
+                (at * unit // layout.num_gpus + more) * layout.num_gpus
+                for layout in self.layouts
+                for more in (0, 1)
+            }
+            counts |= {n for n in wholes if n % unit == 0 and 0 < n < num_units * unit}
+            return sorted(counts)
         every = range(1, num_units)
         if num_units > _MOST_UNITS_LISTED:
             stride = num_units // (_MOST_UNITS_LISTED // 2)
@@ -374,6 +382,11 @@ class Search:
 
 _COLOCATED: tuple[Mode, ...] = ("sync", "colocate_async")
 _SEPARATED: tuple[Mode, ...] = ("separate_async", "separate_sync")
+
+
+def with_split(request: PlanRequest, chosen: Candidate) -> PlanRequest:
+    """`request`, whose search looks at the split of `chosen`, too."""
+    return request if is_colocated(chosen.mode) else replace(request, split=chosen.split)
 
 
 def with_offload(assumptions: Assumptions) -> Assumptions:

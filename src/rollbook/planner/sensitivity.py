@@ -9,7 +9,7 @@ from rollbook.errors import PlanError
 from rollbook.ledger.layout import ReplicaLayout
 from rollbook.planner.choice import choose
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate, Search
+from rollbook.planner.search import Candidate, Search, with_split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def sensitivity(request: PlanRequest, chosen: Candidate, layouts: list[ReplicaLa
     ):
         if changed is None:
             continue
-        search = Search(changed, layouts=layouts, is_brief=True)
+        search = Search(with_split(changed, chosen), layouts=layouts, is_brief=True)
         same = search.candidate(chosen.mode, *chosen.split)
         best, _ = choose(changed, search.run())
         shifts.append(
