@@ -349,15 +349,11 @@ class Search:
         num_units = self.request.cluster.num_gpus // unit
         at = (optimal or 0) // unit
         if self.is_brief:
-            counts = {u * unit for u in range(max(at - 1, 1), min(at + 3, num_units))}
+            beside = {u * unit for u in range(max(at - 1, 1), min(at + 3, num_units))}
             # Between whole replicas of the larger layouts some of a side's GPUs belong to none.
-            wholes = {
-                (at * unit // layout.num_gpus + more) * layout.num_gpus
-                for layout in self.layouts
-                for more in (0, 1)
-            }
-            counts |= {n for n in wholes if n % unit == 0 and 0 < n < num_units * unit}
-            return sorted(counts)
+            sizes = {layout.num_gpus for layout in self.layouts}
+            beside |= {(at * unit // size + more) * size for size in sizes for more in (0, 1)}
+            return sorted(n for n in beside if n % unit == 0 and 0 < n < num_units * unit)
         every = range(1, num_units)
         if num_units > _MOST_UNITS_LISTED:
             stride = num_units // (_MOST_UNITS_LISTED // 2)
