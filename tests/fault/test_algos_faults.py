@@ -11,7 +11,7 @@ import torch
 from rollbook.algos.advantage import estimate_advantages, gae
 from rollbook.algos.aggregate import AGGREGATIONS, aggregate, loss_counts
 from rollbook.algos.config import AlgorithmConfig, FilterConfig, OverlongConfig
-from rollbook.algos.filters import is_flat, keep_groups, train_sequences
+from rollbook.algos.filters import drop_reason, is_flat, train_sequences
 from rollbook.algos.policy import PolicyTensors, policy_objective
 from rollbook.algos.shaping import shape_rewards
 from rollbook.errors import DataError
@@ -86,14 +86,10 @@ def test_br047_a_real_zero_does() -> None:
     assert token_advantages(sequences) == [0.25, 0.25, 0.25, -0.75]
 
 
-def test_br047_failures_are_counted_by_cause() -> None:
-    report = keep_groups(
-        [group(0, [1.0, FailureKind.TIMEOUT]), group(1, [FailureKind.ENGINE, FailureKind.TIMEOUT])],
-        FilterConfig(),
-    )
-    assert report.failures == {FailureKind.TIMEOUT: 2, FailureKind.ENGINE: 1}
-    assert [g.group_id for g in report.failed] == [1]
-    assert [g.group_id for g in report.kept] == [0]
+def test_br047_a_group_is_kept_while_one_member_was_scored() -> None:
+    """By cause, failures are counted where a step reports: `test_controller_signals.py`."""
+    assert drop_reason(group(0, [1.0, FailureKind.TIMEOUT]), FilterConfig()) is None
+    assert drop_reason(group(1, [FailureKind.ENGINE, FailureKind.TIMEOUT]), FilterConfig()) == "failed"
 
 
 def br048_groups() -> tuple[Group, Group]:
@@ -113,18 +109,15 @@ def test_br048_flat_groups_are_judged_by_the_raw_score() -> None:
     wrong, mixed = br048_groups()
     shape_rewards([wrong, mixed], OverlongConfig(buffer_frac=0.25), max_response_tokens=20)
     assert [t.reward for t in wrong.trajectories] == pytest.approx([0, 0, -0.8, -1.0])
-    report = keep_groups([wrong, mixed], FilterConfig(drop_flat=True))
-    assert report.metric == "score"
-    assert [g.group_id for g in report.flat] == [0]
-    assert [g.group_id for g in report.kept] == [1]
+    config = FilterConfig(drop_flat=True)
+    assert config.metric == "score"
+    assert [drop_reason(g, config) for g in (wrong, mixed)] == ["flat", None]
 
 
 def test_br048_the_shaped_reward_must_be_asked_for_by_name() -> None:
     wrong, mixed = br048_groups()
     shape_rewards([wrong, mixed], OverlongConfig(buffer_frac=0.25), max_response_tokens=20)
-    report = keep_groups([wrong, mixed], FilterConfig(drop_flat=True, metric="reward"))
-    assert report.flat == []
-    assert report.metric == "reward"
+    assert drop_reason(wrong, FilterConfig(drop_flat=True, metric="reward")) is None
 
 
 def test_shaping_twice_charges_once() -> None:

@@ -7,9 +7,8 @@ import torch
 
 from rollbook.algos.advantage import estimate_advantages
 from rollbook.algos.aggregate import loss_counts
-from rollbook.algos.config import AlgorithmConfig, FilterConfig
+from rollbook.algos.config import AlgorithmConfig
 from rollbook.algos.correction import correct
-from rollbook.algos.filters import keep_groups
 from rollbook.algos.gap import logprob_gap
 from rollbook.algos.policy import PolicyTensors, ValueTensors, policy_objective, value_objective
 from rollbook.observe import catalogue
@@ -51,7 +50,7 @@ def test_every_reported_name_is_catalogued() -> None:
     gap = logprob_gap(batch, staleness=lambda v: 1 - v, clip_eps_low=0.2, clip_eps_high=0.2)
     assert gap is not None
     values: Values = correct(batch, config.correction) | gap.values()
-    values |= estimate_advantages(batch, config) | keep_groups([], FilterConfig()).values()
+    values |= estimate_advantages(batch, config)
     mask = torch.from_numpy(np.concatenate([s.loss_mask for s in batch]))
     some, cu_seqlens = torch.full((32,), -0.5), torch.arange(0, 33, 8)
     counts = loss_counts(mask, cu_seqlens, max_response_tokens=8)

@@ -25,21 +25,57 @@ READERS = (
 """Parts that read metrics, or put them in on purpose."""
 LEAST_TEXT = 3
 """Characters of a name that an f-string must spell out to be taken for it."""
+FROM_A_CALLER = "(?:actor|critic|rollout_corr|warmup)"
+"""First words of names that a function is given: every other one must be spelled out where the name is made."""
 
 
 def _texts() -> Iterator[re.Pattern[str]]:
-    """Every string of the parts that write metrics; what an f-string fills in may be anything."""
+    """Every string of the parts that write metrics; what an f-string fills in may be anything, but its beginning."""
     for path in sorted(SOURCE.rglob("*.py")):
         if any(str(path.relative_to(SOURCE)).startswith(part) for part in READERS):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
-                yield re.compile(re.escape(node.value))
-            elif isinstance(node, ast.JoinedStr):
-                parts = [p.value if isinstance(p, ast.Constant) else None for p in node.values]
-                spelled = "".join(p for p in parts if isinstance(p, str))
-                if len(spelled) >= LEAST_TEXT and " " not in spelled:
-                    yield re.compile("".join(".+" if p is None else re.escape(str(p)) for p in parts))
+        yield from _texts_of(ast.parse(path.read_text(encoding="utf-8")), {})
+
+
+def _texts_of(scope: ast.AST, known: dict[str, ast.expr]) -> Iterator[re.Pattern[str]]:
+    nodes = list(_own_nodes(scope))
+    known = known | {
+        target.id: node.value
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant | ast.JoinedStr)
+    }
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _texts_of(node, known)
+        elif isinstance(node, ast.Constant | ast.JoinedStr) and " " not in (text := _pattern(node, known)):
+            spelled = text.replace(FROM_A_CALLER, "").replace(".+", "")
+            if isinstance(node, ast.Constant) or len(spelled) >= LEAST_TEXT:
+                yield re.compile(text)
+
+
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """What stands in a scope, and not in the functions within it."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _own_nodes(node)
+
+
+def _pattern(text: ast.expr, known: dict[str, ast.expr]) -> str:
+    if isinstance(text, ast.Constant):
+        return re.escape(text.value) if isinstance(text.value, str) else " "
+    assert isinstance(text, ast.JoinedStr)
+    pattern = ""
+    for part in text.values:
+        if isinstance(part, ast.Constant):
+            pattern += re.escape(str(part.value))
+        elif isinstance(part, ast.FormattedValue):
+            name = part.value.id if isinstance(part.value, ast.Name) else ""
+            is_first = part is text.values[0]
+            pattern += _pattern(known[name], {}) if name in known else FROM_A_CALLER if is_first else ".+"
+    return pattern
 
 
 def _examples(name: str) -> set[str]:

@@ -7,9 +7,7 @@ group whose answers are all wrong.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -17,36 +15,7 @@ import numpy as np
 from rollbook.algos.config import FilterConfig
 from rollbook.algos.shaping import RAW_SCORE
 from rollbook.errors import DataError
-from rollbook.observe.values import Ratio, Total, Values
-from rollbook.types import FailureKind, Group, TrainSequence, Trajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilterReport:
-    """What `keep_groups` did. kept + flat + failed is the input, in its order."""
-
-    metric: str
-    """What flatness was judged by."""
-    kept: list[Group]
-    flat: list[Group] = field(default_factory=list)
-    failed: list[Group] = field(default_factory=list)
-    """Groups with too few scored members."""
-    num_trajectories: int = 0
-    failures: Counter[FailureKind] = field(default_factory=Counter)
-    """Failed trajectories by cause, over all groups."""
-    num_truncated: int = 0
-    """Scored trajectories that hit the token limit."""
-
-    def values(self) -> Values:
-        """Metrics; the two names that end in samples count trajectories."""
-        num_groups = len(self.kept) + len(self.flat) + len(self.failed)
-        return {
-            "filter/flat/num_groups": Total(len(self.flat)),
-            "filter/failed/num_groups": Total(len(self.failed)),
-            "filter/kept_frac": Ratio(len(self.kept), num_groups),
-            "training/filter_groups/evicted_samples": Total(sum(len(g.scored) for g in self.flat)),
-            "training/rollout_failure/evicted_samples": Total(sum(len(g.trajectories) for g in self.failed)),
-        }
+from rollbook.types import Group, TrainSequence, Trajectory
 
 
 def metric_of(trajectory: Trajectory, metric: str) -> float:
@@ -76,23 +45,6 @@ def drop_reason(group: Group, config: FilterConfig) -> Literal["failed", "flat"]
     if config.drop_flat and is_flat(group, config.metric):
         return "flat"
     return None
-
-
-def keep_groups(groups: Sequence[Group], config: FilterConfig) -> FilterReport:
-    """Sort groups into kept, flat (only with `drop_flat`) and failed."""
-    sorted_by: dict[str | None, list[Group]] = {None: [], "flat": [], "failed": []}
-    for group in groups:
-        sorted_by[drop_reason(group, config)].append(group)
-    trajectories = [t for group in groups for t in group.trajectories]
-    return FilterReport(
-        metric=config.metric,
-        kept=sorted_by[None],
-        flat=sorted_by["flat"],
-        failed=sorted_by["failed"],
-        num_trajectories=len(trajectories),
-        failures=Counter(t.failure.kind for t in trajectories if t.failure is not None),
-        num_truncated=sum(t.is_truncated for group in groups for t in group.scored),
-    )
 
 
 def train_sequences(groups: Sequence[Group], config: FilterConfig) -> list[TrainSequence]:

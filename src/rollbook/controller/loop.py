@@ -39,6 +39,7 @@ from rollbook.controller.step_metrics import (
     batch_values,
     buffer_values,
     engine_values,
+    idle_values,
     staleness_values,
     teacher_values,
     trajectory_values,
@@ -518,6 +519,15 @@ class Controller:
             now,
             elapsed_s=now_s - self._engine_stats_at_s,
             out_of_service=self.router.out_of_service,
+        )
+        computes = ["proximal", "reference", "values", "train", "critic"]
+        values |= idle_values(
+            values,
+            computed_s=self.recorder.seconds_of(
+                computes if self.remote_teacher is not None else [*computes, "teacher"]
+            ),
+            elapsed_s=now_s - self._engine_stats_at_s,
+            shares_device=self.schedule.shares_device,
         )
         if self.lending is not None:
             sampled = Total(values["generated/num_tokens"].result() + self.lending.pop_tokens())

@@ -5,6 +5,7 @@ Names, units and denominators stand in `observe/catalogue.py`.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -146,13 +147,15 @@ def staleness_values(taken: Taken) -> Values:
     stale = [e for e in taken.evictions if e.reason == "stale"]
     values[f"{prefix}/evicted_samples"] = Total(len(stale))
     values |= spread(f"{prefix}/evicted_samples_staleness", [e.staleness_steps for e in stale])
-    for reason, count in Counter(e.reason for e in taken.evictions).items():
-        values[f"evicted/{reason}/num_groups"] = Total(count)
+    evicted = Counter(e.reason for e in taken.evictions)
+    values |= {f"evicted/{reason}/num_groups": Total(count) for reason, count in evicted.items()}
+    num_filtered = evicted.total() - evicted["stale"]
+    values["filter/kept_frac"] = Ratio(len(taken.groups), len(taken.groups) + num_filtered)
     if stale and taken.groups:
-        evicted = float(np.mean([e.num_response_tokens for e in stale]))
+        lost = float(np.mean([e.num_response_tokens for e in stale]))
         kept = float(np.mean([sum(t.num_response_tokens for t in g.trajectories) for g in taken.groups]))
-        values["evicted/response_length/mean"] = Ratio(evicted, 1)
-        values["evicted/length_bias"] = Last(evicted / kept if kept else float("nan"))
+        values["evicted/response_length/mean"] = Ratio(lost, 1)
+        values["evicted/length_bias"] = Last(lost / kept if kept else float("nan"))
     return values
 
 
@@ -193,7 +196,8 @@ def engine_values(
     elapsed_s: float,
     out_of_service: Collection[int] = (),
 ) -> Values:
-    """Differences of the engines' counters over a step, and their gauges now."""
+    """Differences of the engines' counters over a step, and their gauges now. What a gauge would say of running
+    sequences and of the KV pool, once a step's sequences have ended, is 0: those are means over the decode steps."""
     values: Values = {
         "replica/num_serving": Last(len(after) - len(out_of_service)),
         "replica/num_quarantined": Last(len(out_of_service)),
@@ -204,20 +208,21 @@ def engine_values(
     if any(stats.mismatch != "none" for stats in after.values()):
         values["rollout/mismatch_error_frac"] = Peak(max(s.mismatch_error_frac for s in after.values()))
     total: Counter[str] = Counter()
+    fullest = 0.0
     for replica_id, now in after.items():
         then = before.get(replica_id)
         delta = _difference(then, now)
         total.update(delta)
         busy_s = delta["busy_s"]
         prefix = f"replica/{replica_id}"
+        kv_used_frac = delta["kv_used_tokens_sum"] / max(delta["decode_steps"] * now.kv_pool_tokens, 1)
+        fullest = max(fullest, kv_used_frac)
         values |= {
             f"{prefix}/weight_version": Last(now.weight_version),
-            f"{prefix}/num_running": Last(now.num_running),
+            f"{prefix}/num_running": Last(delta["active_slots_sum"] / max(delta["decode_steps"], 1)),
             f"{prefix}/num_waiting": Last(now.num_waiting),
             f"{prefix}/tokens_per_s": Ratio(delta["decode_tokens"], busy_s),
-            f"{prefix}/kv_used_frac": Peak(
-                now.kv_used_tokens / now.kv_pool_tokens if now.kv_pool_tokens else 0.0
-            ),
+            f"{prefix}/kv_used_frac": Last(kv_used_frac),
             f"{prefix}/num_preemptions": Total(delta["num_preemptions"]),
             f"{prefix}/idle_frac": Ratio(max(elapsed_s - busy_s, 0.0), elapsed_s),
         }
@@ -226,12 +231,29 @@ def engine_values(
     return values | {
         "rollout/mean_batch": Ratio(total["active_slots_sum"], total["decode_steps"]),
         "rollout/slots_used_frac": Ratio(total["active_slots_sum"], total["decode_steps"] * num_slots),
+        "rollout/kv_used_frac": Peak(fullest),
         "rollout/decode_step_s": Ratio(total["decode_s"], total["decode_steps"]),
         "rollout/prefill_tokens": Total(total["prefill_tokens"]),
         "rollout/prefix_hit_frac": Ratio(total["cached_prompt_tokens"], prompt_tokens),
         "rollout/num_preemptions": Total(total["num_preemptions"]),
         "generated/num_tokens": Total(total["decode_tokens"]),
     }
+
+
+def idle_values(values: Values, *, computed_s: float, elapsed_s: float, shares_device: bool) -> Values:
+    """`idle_frac/<side>`, as the ledger counts it: hand-overs, publications and the host's own work are idle, and
+    devices that both sides share are idle together.
+
+    Args:
+        values: the engines', of the same seconds.
+        computed_s: seconds of the trainer's forward passes and updates.
+    """
+    idle = [v.result() for name, v in values.items() if re.fullmatch(r"replica/\d+/idle_frac", name)]
+    generated_s = elapsed_s * (1.0 - sum(idle) / len(idle)) if idle else 0.0
+    busy_s = {"rollout": generated_s, "train": computed_s}
+    if shares_device:
+        busy_s = dict.fromkeys(busy_s, generated_s + computed_s)
+    return {f"idle_frac/{side}": Ratio(max(elapsed_s - s, 0.0), elapsed_s) for side, s in busy_s.items()}
 
 
 def _difference(then: EngineStats | None, now: EngineStats) -> Counter[str]:

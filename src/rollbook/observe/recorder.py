@@ -22,7 +22,7 @@ import shutil
 import threading
 import warnings
 from asyncio import current_task
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
@@ -286,6 +286,11 @@ class Recorder:
         seconds["host/disk_free_bytes"] = Last(float(shutil.disk_usage(self.path).free))
         seconds["training/global_step"] = Last(float(step_span.step or 0))
         merge(self._values, seconds)
+
+    def seconds_of(self, stages: Collection[str]) -> float:
+        """What these stages of the current step took so far."""
+        with self._lock:
+            return sum(stage.duration_s or 0.0 for stage in self._stages if stage.name in stages)
 
     def work(self, work: Work) -> None:
         """What the current step computed: with its seconds it gives `perf/mfu/step` and its waterfall."""

@@ -76,6 +76,8 @@ class EngineStats:
     decode_s: float = 0.0
     active_slots_sum: int = 0
     """Sum over decode steps of the sequences in the step: mean batch = active_slots_sum / decode_steps."""
+    kv_used_tokens_sum: int = 0
+    """Sum over decode steps of `kv_used_tokens`, which is 0 again once a step's sequences have ended."""
     mismatch: str = "none"
     """What the engine's weights are rounded to on purpose (`rollout.mismatch`)."""
     mismatch_error_frac: float = 0.0
@@ -100,6 +102,7 @@ COUNTERS = (
     "prefill_s",
     "decode_s",
     "active_slots_sum",
+    "kv_used_tokens_sum",
 )
 """Fields of EngineStats that only grow."""
 

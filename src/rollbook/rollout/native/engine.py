@@ -357,6 +357,7 @@ class NativeEngine:
             prefill_s=self._prefill_s,
             decode_s=self._decode_s,
             active_slots_sum=counters.active_slots_sum,
+            kv_used_tokens_sum=counters.kv_used_tokens_sum,
             mismatch=self.config.mismatch,
             mismatch_error_frac=0.0 if self._rounded is None else self._rounded.error_frac,
             waiting_requests=tuple(list(self._pending)[:32]),

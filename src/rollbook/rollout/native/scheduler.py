@@ -131,6 +131,7 @@ class Counters:
     decode_tokens: int = 0
     decode_steps: int = 0
     active_slots_sum: int = 0
+    kv_used_tokens_sum: int = 0
     num_preemptions: int = 0
 
 
@@ -429,6 +430,7 @@ class Scheduler:
         self.counters.decode_steps += 1
         self.counters.decode_tokens += len(rows)
         self.counters.active_slots_sum += len(rows)
+        self.counters.kv_used_tokens_sum += self.used_tokens
 
         is_broken = ~np.isfinite(logprobs)
         is_stopped = np.isin(token_ids, self.eos_token_ids) & ~slots.ignore_eos[rows]

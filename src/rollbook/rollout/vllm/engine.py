@@ -87,6 +87,7 @@ class _Counters:
     decode_steps: int = 0
     num_preemptions: int = 0
     active_slots_sum: int = 0
+    kv_used_frac_sum: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     kv_used_frac: float = 0.0
@@ -452,6 +453,7 @@ class VllmEngine:
             prefill_s=counters.prefill_s,
             decode_s=counters.decode_s,
             active_slots_sum=counters.active_slots_sum,
+            kv_used_tokens_sum=round(counters.kv_used_frac_sum * pool),
             waiting_requests=tuple(list(self._by_request)[:32]),
         )
 
@@ -561,6 +563,7 @@ class VllmEngine:
             if num_later_here:
                 self._counters.decode_steps += 1
                 self._counters.active_slots_sum += num_later_here
+                self._counters.kv_used_frac_sum += self._counters.kv_used_frac
             give_all(done)  # last, so that whoever has a response finds it counted
         return num_first, num_later
 
