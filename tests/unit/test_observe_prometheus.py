@@ -15,19 +15,24 @@ import pytest
 from rollbook.errors import ConfigError
 from rollbook.observe import grafana
 from rollbook.observe.alerts import ALERTS, Thresholds, to_rules
-from rollbook.observe.catalogue import catalogue, lookup
+from rollbook.observe.catalogue import ELSEWHERE, catalogue, lookup
 from rollbook.observe.clock import ManualClock
 from rollbook.observe.prometheus import PrometheusSink, exported_name
 from rollbook.observe.recorder import Recorder
-from rollbook.observe.values import Ratio
+from rollbook.observe.values import Ratio, Total
 
-SELF_MADE = {"rollbook_last_step_time_seconds", "rollbook_run_start_time_seconds", "rollbook_events_total"}
+SELF_MADE = {
+    "rollbook_last_step_time_seconds",
+    "rollbook_run_start_time_seconds",
+    "rollbook_run_num_steps",
+    "rollbook_events_total",
+}
 
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Iterator[Recorder]:
     clock = ManualClock()
-    sink = PrometheusSink("demo", clock=clock)
+    sink = PrometheusSink("demo", num_steps=120, clock=clock)
     with Recorder(tmp_path / "run", [sink], clock=clock, strict=True) as opened:
         yield opened
 
@@ -51,6 +56,7 @@ def test_the_endpoint_serves_the_last_readings_with_their_labels(recorder: Recor
         '{metric="replica/3/weight_version",replica_id="3",run="demo"} 7.0',
         'rollbook_training_global_step{metric="training/global_step",run="demo"} 1.0',
         'rollbook_last_step_time_seconds{run="demo"} 1.7e+09',
+        'rollbook_run_num_steps{run="demo"} 120.0',
         'rollbook_events_total{kind="finding",run="demo"} 1.0',
         "# HELP rollbook_reward_by_source_mean Reward of one data source. [reward]",
     ):
@@ -61,6 +67,20 @@ def test_before_the_first_step_nothing_claims_to_have_finished(recorder: Recorde
     text = scrape(recorder)
     assert "rollbook_last_step_time_seconds" not in text
     assert 'rollbook_run_start_time_seconds{run="demo"}' in text
+
+
+def test_what_one_step_counted_is_gone_with_the_next_and_what_became_nan_at_once(recorder: Recorder) -> None:
+    """A failed publication that was repeated, a validation of every tenth step, a loss that is NaN from step 1 on."""
+    for step in range(3):
+        with recorder.step(step):
+            recorder.metrics({"actor/loss": Ratio(float("nan") if step == 1 else 3.0, 4)})
+            if step == 0:
+                recorder.metrics({"sync/num_failed": Total(1), "val/add/reward": Ratio(1, 2)})
+        served = {line.partition("{")[0] for line in scrape(recorder).splitlines() if line[0] != "#"}
+        assert "rollbook_val_by_source_reward" in served
+        assert ("rollbook_sync_num_failed" in served) is (step == 0)
+        assert ("rollbook_observe_nonfinite_metrics" in served) is (step == 1)
+        assert ("rollbook_actor_loss" in served) is (step != 1)
 
 
 def test_a_port_in_use_is_an_error_with_the_port() -> None:
@@ -79,7 +99,8 @@ def test_exported_names_do_not_collide() -> None:
 
 
 def test_every_alert_reads_metrics_that_exist() -> None:
-    known = {exported_name(metric.name) for metric in catalogue()} | SELF_MADE
+    """And that a run serves: what only other systems log would leave an alert that never fires."""
+    known = {exported_name(metric.name) for metric in catalogue() if metric.owner != ELSEWHERE} | SELF_MADE
     for alert in ALERTS:
         used = set(re.findall(r"rollbook_\w+", alert.expr(Thresholds())))
         assert used, alert.name

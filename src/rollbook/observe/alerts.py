@@ -30,8 +30,11 @@ class Thresholds:
     max_train_idle_frac: float = 0.5
     max_tail_frac: float = 0.5
     """Tail of the rollout against the whole of it."""
+    min_wait_frac: float = 0.25
+    """Share of the step that waits for the rollout, from which on its tail matters."""
     max_fragmented_frac: float = 0.3
-    max_kv_used_frac: float = 0.98
+    max_preempted_frac: float = 0.05
+    """Preemptions against finished trajectories."""
     min_eff_sample_size: float = 0.3
     max_step_ratio: float = 1.5
     """Measured step seconds against the plan."""
@@ -40,6 +43,10 @@ class Thresholds:
     """Steps' worth of seconds without a finished step."""
     stalled_s: float = 600.0
     """And at least this long."""
+    first_step_s: float = 3600.0
+    """From the start to the end of the first step, calibration and warm-up included."""
+    gone_s: int = 1800
+    """How long a run whose endpoint is gone is told about."""
     min_disk_free_bytes: float = 10e9
     max_length_growth: float = 2.0
     """Longest responses against a few hours ago."""
@@ -81,6 +88,30 @@ ALERTS: list[Alert] = [
         summary="No step has finished for several steps' worth of time.",
         action="Look at the open spans of the run: the last span_open without an end names the stage that hangs.",
         next_check="A rank missing from a collective, a dead engine, or a sandbox that never answers.",
+    ),
+    Alert(
+        name="NoFirstStep",
+        expr=lambda t: (
+            f"time() - {_m('run_start_time_seconds')} > {t.first_step_s} unless on(run) {_m('last_step_time_seconds')}"
+        ),
+        for_s=0,
+        severity="page",
+        summary="The run has started and not finished a step for an hour.",
+        action="Look at the open spans of the run: the last span_open without an end names the phase that hangs.",
+        next_check="A rank missing from the first collective, or a warm-up that is meant to take this long.",
+    ),
+    Alert(
+        name="RunGone",
+        # The last step may end between two scrapes, so its number need not have been seen.
+        expr=lambda t: (
+            f"last_over_time({_m('training/global_step')}[{t.gone_s}s]) + 2 < on(run) "
+            f"last_over_time({_m('run_num_steps')}[{t.gone_s}s]) unless on(run) {_m('run_start_time_seconds')}"
+        ),
+        for_s=120,
+        severity="page",
+        summary="A run's endpoint is gone before its last step: the process ended or cannot be reached.",
+        action="rollbook diagnose RUN says what it stopped on; rollbook train --resume RUN takes it up again.",
+        next_check="Whether the process lives; the host's kernel log, when it died without a word.",
     ),
     Alert(
         name="VersionDrift",
@@ -153,15 +184,6 @@ ALERTS: list[Alert] = [
         next_check="Disk, file handles and process limits of the sandbox hosts.",
     ),
     Alert(
-        name="SandboxLeasesLeak",
-        expr=lambda t: f"{_m('env/num_leased')} > on(run) (1.2 * {_m('env/num_active')} + 2)",
-        for_s=900,
-        severity="ticket",
-        summary="Sandboxes are leased and not in use.",
-        action="Restart the environment service before the pool runs dry.",
-        next_check="Which environment ends without returning its lease.",
-    ),
-    Alert(
         name="TrajectoriesFail",
         expr=lambda t: f"{_m('failures/frac')} > {t.max_failed_frac}",
         for_s=60,
@@ -222,16 +244,23 @@ ALERTS: list[Alert] = [
     ),
     Alert(
         name="TrainerStarves",
-        expr=lambda t: f'{_m("idle_frac/{side}")}{{side="train"}} > {t.max_train_idle_frac}',
+        expr=lambda t: (
+            f'{_m("idle_frac/{side}")}{{side="train"}} > {t.max_train_idle_frac} and on(run) '
+            + _exceeds("timing_s/gen", t.max_train_idle_frac, "timing_s/step")
+        ),
         for_s=900,
         severity="ticket",
-        summary="The trainer waits for trajectories more than half of the time.",
-        action="Move GPUs to the rollout side, or raise the admission budget.",
-        next_check="Tail, preemptions and the buffer's gauges.",
+        summary="The trainer's devices do nothing, and its loop waits for trajectories, more than half of the time.",
+        action="Where the engines are busy, move GPUs to the rollout side or raise the admission budget.",
+        next_check="Where the engines idle as well: environment seconds, tail, preemptions and the buffer's gauges.",
     ),
     Alert(
         name="TailBurst",
-        expr=lambda t: _exceeds("rollout/tail_s", t.max_tail_frac, "timing_s/gen"),
+        expr=lambda t: (
+            _exceeds("rollout/tail_s", t.max_tail_frac, "timing_s/gen")
+            + " and on(run) "
+            + _exceeds("timing_s/gen", t.min_wait_frac, "timing_s/step")
+        ),
         for_s=900,
         severity="ticket",
         summary="Most of the rollout waits for the last few trajectories.",
@@ -240,14 +269,14 @@ ALERTS: list[Alert] = [
     ),
     Alert(
         name="KVPoolFull",
-        expr=lambda t: (
-            f"{_m('rollout/kv_used_frac')} > {t.max_kv_used_frac} and on(run) {_m('rollout/num_preemptions')} > 0"
+        expr=lambda t: _exceeds(
+            "rollout/num_preemptions", t.max_preempted_frac, "generated/num_trajectories"
         ),
         for_s=900,
         severity="ticket",
         summary="Running sequences are evicted from the KV pool and computed again.",
         action="Lower the slots of a replica or give the pool more memory.",
-        next_check="Tokens/s per replica before and after.",
+        next_check="Use of the KV pool by replica, and tokens/s before and after.",
     ),
     Alert(
         name="MemoryFragmentation",
@@ -262,15 +291,6 @@ ALERTS: list[Alert] = [
         summary="Device memory is reserved and cannot be used.",
         action="Use expandable segments, or empty the cache at the hand-over.",
         next_check="Whether it grows from step to step.",
-    ),
-    Alert(
-        name="ObjectStoreSpills",
-        expr=lambda t: f"{_m('host/object_store_spilled_bytes')} > 0",
-        for_s=0,
-        severity="ticket",
-        summary="The object store spills to disk.",
-        action="Give it more memory, or send fewer trajectories at once.",
-        next_check="Seconds of the stages that move trajectories.",
     ),
     Alert(
         name="DiskNearlyFull",

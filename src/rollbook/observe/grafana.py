@@ -105,7 +105,7 @@ ROWS: list[tuple[str, list[Panel]]] = [
     (
         "Environments",
         [
-            Panel(title="Sandboxes", metrics=("env/num_active", "env/capacity", "env/num_leased")),
+            Panel(title="Sandboxes", metrics=("env/num_active", "env/capacity")),
             Panel(title="Queue", metrics=("env/queue_depth",)),
             Panel(title="Seconds of a turn", metrics=("env/turn_s/mean", "env/turn_s/p99")),
             Panel(title="Time-outs and errors", metrics=("env/num_timeouts", "env/num_errors")),

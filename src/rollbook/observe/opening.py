@@ -43,7 +43,11 @@ def open_recorder(
                 from rollbook.observe.prometheus import PrometheusSink
 
                 endpoint = PrometheusSink(
-                    path.name, host=config.prometheus_host, port=config.prometheus_port, clock=clock
+                    path.name,
+                    host=config.prometheus_host,
+                    port=config.prometheus_port,
+                    num_steps=num_steps,
+                    clock=clock,
                 )
                 made.append(endpoint)
                 print(f"metrics for Prometheus at {endpoint.url}", file=sys.stderr)

@@ -3,6 +3,7 @@
 rollbook_timing_s_gen{run="demo", metric="timing_s/gen"} 1.9
 rollbook_reward_by_source_mean{run="demo", source="gsm8k", metric="reward/gsm8k/mean"} 0.41
 rollbook_last_step_time_seconds{run="demo"} 1.7e9
+rollbook_run_num_steps{run="demo"} 120
 rollbook_events_total{run="demo", kind="finding"} 2
 """
 
@@ -37,6 +38,9 @@ def exported_name(name: str) -> str:
 class PrometheusSink(Collector):
     """Serves the last readings over HTTP; a reading stands until a later one of the same metric.
 
+    A sum is of its step: once a later step brings none, it is gone, so that an alert on a failed publication ends.
+    So is the last finite reading of a metric that became NaN or infinite.
+
     Args:
         run: value of the label `run`.
         port: 0 takes any free port; see `url`.
@@ -45,9 +49,16 @@ class PrometheusSink(Collector):
     """
 
     def __init__(
-        self, run: str, *, host: str = "127.0.0.1", port: int = 0, clock: Clock | None = None
+        self,
+        run: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        num_steps: int | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._run = run
+        self._num_steps = num_steps
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._readings: dict[str, float] = {}
@@ -68,12 +79,16 @@ class PrometheusSink(Collector):
     def on_event(self, event: Event) -> None:
         with self._lock:
             self._num_events[str(event["kind"])] += 1
+            if isinstance(nonfinite := event.get("metrics"), list) and event["kind"] == "nonfinite":
+                for reading in nonfinite:
+                    self._readings.pop(str(reading).rpartition("=")[0], None)
 
     def on_step(self, step: int, data: Mapping[str, float]) -> None:
         with self._lock:
-            self._readings.update(data)
-            if "timing_s/step" in data:
+            if "timing_s/step" in data:  # a whole step; validation may come in a line of its own
                 self._last_step_at_s = self._clock.unix_s()
+                self._readings = {name: value for name, value in self._readings.items() if not _is_sum(name)}
+            self._readings.update(data)
 
     def close(self) -> None:
         self._server.shutdown()
@@ -96,13 +111,14 @@ class PrometheusSink(Collector):
             )
             family.add_metric(list(labels.values()), value)
         yield from families.values()
-        for exported, help_text, at_s in (
+        for exported, help_text, number in (
             ("last_step_time_seconds", "Unix time at which the last step ended.", last_step_at_s),
             ("run_start_time_seconds", "Unix time at which the process began to report.", self._started_at_s),
+            ("run_num_steps", "Steps of the whole run.", self._num_steps),
         ):
-            if at_s is not None:
+            if number is not None:
                 gauge = GaugeMetricFamily(PREFIX + exported, help_text, labels=["run"])
-                gauge.add_metric([self._run], at_s)
+                gauge.add_metric([self._run], number)
                 yield gauge
         events = CounterMetricFamily(
             PREFIX + "events", "Lines of events.jsonl, by kind.", labels=["run", "kind"]
@@ -110,3 +126,8 @@ class PrometheusSink(Collector):
         for kind, num in num_events.items():
             events.add_metric([self._run, kind], num)
         yield events
+
+
+def _is_sum(name: str) -> bool:
+    metric = catalogue.lookup(name)
+    return metric is not None and metric.reduction == "sum"
