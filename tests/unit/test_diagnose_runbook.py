@@ -11,6 +11,7 @@ import pytest
 from rollbook.cli.main import main
 from rollbook.diagnose.manual import ENTRIES
 from rollbook.diagnose.tree import AREAS, RULES
+from rollbook.drill.faults import FAULTS
 
 ADDITION = str(Path(__file__).parents[2] / "examples" / "addition.toml")
 
@@ -43,6 +44,22 @@ def test_the_manual_holds_this_jobs_thresholds(capsys: pytest.CaptureFixture[str
     assert "--max-staleness-steps 3" in text
     assert not re.search(r"\{\w+\}", re.sub(r"`[^`]*`", "", text)), "a placeholder was not filled in"
     assert all(f"`{rule}`" in text for rule in RULES)
+
+
+def test_the_manuals_commands_do_what_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rules it names are the conditions it prints, for a float32 job too; the drill is one there is."""
+    monkeypatch.chdir(tmp_path)
+    text = manual(capsys, ADDITION)
+    printed = set(re.findall(r"^\| \w+ \| (?:page|ticket) \| `(.*?)` \|", text, re.MULTILINE))
+    (rules,) = re.findall(r"`rollbook (alerts [^`]*)`", text)
+    with pytest.raises(SystemExit):
+        main(rules.split())
+    written = (tmp_path / "alerts" / "rollbook.rules.yml").read_text()
+    exprs = {json.loads(expr) for expr in re.findall(r"expr: (.*)", written)}
+    assert printed and printed <= exprs
+    assert re.findall(r"`rollbook drill (\w+) ", text)[0] in FAULTS
 
 
 def test_a_bound_of_zero_is_broken_by_any_stale_sample(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ def to_markdown(
         *_tree(filled),
         *_states(),
         *_alerts(thresholds, job),
-        *_commands(job),
+        *_commands(job, thresholds),
     ]
     return "\n".join(parts) + "\n"
 
@@ -273,18 +273,19 @@ def _alerts(thresholds: Thresholds, job: Job) -> list[str]:
     return ["## Alerts", "", *_table(("alert", "severity", "condition", "for", "first move"), rows), ""]
 
 
-def _commands(job: Job) -> list[str]:
+def _commands(job: Job, thresholds: Thresholds) -> list[str]:
     rows = [
         (f"`rollbook diagnose {job.run_dir}`", "cause, evidence, action, next check"),
         (f"`rollbook watch {job.run_dir}`", "the one screen, live or after the fact"),
         (f"`rollbook reconcile {job.run_dir}`", "which stage lost which seconds against the plan"),
         (f"`rollbook train --resume {job.run_dir}`", "take the run up from its newest whole checkpoint"),
         (
-            f"`rollbook alerts -o alerts --max-staleness-steps {job.max_staleness_steps}`",
+            f"`rollbook alerts -o alerts --max-staleness-steps {job.max_staleness_steps} "
+            f"--max-logprob-gap-nats {thresholds.max_logprob_gap_nats:g}`",
             "these alerts as Prometheus rules",
         ),
         (
-            f"`rollbook drill missed_weight_sync {job.config}`",
+            f"`rollbook drill skipped_bucket_unproven {job.config}`",
             "practise: one fault put into a short run of this job",
         ),
     ]
