@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rollbook.checkpoint.checkpoint import (
     prepare_checkpoint,
     write_arrays,
 )
-from rollbook.errors import CheckpointError
+from rollbook.errors import CheckpointError, DeadlineError
 
 STATE: dict[str, Any] = {
     "trainer": {
@@ -119,3 +120,60 @@ def test_what_another_process_wrote_elsewhere_is_no_checkpoint(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="trainer_00.safetensors was written by another process"):
         prepare_checkpoint(tmp_path, 1, {}, {"trainer": lambda aside: elsewhere})
     assert list_checkpoints(tmp_path) == []
+
+
+def test_a_checkpoint_whose_deletion_is_cut_short_is_none_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, 1, STATE, keep=1)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: (path / "manifest.json").unlink(missing_ok=True))
+    save_checkpoint(tmp_path, 2, STATE, keep=1)
+    assert list_checkpoints(tmp_path) == [2]
+    monkeypatch.undo()
+    save_checkpoint(tmp_path, 3, STATE, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"], "and the next one clears it away"
+
+
+def test_what_a_killed_write_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    for name in ("step_5.partial", "step_4.replaced"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_00.safetensors").write_bytes(b"half")
+    save_checkpoint(tmp_path, 6, STATE, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_6"]
+
+
+def test_a_write_that_anything_ends_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A trainer's process that is gone or late, as well as a full disk."""
+
+    def late(aside: Path) -> Written:
+        (aside / "trainer_00.safetensors").write_bytes(b"half")
+        raise DeadlineError("rank 0 did not answer", "raise cluster.step_deadline_s")
+
+    with pytest.raises(DeadlineError):
+        prepare_checkpoint(tmp_path, 1, {}, {"trainer": late})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ["[]", "{}", '{"sha256": 3}', '{"sha256": {}}', '{"step": 1, "sha256": {"run_00.safetensors": 1}}'],
+)
+def test_a_damaged_manifest_is_an_error_that_says_what_to_do(tmp_path: Path, manifest: str) -> None:
+    path = save_checkpoint(tmp_path, 1, STATE, keep=1)
+    (path / "manifest.json").write_text(manifest)
+    with pytest.raises(CheckpointError, match="delete this checkpoint and resume from the one before"):
+        load_checkpoint(path)
+
+
+def test_a_file_that_was_damaged_since_it_was_proven_is_an_error(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, STATE, keep=1)
+    (path / "trainer_00.safetensors").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_checkpoint(path, prove=False)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    """The run would go on from step 4, and drop what it saves next as older than step 8."""
+    save_checkpoint(tmp_path, 4, STATE, keep=1).rename(tmp_path / "step_8")
+    with pytest.raises(CheckpointError, match="step_8 is of step 4"):
+        load_checkpoint(tmp_path / "step_8")

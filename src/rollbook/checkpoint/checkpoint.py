@@ -11,6 +11,7 @@ files is held beside it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -37,6 +38,7 @@ PART_BYTES = 512 << 20
 NUM_WRITERS = 4
 """Files that are written, or proven, at a time: copies, the disk and SHA-256 then work at once."""
 _FOLDER = re.compile(r"step_(\d+)")
+_LEFT_BEHIND = re.compile(r"step_\d+\.(partial|replaced|dropped)")
 _ARRAY = "__array__"
 
 
@@ -119,14 +121,20 @@ def _in_parts(arrays: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
 
 
 def commit_checkpoint(folder: Path, step: int, *, keep: int) -> Path:
-    """Make the prepared `step_N` a checkpoint, and drop all but the newest `keep`.
+    """Make the prepared `step_N` a checkpoint, and drop all but the newest `keep`, with what writes that were killed
+    have left.
 
     Raises:
         CheckpointError: the disk cannot be written; nothing that was there is lost.
     """
     final = take_place(folder / f"step_{step}")
     for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(folder / f"step_{old}", ignore_errors=True)
+        path = folder / f"step_{old}"
+        with contextlib.suppress(OSError):  # half deleted it would pass for a checkpoint
+            path.rename(path.with_name(f"{path.name}.dropped"))
+    for path in folder.iterdir():
+        if _LEFT_BEHIND.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
     return final
 
 
@@ -143,12 +151,13 @@ def write_aside(final: Path, write: Callable[[Path], None]) -> int:
         write(aside)
         for path in aside.iterdir():
             _flush(path)
+        _flush(aside)
         return sum(path.stat().st_size for path in aside.iterdir())
-    except (OSError, SafetensorError, CheckpointError) as error:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, CheckpointError):
-            raise
-        raise _cannot_write(final, error) from error
+        if isinstance(error, OSError | SafetensorError):
+            raise _cannot_write(final, error) from error
+        raise
 
 
 def take_place(final: Path) -> Path:
@@ -196,7 +205,7 @@ def load_checkpoint(path: Path, *, prove: bool = True) -> dict[str, Any]:
         prove: False where another process of the run has just done it.
 
     Raises:
-        CheckpointError: a file is missing or its digest differs; names the file.
+        CheckpointError: a file is missing, its digest differs, or the folder has another step's name; names it.
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
@@ -208,12 +217,17 @@ def load_checkpoint(path: Path, *, prove: bool = True) -> dict[str, Any]:
             if name.endswith(".safetensors"):
                 arrays |= load_file(path / name)
         plain = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError) as error:
+        joined: dict[str, Any] = dict(_join(plain, arrays))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(
-            f"checkpoint {path} cannot be read: {error}", "resume from an earlier checkpoint"
+            f"checkpoint {path} cannot be read: {type(error).__name__}: {error}",
+            "delete this checkpoint and resume from the one before",
         ) from error
-    joined = _join(plain, arrays)
-    assert isinstance(joined, dict)
+    if (step := manifest.get("step")) is not None and path.name != f"step_{step}":
+        raise CheckpointError(
+            f"checkpoint {path} is of step {step}, by its manifest",
+            f"give it back its name, step_{step}, or delete it",
+        )
     return joined
 
 
