@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollbook.controller.startable import unstartable
-from rollbook.errors import ConfigError
+from rollbook.errors import CheckpointError, ConfigError
 from rollbook.modeling.attention import packed_layout
 from rollbook.modeling.config import LoraConfig, ModelConfig
 from rollbook.modeling.load import load_model, wrap_transformers
@@ -175,6 +175,13 @@ def test_a_resumed_run_is_the_unbroken_one_and_leaves_a_whole_model(tmp_path: Pa
     saved = load_file(whole.folder / "model" / "model.safetensors")
     assert not any("lora" in name for name in saved)
     assert "model.layers.0.self_attn.q_proj.weight" in saved
+
+
+def test_adapters_are_not_resumed_on_another_base(tmp_path: Path) -> None:
+    """No checkpoint holds the base: with another one under them they would mean something else."""
+    half = lora_run(tmp_path, "merged", num_steps=2)
+    with pytest.raises(CheckpointError, match="stand on a base with the digest"):
+        resume_tiny(half, **{"run.num_steps": 3, "model.seed": 7})
 
 
 def test_a_sleep_drops_only_what_the_next_publication_brings_back(tmp_path: Path) -> None:

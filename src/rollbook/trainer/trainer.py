@@ -10,10 +10,12 @@ arguments, and gets the same answer; where an answer is large (`state_dict`), ra
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +415,8 @@ class Trainer:
             tensors = self.reference.named_tensors()
             whole, local = self.ranks.whole, self.ranks.local
             state["reference"] = {n: whole(local(t.detach()), t) for n, t in tensors.items()}
+        if self.model.lora is not None:
+            state["base"] = self._base_digest
         return state
 
     def write_state(self, folder: Path, readable: Callable[[State], State] = lambda state: state) -> Written:
@@ -438,7 +442,8 @@ class Trainer:
         """Continue exactly where `state_dict` was taken.
 
         Raises:
-            CheckpointError: of another model, or without the critic or reference this trainer has.
+            CheckpointError: of another model, or without the critic or reference this trainer has; of adapters on
+                another base.
         """
         for role, is_here in (("critic", self.critic is not None), ("reference", self.reference is not None)):
             if is_here and role not in state:
@@ -446,6 +451,13 @@ class Trainer:
                     f"the checkpoint has no {role} and this run needs one",
                     "resume with the algorithm the run was started with",
                 )
+        base = state.get("base")
+        if self.model.lora is not None and base not in (None, self._base_digest):
+            raise CheckpointError(
+                f"the checkpoint's adapters stand on a base with the digest {base}, and {self.model.source} has "
+                f"{self._base_digest}",
+                "resume with the model.path (or model.seed) and model.dtype the run was started with, and its files",
+            )
         self.optimizer.load_state_dict(state["policy"])
         if self.critic is not None:
             self.critic.optimizer.load_state_dict(state["critic"])
@@ -454,6 +466,17 @@ class Trainer:
                 saved = state["reference"][name]
                 is_sharded = self.ranks.is_sharded(tensor)
                 self.ranks.local(tensor.detach()).copy_(self.ranks.own_rows(saved) if is_sharded else saved)
+
+    @cached_property
+    def _base_digest(self) -> str:
+        """Of the tensors that adapters stand on, which no checkpoint holds and nothing changes."""
+        found = hashlib.sha256()
+        for name, tensor in self.model.named_tensors().items():
+            if not tensor.requires_grad and tensor.numel():
+                found.update(
+                    f"{name} {tensor.dtype} {list(tensor.shape)} {int(torch.hash_tensor(tensor).view(torch.int64))}\n".encode()
+                )
+        return found.hexdigest()[:16]
 
     def freeze_reference(self) -> None:
         """The reference becomes the policy of this moment (after a warm-up)."""
