@@ -345,6 +345,36 @@ def remote_trainer(actors: list[Any], deadline_s: float) -> RemoteTrainer:
     return trainer
 
 
+def test_a_replica_that_dies_while_the_trainer_is_made_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process waits for the trainer's ranks, longer than it takes to start."""
+    flag = tmp_path / "died"
+
+    class DiesOnce(ReplicaActor):
+        def warm_up(self) -> None:
+            if not flag.exists():
+                flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr("rollbook.cluster.ray.ReplicaActor", DiesOnce)
+    run = run_tiny(tmp_path, num_steps=1, **{"cluster.kind": "ray"})
+    assert flag.exists()
+    assert publications(run)[-1] == (1, [0])
+
+
+def test_a_ray_that_does_not_start_is_an_error_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray raises it
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError, match="Ray does not start on this machine: The current node timed out"):
+        run_tiny(tmp_path, **ON_RAY)
+
+
 async def test_a_call_that_hangs_names_the_actor_the_call_and_the_deadline() -> None:
     config = tiny_config(**{"cluster.call_deadline_s": 0.5})
     pool = RayPool(config=config.cluster, recorder=None, publisher=None)  # type: ignore[arg-type]

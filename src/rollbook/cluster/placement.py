@@ -32,7 +32,7 @@ async def connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack
     """Join the cluster, or start one on this machine; True for the latter.
 
     Raises:
-        ConfigError: there is none at `cluster.address`.
+        ConfigError: there is none at `cluster.address`, or none can be started.
     """
     if ray.is_initialized():
         return not cluster.address
@@ -51,13 +51,20 @@ async def connect(cluster: ClusterConfig, num_actors: int, stack: AsyncExitStack
                 "RAY_AUTH_MODE=token and that token in ~/.ray/auth_token), or leave it empty to start one here",
             ) from None
     else:
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, 2 * num_actors),
-            include_dashboard=False,
-            runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo"}},
-            **common,
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, 2 * num_actors),
+                include_dashboard=False,
+                runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo"}},
+                **common,
+            )
+        except Exception as error:  # Ray raises plain ones, too
+            raise ConfigError(
+                f"cluster.kind is 'ray', and Ray does not start on this machine: {first_line(error)}",
+                "its logs are in /tmp/ray/session_latest/logs; where other work keeps the cores or the disk busy, try "
+                "again once it is done",
+            ) from error
     stack.callback(ray.shutdown)
     with suppress(ValueError):  # not on the main thread
         signal.signal(signal.SIGTERM, terminated)

@@ -136,7 +136,7 @@ async def start_on_ray(
             return waiting.pop(replica_id, None) or start_replica(replica_id)
 
         pool.engines.append(RemoteEngine(replica_id, config, start_actor, for_engines, pool))
-    await asyncio.gather(*(engine.start() for engine in pool.engines))
+    await pool.start()
     addresses = [engine.address for engine in pool.engines]
     meeting = ""
     if config.sync.transport == "broadcast":

@@ -140,9 +140,10 @@ class RemoteEngine:
             raise
         except ray.exceptions.RayActorError as error:
             why = f"its process is gone: {first_line(error)}"
-            if actor is self._actor and not self.down:
-                self.down = why
-                self._pool.lost(self, why)
+            if actor is self._actor:
+                was_up, self.down = not self.down, why
+                if was_up:
+                    self._pool.lost(self, why)
             raise EngineDownError(
                 f"replica {self.replica_id} is down: {why}", "it is started again"
             ) from None
@@ -205,6 +206,22 @@ class RayPool:
                 await self.is_back(engine)
                 found_dead = True
         return found_dead
+
+    async def start(self) -> None:
+        """Start all replicas; one that dies on the way, or waiting for it, is started again.
+
+        Raises:
+            EngineError: one died too often, or the model can't run there.
+            DeadlineError: one does not start in time.
+        """
+
+        async def start(engine: RemoteEngine) -> None:
+            try:
+                await engine.start()
+            except EngineDownError:
+                await self._start_again(engine)
+
+        await asyncio.gather(*map(start, self.engines))
 
     async def _restart(self, engine: RemoteEngine) -> None:
         replica_id = engine.replica_id
