@@ -347,6 +347,20 @@ def test_a_failed_commit_rolls_back_to_the_proven_old_version() -> None:
     assert transaction.weight_version == 2
 
 
+def test_the_way_back_from_a_first_publication_is_proven_too() -> None:
+    """What was there before it has no digests of a publication to be held against: they are taken at its commit."""
+    engine = DeafWeights(fused_engine(), "wrong rows")
+    for parameter in engine.parameters.values():
+        parameter.normal_()
+    transaction = ReplicaTransaction(engine, replica_id=3, weight_version=0)
+    engine.armed = True
+    with pytest.raises(
+        SyncError, match=f"live proof failed for {Q}; its old weights were put back and did not prove"
+    ):
+        publish(transaction, FakeSource(tiny_tensors()), 1)
+    assert (transaction.state, transaction.weight_version) == (State.BROKEN, 0)
+
+
 # ---- deltas
 
 
@@ -438,3 +452,30 @@ def test_each_rank_proves_its_slice_and_the_whole() -> None:
                     2,
                     tamper=lambda b: [replace(b[0], data=b[0].data.roll(8)), *b[1:]],  # type: ignore[union-attr]
                 )
+
+
+@pytest.mark.parametrize("part", [(slice(2, 4),), (slice(None), slice(3, 6))], ids=["rows", "columns"])
+def test_a_failed_commit_gives_a_rank_its_own_old_part_back(part: tuple[slice, ...]) -> None:
+    source = FakeSource({"cut": torch.randn(4, 6), "whole": torch.randn(3)})
+    places = {
+        "cut": Place(parameter="c", shape=(4, 6), part=part),
+        "whole": Place(parameter="w", shape=(3,)),
+    }
+    engine = MappedWeights({"c": torch.zeros(4, 6)[part].clone(), "w": torch.zeros(3)}, places)
+    transaction = ReplicaTransaction(engine, replica_id=1, weight_version=0)
+    publish(transaction, source, 1)
+    before = engine.parameters["c"].clone()
+    source.step()
+    write, names = engine.write, []
+
+    def fail_once(name: str, tensor: torch.Tensor) -> None:
+        names.append(name)
+        if len(names) == 2:
+            raise RuntimeError("out of memory")
+        write(name, tensor)
+
+    engine.write = fail_once  # type: ignore[method-assign]
+    with pytest.raises(SyncError, match="its old weights were put back and proven"):
+        publish(transaction, source, 2)
+    assert names[0] == "cut"
+    assert torch.equal(engine.parameters["c"], before)
