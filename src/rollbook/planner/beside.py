@@ -268,7 +268,7 @@ def beside(request: PlanRequest, shown: Candidate) -> Beside:
     return Beside(
         memory=_memory(request, shown) if has_owners else (),
         moves=moves_of(request, shown),
-        checkpoint=_checkpointing(request, shown),
+        checkpoint=checkpointing(request, shown),
         prefill=shown.account.rollout.prefill,
         adapters=_adapters(request, shown) if request.workload.lora_rank else None,
         agents=_environments(request, shown) if request.workload.agent.env_s else None,
@@ -313,7 +313,8 @@ def moves_of(request: PlanRequest, shown: Candidate) -> tuple[Move, ...]:
     return tuple(move for move in moves if move.seconds > 0)
 
 
-def _checkpointing(request: PlanRequest, shown: Candidate) -> Checkpointing:
+def checkpointing(request: PlanRequest, shown: Candidate) -> Checkpointing:
+    """How often, how, and at what cost the training state of `shown` is saved."""
     hourly = max(1, round(_USUAL_INTERVAL_S / shown.step_s))
     every = request.checkpoint_every_steps or min(hourly, request.horizon_steps)
     storage = request.storage_bytes_per_s or request.assumptions.sync.disk_bytes_per_s

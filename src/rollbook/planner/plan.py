@@ -16,7 +16,7 @@ from rollbook.ledger.own_machine import own_seconds_note
 from rollbook.ledger.step import is_colocated
 from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
-from rollbook.planner.beside import Beside, beside
+from rollbook.planner.beside import Beside, Checkpointing, beside, checkpointing
 from rollbook.planner.choice import choose
 from rollbook.planner.derivation import Reasoned, derive
 from rollbook.planner.growth import Grown, growth
@@ -198,6 +198,7 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         warnings=tuple(_warnings(request, base)),
         advice=(
             *_advice(request, chosen, search),
+            *_checkpoint_advice(request, chosen, around.checkpoint),
             *(
                 f"{option} changes nothing of what is recommended: {why}"
                 for option, why in without_effect(request, chosen)
@@ -224,6 +225,23 @@ def _advice(request: PlanRequest, chosen: Candidate, search: Search) -> list[str
     return [
         f"with the optimizer state in host memory, {held} a node, the step would take {seconds(found.step_s)}, "
         f"{percent(gain)} less, because training then recomputes less or is split less: --offload optimizer"
+    ]
+
+
+_VISIBLE_CHECKPOINTS_FRAC = 0.05
+
+
+def _checkpoint_advice(request: PlanRequest, chosen: Candidate, planned: Checkpointing) -> list[str]:
+    frac = planned.account.step_frac
+    if planned.is_async or frac < _VISIBLE_CHECKPOINTS_FRAC:
+        return []
+    rate = f"{format_bytes(planned.storage_bytes_per_s)}/s of storage"
+    if not request.storage_bytes_per_s:
+        rate += ", which is assumed (--storage-gb-per-s)"
+    at_once = checkpointing(replace(request, checkpoint_is_async=True), chosen).account
+    return [
+        f"beside its seconds the step waits for checkpoints, {percent(frac)} of the time at {rate}; written beside "
+        f"training they would take {percent(at_once.step_frac)} (--checkpoint-async)"
     ]
 
 
