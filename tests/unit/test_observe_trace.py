@@ -81,6 +81,26 @@ def test_every_span_stands_beside_its_planned_length(run: Path) -> None:
     assert planned["rollout"]["args"] == {"measured_s": 3.0, "ratio": 1.5}
 
 
+def test_measured_seconds_are_those_of_the_metrics(tmp_path: Path) -> None:
+    """A publication of 1 s and its probe of 2 s are one stage of which 2 s were expected; a validation of 4 s is none
+    of the step's work."""
+    clock = ManualClock(now_s=100.0)
+    with Recorder(tmp_path / "demo", clock=clock, strict=True) as recorder, recorder.step(0) as step:
+        step.set(expected_s=2.0)
+        for name, seconds, expected in (
+            ("sync", 1.0, {"expected_s": 2.0}),
+            ("sync", 2.0, {}),
+            ("eval", 4.0, {}),
+        ):
+            with recorder.span(name, **expected):
+                clock.advance(seconds)
+    metrics = json.loads((tmp_path / "demo" / "metrics.jsonl").read_text())["data"]
+    traced = chrome_trace(history_of(tmp_path / "demo"), 0)["traceEvents"]
+    planned = {e["name"]: e["args"] for e in traced if e["ph"] == "X" and e["pid"] == 2}
+    assert planned["sync"] == {"measured_s": metrics["timing_s/update_weights"], "ratio": 1.5}
+    assert planned["step"] == {"measured_s": metrics["timing_s/step"], "ratio": 1.5}
+
+
 def test_events_and_trajectories_stand_where_they_happened(run: Path) -> None:
     trace = chrome_trace(history_of(run), 4)
     assert named(trace, 1, "i")["publication"]["ts"] == 3e6

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rollbook.errors import RunError
+from rollbook.observe.catalogue import STAGES_OUTSIDE_STEP
 from rollbook.observe.history import RunHistory
 from rollbook.types import Trajectory
 
@@ -30,6 +31,7 @@ def chrome_trace(history: RunHistory, step: int) -> Json:
     events = _events_of(history, step)
     spans = [event for event in events if event["kind"] == "span"]
     start_s = next(span for span in spans if span["name"] == "step")["mono_s"]
+    measured_s = _measured_s(spans)
     rows = _Rows()
     traced: list[Json] = []
     for span in sorted(spans, key=lambda s: (s["mono_s"], -s["duration_s"])):
@@ -45,7 +47,9 @@ def chrome_trace(history: RunHistory, step: int) -> Json:
             }
         )
         if "expected_s" in span:
-            measured = {"measured_s": span["duration_s"], "ratio": _ratio(span)}
+            seconds = measured_s[span["span_id"]]
+            ratio = round(seconds / span["expected_s"], 4) if span["expected_s"] else None
+            measured = {"measured_s": seconds, "ratio": ratio}
             tid = rows.of(PLANNED, span["track"] if span["name"] != "step" else "step")
             traced.append(at | {"dur": _us(span["expected_s"]), "pid": PLANNED, "tid": tid, "args": measured})
     for event in events:
@@ -215,5 +219,21 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _ratio(span: Json) -> float | None:
-    return round(span["duration_s"] / span["expected_s"], 4) if span["expected_s"] else None
+def _measured_s(spans: Sequence[Json]) -> dict[int, float]:
+    """Span id -> the seconds that its expectation is about, as `timing_s/…` counts them: a step without the stages that
+    are none of its work, a stage with its later parts, of which nothing is expected by itself (a probe after a
+    publication)."""
+    seconds = {span["span_id"]: span["duration_s"] for span in spans}
+    steps = {span["span_id"] for span in spans if span["name"] == "step"}
+    planned: dict[tuple[int, str], int] = {}
+    for span in sorted(spans, key=lambda s: s["mono_s"]):
+        if span.get("parent_id") not in steps:
+            continue
+        stage: tuple[int, str] = (span["parent_id"], span["name"])
+        if span["name"] in STAGES_OUTSIDE_STEP:
+            seconds[span["parent_id"]] -= span["duration_s"]
+        if "expected_s" in span:
+            planned[stage] = span["span_id"]
+        elif stage in planned:
+            seconds[planned[stage]] += span["duration_s"]
+    return seconds
