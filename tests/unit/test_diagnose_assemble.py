@@ -24,6 +24,12 @@ def test_rows_of_a_step_complete_each_other_and_repeats_change_nothing() -> None
     assert run.seams == []
 
 
+def test_a_number_whose_square_is_infinite_counts_as_infinite() -> None:
+    run = _run([(1, {"a": 1.0}), (2, {"a": -1e308}), (3, {"a": 3.0})])
+    np.testing.assert_array_equal(run.values["a"], [1.0, math.nan, 3.0])
+    assert run.non_finite == {"a": [2]}
+
+
 def test_rows_out_of_order_are_sorted_and_said() -> None:
     run = _run([(s, {"a": float(s)}) for s in (1, 3, 2, 5, 4)])
     np.testing.assert_array_equal(run.values["a"], [1.0, 2.0, 3.0, 4.0, 5.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rollbook.diagnose.finding import Diagnosis
-from rollbook.errors import DataError
+from rollbook.errors import ConfigError, DataError
 
 MAX_NAMED = 5
 """Logs of a folder that are named and not judged."""
@@ -36,7 +37,9 @@ def command(
         int,
         typer.Option("--run", help="Which run, when one log holds several (0 is the first); -1: the last."),
     ] = -1,
-    hours: Annotated[float, typer.Option("--hours", help="How far back to ask a Prometheus server.")] = 24.0,
+    hours: Annotated[
+        float, typer.Option("--hours", help="How far back to ask a Prometheus server; above 0.")
+    ] = 24.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     html: Annotated[
         Path | None, typer.Option("--html", help="Also write a page with the series around each change.")
@@ -52,6 +55,10 @@ def command(
     from rollbook.diagnose.report import to_text
     from rollbook.diagnose.tree import diagnose, in_short
 
+    if run_idx < -1:
+        raise ConfigError(f"--run is {run_idx}", "give the number of a run, 0 the first, or -1 for the last")
+    if not 0.0 < hours < math.inf:
+        raise ConfigError(f"--hours is {hours}", "give a number of hours above 0")
     series = load(run, format=format or None, run_idx=run_idx if run_idx >= 0 else None, hours=hours)
     diagnosis = diagnose(series)
     if run_idx < 0 and series.num_runs > 1:

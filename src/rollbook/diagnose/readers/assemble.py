@@ -20,6 +20,8 @@ from rollbook.errors import DataError
 
 MAX_REPLACED_KEPT = 50
 LARGEST_STEP = 2**53
+LARGEST = 1e100
+"""Size from which on a reading counts as infinite: beyond it squares and sums over a log are."""
 
 
 @dataclass(slots=True)
@@ -200,7 +202,7 @@ def _finish(
         used = places >= 0
         if not used.any():
             continue
-        finite = np.isfinite(written)
+        finite = np.abs(written) < LARGEST  # NaN is not
         dense = np.full(len(ordered), np.nan)
         dense[places[used]] = np.where(finite, written, np.nan)[used]
         values[name] = dense

@@ -201,7 +201,10 @@ def number(text: object) -> float | None:
     if text is None:
         return math.nan
     if isinstance(text, bool | int | float):
-        return float(text)
+        try:
+            return float(text)
+        except OverflowError:  # an integer of hundreds of digits
+            return math.inf
     if not isinstance(text, str):
         return None
     text = text.strip().strip("'\"")
