@@ -189,6 +189,7 @@ def test_the_overview_tells_live_from_ended_from_interrupted(tmp_path: Path, end
 
 def test_six_digits_are_kept() -> None:
     values = np.array([0.0, 1.0, 123456789.0, 1.23456789e-9, np.nan, -0.333333333333])
+    assert content._rounded(np.array([1e-320, -5e-324, 1.7976931e308])) == [0.0, 0.0, 1.79769e308]
     assert content._rounded(values) == [0.0, 1.0, 123457000.0, 1.23457e-09, None, -0.333333]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollbook.cli.main import main
 from rollbook.errors import RunError
 from rollbook.observe.clock import ManualClock
 from rollbook.observe.history import RunHistory
@@ -128,6 +129,13 @@ def test_an_unknown_step_says_which_are_there(run: Path) -> None:
     with pytest.raises(RunError, match="no spans of step 9") as caught:
         chrome_trace(history_of(run), 9)
     assert caught.value.remedy == "steps 4 to 4 have spans"
+
+
+def test_a_lone_metrics_file_has_nothing_to_trace(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", str(run / "metrics.jsonl")])
+    assert ended.value.code == 2
+    assert "give the run directory" in capsys.readouterr().err
 
 
 def test_the_command_writes_the_file_and_sends_it_to_a_collector(run: Path, tmp_path: Path) -> None:

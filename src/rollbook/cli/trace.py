@@ -40,6 +40,10 @@ def command(
     from rollbook.observe.run_dir import storage_error
     from rollbook.observe.trace import chrome_trace, otlp_trace
 
+    if run.is_file():
+        raise RunError(
+            f"{run} is a file: it holds no spans", "give the run directory that holds events.jsonl"
+        )
     history = RunHistory(run)
     history.refresh_all()
     if step is None:

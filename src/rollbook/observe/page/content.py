@@ -105,8 +105,9 @@ def series(
 
 
 def _rounded(values: NDArray[np.float64]) -> list[float | None]:
-    """Six significant digits, which is what a screen can show."""
+    """Six significant digits, which is what a screen can show; what is smaller than a float's whole precision is 0."""
     finite = np.isfinite(values)
+    values = np.where(np.abs(values) < 1e-290, 0.0, values)
     sizes = np.where(finite & (values != 0), np.abs(np.where(finite, values, 1.0)), 1.0)
     scale = 10.0 ** (5 - np.floor(np.log10(sizes)))
     rounded = np.round(np.where(finite, values, 0.0) * scale) / scale
