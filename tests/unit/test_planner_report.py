@@ -115,3 +115,9 @@ def test_a_range_has_one_unit_and_a_wider_one_its_reason(capsys: pytest.CaptureF
     assert not re.search(r"\d s to [^<]*min", page)
     show_plan(made, Console(width=200))
     assert "no published measurement of fsdp training with MI355X" in capsys.readouterr().out
+
+
+def test_the_card_of_the_split_reads_as_one_phrase() -> None:
+    assert re.search(r"<b>\d+ shared</b><span>GPUs, colocated", PAGE) or re.search(
+        r"<b>\d+:\d+</b><span>GPUs, sep", PAGE
+    )

@@ -131,7 +131,7 @@ def _header(plan: Plan, title: str) -> str:
     tokens_per_s = work.trained_tokens / chosen.step_s / r.cluster.num_gpus
     numbers = [
         ("main", seconds(chosen.step_s), f"a step ({span})" if span != "a step" else span),
-        ("", capitalized(split(*chosen.split, chosen.mode)), f"{MODE_TITLES[chosen.mode]}, GPUs"),
+        ("", capitalized(split(*chosen.split, chosen.mode)), f"GPUs, {MODE_TITLES[chosen.mode]}"),
         ("", percent(account.mfu_frac), "whole-step MFU of the bfloat16 peak"),
         ("", count(tokens_per_s), "tokens a second and GPU, prompts included"),
         ("", f"{chosen.step_s * r.cluster.num_gpus / 3600:,.1f}", "GPU hours a step"),
