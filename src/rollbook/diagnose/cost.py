@@ -44,6 +44,9 @@ def note(view: View, finding: Finding) -> str:
 
 
 def is_asynchronous(view: View) -> bool:
-    """Whether samples wait for the trainer, or it for them: only such runs log how old samples are, or a buffer."""
+    """Whether samples wait for the trainer, or it for them: only such runs log how old samples are, a buffer or a
+    queue between the two."""
     ages = (f"{signs.STALENESS}/mean", f"{signs.STALENESS}_worst/mean")
-    return any(view.has(age) for age in ages) or bool(view.family("buffer/"))
+    return any(view.has(age) for age in ages) or any(
+        view.family(parts) for parts in ("buffer/", "fully_async/")
+    )

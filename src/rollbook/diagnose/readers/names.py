@@ -35,6 +35,8 @@ VERL = {
     "fully_async/count/stale_samples_processed": "training/off_policy/evicted_samples",
     "fully_async/staleness/mean": "training/off_policy/trajectory_staleness/mean",
     "fully_async/staleness/max": "training/off_policy/trajectory_staleness/max",
+    "fully_async/trajectory_staleness/mean": "training/off_policy/trajectory_staleness/mean",
+    "fully_async/trajectory_staleness/max": "training/off_policy/trajectory_staleness/max",
 }
 
 TRL = {
