@@ -11,7 +11,7 @@ from rollbook.diagnose import signs
 from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
-from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.spells import climbs
 from rollbook.diagnose.view import View
 
@@ -32,6 +32,11 @@ def judge(view: View) -> Finding | NotJudged | None:
     view.derive(HELD, view.values[kept] - view.values[used])
     if (teeth := _in_teeth(view, used, kept)) is not None:
         return teeth
+    return _grows(view, used, kept) or _retries_at_the_brim(view, used, kept)
+
+
+def _grows(view: View, used: str, kept: str) -> Finding | None:
+    """What is held and not used grows over the whole run."""
     part = max(4, view.n // 6)
     # The first sixth is warm-up: an allocator grows until every shape has been seen once.
     early, third = view.level(HELD, part, 2 * part), view.level(HELD, view.n // 3, view.n // 3 + part)
@@ -157,6 +162,71 @@ def _in_teeth(view: View, used: str, kept: str) -> Finding | None:
             ),
             Evidence(metric=kept, step=step, after=most, says=f"up to {num(most)} of {num(capacity)} GiB"),
         ),
+        action=ACTION,
+        next_check=CHECK,
+    )
+
+
+BRIM = 0.975
+"""Share of the device at which the allocator has taken all there is: then it must give back before it can take."""
+LEAST_GROWN = 0.015
+"""Share of the device that must have been taken since what is used stands still."""
+RETRIES = 1.15
+"""Seconds of the update over those before, at the same tokens, from which on it waits for that."""
+
+
+def _retries_at_the_brim(view: View, used: str, kept: str) -> Finding | None:
+    """What is held grows to the whole of the device, what is used does not, and since then the update takes longer for
+    the same tokens while stages that need little memory do not: every step frees and takes again."""
+    capacity = memory.device_gib(view)
+    slower = view.rise("timing_s/update_actor")
+    if capacity is None or slower is None or slower.idx < 12 or view.last(kept, 5) < BRIM * capacity:
+        return None
+    per_token = view.contrast(slower.metric, slower.idx, width=40)
+    if per_token is None or per_token.ratio < RETRIES or per_token.score < 6 or slower.end_idx is not None:
+        return None
+    taken, needed = view.values[kept], view.values[used]
+    full = np.flatnonzero(taken >= BRIM * capacity)
+    slack = max(10, view.n // 15)
+    if not len(full) or not full[0] - 3 <= slower.idx <= full[0] + slack:
+        return None
+    stands = view.level(used, slower.idx, slower.idx + 2 * slack) - 0.003 * capacity
+    start = int(np.flatnonzero(needed >= stands)[0])
+    if full[0] - start < 10:
+        return None  # it came with what is used
+    before = float(np.nanmin(taken[start : full[0]]))
+    if view.level(kept, slower.idx) - before < LEAST_GROWN * capacity:
+        return None
+    for metric, most in (
+        ("perf/total_num_tokens", 1.1),
+        ("response_length/mean", 1.1),
+        ("timing_s/old_log_prob", 1.1),
+        ("timing_s/ref", 1.1),
+        ("timing_s/gen", 1.1),
+    ):
+        c = view.contrast(metric, slower.idx, width=40)
+        if c is not None and c.ratio >= most and c.score >= 3:
+            return None
+    step = view.step_at(int(full[0]))
+    says = f"reserved grows to {num(view.last(kept, 5))} of {num(capacity)} GiB, allocated stays at "
+    says += num(view.last(used, 5))
+    return Finding(
+        rule=RULE,
+        title="device memory is fragmented: held up to the brim, and the update waits for the allocator",
+        area="implementation",
+        confidence=0.75,
+        step=step,
+        evidence=(
+            Evidence(
+                metric=kept,
+                step=step,
+                before=before,
+                after=view.last(kept, 5),
+                says=says,
+            ),
+            of_contrast(view, per_token, slower.idx, "at the same tokens, and no other stage"),
+        ),
+        cost_s=signs.lost_seconds(view, slower.metric, slower),
         action=ACTION,
         next_check=CHECK,
     )

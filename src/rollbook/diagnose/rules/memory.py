@@ -49,3 +49,18 @@ def device_gib(view: View) -> float | None:
     if free:
         return top + float(min(np.nanmin(view.values[m]) for m in free)) / 2**30
     return next((size for size in DEVICE_GIB if size >= top * 0.998), None)
+
+
+FULL = 0.92
+"""Share of the device in use beyond which the next larger allocation does not fit."""
+NEARLY_FULL = 0.85
+"""Share of the device that must be in use where the allocator has taken all of it."""
+TAKEN = 0.97
+"""Share of the device from which on the allocator has taken all of it: what comes next must fit into what it holds."""
+
+
+def is_full(view: View, used: str, capacity: float) -> bool:
+    """Whether the next larger allocation does not fit: by what is used, or by what the allocator has taken."""
+    top, kept = view.last(used, 3), reserved(view)
+    taken = view.last(kept, 3) if kept is not None else np.nan
+    return top >= FULL * capacity or (top >= NEARLY_FULL * capacity and taken >= TAKEN * capacity)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
@@ -27,7 +29,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         evidence.append(Evidence(metric="log", step=step, says=f"during the sync: {said[0].text}"))
     slower, fuller = view.rise(seconds), view.rise(used, log=False)
     capacity = memory.device_gib(view)
-    is_full = capacity is not None and used is not None and view.last(used, 3) >= 0.92 * capacity
+    is_full = capacity is not None and used is not None and memory.is_full(view, used, capacity)
     is_slow = slower is not None and slower.peak_ratio >= 1.4 and slower.score >= 5
     grew = fuller is not None and fuller.ratio >= 1.06 and fuller.score >= 4
     together = slower is not None and fuller is not None and view.near(slower.idx, fuller.idx, least=6)
@@ -45,6 +47,10 @@ def judge(view: View) -> Finding | NotJudged | None:
         confidence = 0.85
     elif is_slow and is_full and view.run.seams:
         confidence = 0.7
+    elif (lives := _lives_end_at_the_brim(view, used, capacity)) is not None:
+        confidence = 0.75
+        evidence.append(lives)
+        step = lives.step if lives.step is not None else step
     elif (
         fuller is not None
         and grew
@@ -73,6 +79,33 @@ def judge(view: View) -> Finding | NotJudged | None:
         next_check="memory by owner at the three points of the hand-over: who had not given back what "
         "the plan expected?",
     )
+
+
+LEAP = 1.15
+"""Peak of the last step over that of the steps before from which on it came at once."""
+
+
+def _lives_end_at_the_brim(view: View, used: str | None, capacity: float | None) -> Evidence | None:
+    """The log ends in a step whose peak leaps to the size of the device, and so did the run before it was taken up
+    again, at lengths that are no longer: what died so twice did not die of a batch."""
+    if used is None or capacity is None:
+        return None
+    known = view.values[used][np.isfinite(view.values[used])]
+    lives = [known] + [np.asarray(seam.replaced[used]) for seam in view.run.seams if used in seam.replaced]
+    if len(lives) < 2 or any(len(peaks) < 4 for peaks in lives):
+        return None
+    for peaks in lives:
+        before = float(np.median(peaks[-6:-2]))
+        if peaks[-1] < max(0.95 * capacity, LEAP * before) or np.max(peaks[:-2]) >= 0.95 * capacity:
+            return None
+    for metric in ("response_length/max", "response_length/mean", "perf/total_num_tokens"):
+        values = view.values.get(metric, np.full(view.n, np.nan))
+        if np.nanmax(values[-2:], initial=0.0) > 1.1 * np.nanmax(values[:-2], initial=0.0) > 0.0:
+            return None
+    step, before, last = view.step_at(view.n - 1), float(np.median(known[-6:-2])), float(known[-1])
+    says = f"{num(before)} GiB until the step before, then {num(last)} of {num(capacity)}, at the end of each of "
+    says += f"{len(lives)} lives of the run; responses are no longer"
+    return Evidence(metric=used, step=step, before=before, after=last, says=says)
 
 
 def _is_brim(view: View, used: str | None, capacity: float | None) -> bool:
