@@ -6,13 +6,18 @@ the environment's own signals (failures, time-outs, seconds a turn, turns, activ
 
 from __future__ import annotations
 
+import numpy as np
+
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import of_contrast, share
+from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
+from rollbook.diagnose.series import Series
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import Contrast, View
 
 RULE = "dead_sandbox_pool"
+ACTION = "restart the sandbox pool and take failed trajectories out of the batch instead of scoring them 0"
+CHECK = "run one sandbox by hand; then look at failures by class and source for what the rest is"
 
 _CAPACITY = ("env/num_active", "env/capacity")
 SCORER = "timing_s/reward"
@@ -38,7 +43,81 @@ def judge(view: View) -> Finding | NotJudged | None:
         found = _at(view, idx)
         if found is not None and (best is None or found.confidence > best.confidence):
             best = found
-    return best
+    return best or _one_by_one(view)
+
+
+DEADLINE = 0.02
+"""Spread of the longest calls, over their median, below which a time-out ends them all: it is nobody's own length."""
+
+
+def _one_by_one(view: View) -> Finding | None:
+    """Calls grow to many times their seconds while the longest of them, which had lengths of their own, all end at one
+    time-out; rewards are lost, and the host is no fuller: nothing leaks, what is called is gone."""
+    mean, longest, held = "env/turn_s/mean", "env/turn_s/max", "perf/cpu_memory_used_gb"
+    rise, top = view.rise(mean), view.rise(longest)
+    if rise is None or top is None or rise.end_idx is not None or rise.ratio < 2.5 or rise.score < 6:
+        return None
+    before = view.values[longest][: top.idx]
+    after = view.values[longest][top.idx + 3 :]
+    before, after = before[np.isfinite(before)], after[np.isfinite(after)]
+    if len(before) < 8 or len(after) < 12 or _spread(before) < 2 * DEADLINE or _spread(after) > DEADLINE:
+        return None
+    if float(np.median(after)) < 1.2 * float(np.median(before)) or view.trend(held)[0] >= 1.1:
+        return None
+    lost = _lost_since(view, rise.idx)
+    if lost is None or (signs.gap(view) is not None and view.moved(signs.GAP, rise.idx, 1, factor=2.0)):
+        return None
+    says = f"the longest call had a length of its own; now all end at {num(float(np.median(after)))} s, a time-out"
+    evidence = (
+        of_break(rise, "ever more calls wait for time-outs"),
+        Evidence(
+            metric=longest,
+            step=top.step,
+            before=float(np.median(before)),
+            after=float(np.median(after)),
+            says=says,
+        ),
+        Evidence(
+            metric=lost.metric,
+            step=lost.step,
+            before=lost.before,
+            after=lost.after,
+            says=f"{num(lost.before)} before, {num(lost.after)} now: what times out scores nothing",
+        ),
+    )
+    return Finding(
+        rule=RULE,
+        title="sandboxes die one by one: ever more calls run into their time-out",
+        area="data",
+        confidence=0.8,
+        step=min(rise.step, top.step),
+        evidence=evidence,
+        cost_reward=max(0.0, lost.before - lost.after),
+        action=ACTION,
+        next_check=CHECK,
+    )
+
+
+LOST = 0.12
+"""Share of the reward that must be gone by the end of the log."""
+
+
+def _lost_since(view: View, idx: int) -> signs.Moved | None:
+    """The reward of the last steps against that just before a position, where it is lower beyond its noise."""
+    metric = signs.reward(view).metric
+    if metric is None:
+        return None
+    width = max(10, view.n // 10)
+    before, after = view.level(metric, idx - width, idx), view.last(metric, width)
+    error = 1.25 * view.noise_before(metric, view.n) * float(np.sqrt(2 / width))
+    if not before - after >= max(LOST * before, 4.0 * error):
+        return None
+    return signs.Moved(metric, view.step_at(idx), before, after)
+
+
+def _spread(values: Series) -> float:
+    low, middle, high = np.quantile(values, (0.1, 0.5, 0.9))
+    return float((high - low) / max(float(middle), 1e-12))
 
 
 def _scorer_breaks(view: View) -> list[int]:

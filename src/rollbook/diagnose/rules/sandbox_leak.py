@@ -11,9 +11,14 @@ import numpy as np
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
-from rollbook.diagnose.view import View
+from rollbook.diagnose.series import Series
+from rollbook.diagnose.spells import climbs
+from rollbook.diagnose.view import View, spearman
 
 RULE = "sandbox_leak"
+TITLE = "sandboxes are not given back: load grows although the work does not"
+ACTION = "give every lease an owner and a time to live, and reap what no running trajectory owns; restart the pool now"
+CHECK = "count living sandboxes against running trajectories, by run id"
 
 _LEVELS = (
     # metric, least growth over the run, points
@@ -37,6 +42,8 @@ def judge(view: View) -> Finding | NotJudged | None:
                 collect="only for jobs with environments: log leases not returned, queue depth and seconds a turn",
             )
         )
+    if (teeth := _in_teeth(view)) is not None:
+        return teeth
     points = 0.0
     evidence: list[Evidence] = []
     env = False
@@ -83,16 +90,75 @@ def judge(view: View) -> Finding | NotJudged | None:
     late_failures = [m for m in signs.ENV_FAILURES if view.trend(m)[0] >= 2 and view.last(m) > 0]
     return Finding(
         rule=RULE,
-        title="sandboxes are not given back: load grows although the work does not",
+        title=TITLE,
         area="data",
         confidence=share(0.5 + 0.1 * points + 0.05 * bool(late_failures)),
         step=view.step_at(min(begin, view.n - 1)),
         evidence=tuple(evidence),
         cost_s=signs.lost_in_steps(view, begin),
-        action="give every lease an owner and a time to live, and reap what no running trajectory owns; "
-        "restart the pool now",
-        next_check="count living sandboxes against running trajectories, by run id",
+        action=ACTION,
+        next_check=CHECK,
     )
+
+
+LOADS = ("perf/cpu_memory_used_gb", "env/num_leased", "env/num_active", "env/queue_depth")
+"""What holds the sandboxes that were not given back."""
+TOOTH = 0.3
+"""Height of a tooth over its foot, as a share of it, from which on a load grew."""
+SLOWER = 1.25
+"""Seconds of a turn at the top of a tooth over those at its foot from which on the load is felt."""
+
+
+def _in_teeth(view: View) -> Finding | None:
+    """A load grows step by step and is gone at one, again and again, and the environment becomes slower and as quick
+    again with it: somebody restarts the pool. A cache that fills and is emptied slows no sandbox."""
+    seconds = "env/turn_s/mean"
+    if view.count(seconds) < 12 or view.level(seconds) < signs.SANDBOX_S:
+        return None
+    for metric in LOADS:
+        if view.count(metric) < 12:
+            continue
+        values = view.values[metric]
+        least = TOOTH * float(np.nanquantile(values, 0.1))
+        teeth = climbs(values, least) if least > 0 else []
+        slower = [_grows_over(view.values[seconds], foot, top) for foot, top, _ in teeth]
+        if len(teeth) < 2 or float(np.mean([ratio >= SLOWER for ratio in slower])) < 0.75:
+            continue
+        length = [_grows_over(view.values.get("response_length/mean", values), a, b) for a, b, _ in teeth]
+        if view.has("response_length/mean") and float(np.median(length)) >= 1.2:
+            continue
+        together = spearman(values, view.values[seconds])
+        if together < 0.6 or _gap_moves(view):
+            continue
+        step, top = view.step_at(teeth[0][0]), float(np.median([values[b] for _, b, _ in teeth]))
+        foot = float(np.median([values[a] for a, _, _ in teeth]))
+        at = [(float(view.values[seconds][a]), float(view.values[seconds][b])) for a, b, _ in teeth]
+        before, after = (float(np.nanmedian(x)) for x in zip(*at))
+        steps = float(np.median([b - a for a, b, _ in teeth]))
+        says = f"{len(teeth)} times it grows from {num(foot)} to {num(top)} over {num(steps)} steps, and is gone at one"
+        felt = f"{num(before)} s at the foot of a tooth, {num(after)} s at its top"
+        return Finding(
+            rule=RULE,
+            title=f"{TITLE}, until the pool is restarted",
+            area="data",
+            confidence=share(0.75 + 0.05 * min(len(teeth), 3)),
+            step=step,
+            evidence=(
+                Evidence(metric=metric, step=step, before=foot, after=top, says=says),
+                Evidence(metric=seconds, step=step, before=before, after=after, says=felt),
+            ),
+            action=ACTION,
+            next_check=CHECK,
+        )
+    return None
+
+
+def _grows_over(values: Series, foot: int, top: int) -> float:
+    """Values about the top of a tooth over those about its foot."""
+    low, high = values[max(0, foot - 1) : foot + 2], values[max(0, top - 1) : top + 1]
+    if not np.isfinite(low).any() or not np.isfinite(high).any():
+        return 1.0
+    return float(np.nanmedian(high) / max(float(np.nanmin(low)), 1e-12))
 
 
 MANY_TIMES = 2.5
