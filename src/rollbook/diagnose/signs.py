@@ -210,6 +210,14 @@ def _judge_levels(view: View, start: int, end: int) -> tuple[int, int]:
     return bad, fine
 
 
+def begins_fine(view: View) -> bool:
+    """Whether the gap of the first three steps is that of a healthy pair: what is never published grows from there,
+    and may be far off before the first tenth of the run is over."""
+    known = np.flatnonzero(np.isfinite(view.values[GAP]))[:3]
+    bad, fine = _judge_levels(view, 0, int(known[-1]) + 1) if len(known) == 3 else (0, 0)
+    return fine > 0 and bad == 0
+
+
 def _freshest(view: View, start: int, end: int) -> NDArray[np.intp] | None:
     """Positions whose samples are nearly fresh, where others are not; None when all are alike."""
     staleness = view.values.get(f"{STALENESS}/mean")
@@ -480,10 +488,13 @@ class Policy:
 @once("policy")
 def policy(view: View) -> Policy:
     """The optimizer's own signs. Gradient norm and clip fraction follow any disturbance; the step KL (trainer
-    against trainer) and the entropy are the policy's own, and without one of them there is no blow-up."""
+    against trainer) and the entropy are the policy's own, and without one of them there is no blow-up. Where the
+    engine's logprobs stand for the old ones, step KL and clip fraction hold the gap: gradients and entropy date it."""
     own: list[Break] = []
     shared: list[Break] = []
     ratios: list[float] = []
+    with_gap: list[Break] = []
+    is_bypass = _trains_on_the_engines_logprobs(view)
     for metric, least, power, into in (
         ("actor/ppo_kl", 3.0, 0.5, own),
         ("actor/pg_clipfrac", 2.2, 1.0, shared),
@@ -495,8 +506,9 @@ def policy(view: View) -> Policy:
             (rise.peak_ratio >= least and rise.score >= 4)
             or (rise.peak_ratio >= 3 * least and rise.score >= 2.5)
         ):
-            into.append(replace(rise, metric=metric))
-            if metric != "actor/grad_norm":
+            holds_gap = is_bypass and metric != "actor/grad_norm"
+            (with_gap if holds_gap else into).append(replace(rise, metric=metric))
+            if is_bypass != (metric != "actor/grad_norm"):
                 ratios.append(rise.peak_ratio**power)
     up, down = view.rise("actor/entropy"), view.fall("actor/entropy", log=True)
     if up is not None and up.peak_ratio >= 1.5 and up.score >= 5:
@@ -510,15 +522,22 @@ def policy(view: View) -> Policy:
         # Printed with too few decimals to show a step's movement: the gradients tell the most that can be told.
         ratios += [rise.peak_ratio for rise in shared]
     nan_step, nan_metrics = _not_finite(view)
-    has_own = bool(own) or not (view.has("actor/ppo_kl") or view.has("actor/entropy"))
-    is_blow_up = has_own and len(own) + len(shared) >= 2
+    has_own = bool(own or with_gap) or not (view.has("actor/ppo_kl") or view.has("actor/entropy"))
+    dated = [*own, *shared]
+    is_blow_up = has_own and len(dated) >= 1 and len(dated) + len(with_gap) >= 2
     return Policy(
-        blow_up_idx=min(b.idx for b in (*own, *shared)) if is_blow_up else None,
-        blow_up=(*own, *shared) if is_blow_up else (),
+        blow_up_idx=min(b.idx for b in dated) if is_blow_up else None,
+        blow_up=(*own, *with_gap, *shared) if is_blow_up else (),
         update_ratio=float(np.median(ratios)) if ratios else 1.0,
         nan_step=nan_step,
         nan_metrics=nan_metrics,
     )
+
+
+def _trains_on_the_engines_logprobs(view: View) -> bool:
+    """Whether the trainer computes no old logprobs of its own: verl then takes the engine's for them."""
+    stages = view.has("timing_s/update_actor") and not view.count("timing_s/old_log_prob")
+    return stages and view.run.format.startswith("verl") and bool(view.family("rollout_corr/"))
 
 
 def is_broken_update(view: View, idx: int) -> bool:

@@ -174,16 +174,18 @@ class Tooth:
     """Median steps from the top back to a third of it."""
     heights: tuple[float, ...]
     """Of each top over the quiet level, in the unit of the series."""
+    at_once: float
+    """Median share of the top that the first step of a spell has: near 1 for a plateau, wherever its top is."""
 
     @property
     def is_saw(self) -> bool:
         """Whether it grows step by step and is gone at once."""
-        return self.rise_steps >= 3 and self.fall_steps <= 2
+        return self.rise_steps >= 3 and self.fall_steps <= 2 and self.at_once < 0.75
 
 
 def tooth_of(values: Series, found: Spells) -> Tooth:
     """How the spells of a series rise and end; spells that the end of the log cuts do not count."""
-    rises, falls, heights = [], [], []
+    rises, falls, heights, begins = [], [], [], []
     known = np.flatnonzero(np.isfinite(values))
     away = np.abs(values[known] - found.quiet[known])
     limits = [0, *(int(np.searchsorted(known, end)) for _, end in found.stretches), len(known)]
@@ -193,14 +195,17 @@ def tooth_of(values: Series, found: Spells) -> Tooth:
             continue
         top = a + int(np.argmax(away[a:b]))
         heights.append(float(away[top]))
+        begins.append(float(away[a] / away[top]))
         low_before = np.flatnonzero(away[limits[i] : top] <= away[top] / 3)
         low_after = np.flatnonzero(away[top + 1 : limits[min(i + 2, len(limits) - 1)]] <= away[top] / 3)
         rises.append(top - limits[i] - int(low_before[-1]) if len(low_before) else top - limits[i])
         if len(low_after):
             falls.append(int(low_after[0]) + 1)
     if not falls:
-        return Tooth(0.0, np.inf, tuple(heights))
-    return Tooth(float(np.median(rises)), float(np.median(falls)), tuple(heights))
+        return Tooth(0.0, np.inf, tuple(heights), 1.0)
+    return Tooth(
+        float(np.median(rises)), float(np.median(falls)), tuple(heights), at_once=float(np.median(begins))
+    )
 
 
 def climbs(values: Series, least: float) -> list[tuple[int, int, float]]:

@@ -12,11 +12,13 @@ import numpy as np
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.missed_weight_sync import (
+    NO_GAP,
     goes_with_the_policy,
     optimizer_explains,
     staleness_explains,
 )
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
+from rollbook.diagnose.spells import tooth_of
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
 
@@ -77,6 +79,8 @@ def judge(view: View) -> Finding | NotJudged | None:
             return _finding(view, rise.idx, 0.9 if rise.peak_ratio >= 2 else 0.75, "at once, and stays")
         if rise.is_ramp and not explained and not no_sync and gap.num_fine == 0 and gap.num_bad:
             return _finding(view, 0, 0.7, "from the first step, and grows")
+    if (spells := _in_spells(view)) is not None:
+        return spells
     if view.n < LEAST_STEPS or signs.own_gap_is_fine(view):
         return None
     if gap.num_bad >= 2 and gap.num_bad >= gap.num_fine:
@@ -87,6 +91,47 @@ def judge(view: View) -> Finding | NotJudged | None:
     if gap.num_bad == 1 and gap.num_fine == 0 and len(gap.metrics) == 1:
         return _finding(view, 0, 0.65, "from the first step")
     return None
+
+
+APART = 3.0
+"""Gap in the steps of a spell over that beside them from which on no noise of numerics is it."""
+
+
+def _in_spells(view: View) -> Finding | None:
+    """Stretches of steps in which the gap is several times the usual at once, and at once no longer: another kernel or
+    dtype is at work in them. A publication that is missing would let it grow, and broken weights take the reward."""
+    spells = view.spells(signs.GAP, least=float(np.log(APART)))
+    if spells is None or spells.median_length < 2 or signs.is_of_the_schedule(view, spells):
+        return None
+    if tooth_of(view.values[signs.GAP], spells).at_once < 0.7:
+        return None
+    for metric, most in (
+        (signs.versions(view).mean, 1.35),
+        ("actor/ppo_kl", 2.0),
+        ("actor/grad_norm", 1.8),
+        ("response_length/mean", 1.3),
+        ("response_length/clip_ratio", 2.0),
+    ):
+        c = view.beside(metric, spells)
+        if c is not None and c.ratio >= most and c.score >= 4:
+            return None
+    step = view.step_at(spells.first)
+    evidence = []
+    for metric in (signs.gap(view) or NO_GAP).metrics[:3]:
+        c = view.beside(metric, spells)
+        if c is not None:
+            says = f"{num(c.after)} in {len(spells.stretches)} stretches, {num(c.before)} beside them, none between"
+            evidence.append(Evidence(metric=metric, step=step, before=c.before, after=c.after, says=says))
+    return Finding(
+        rule=RULE,
+        title="engine and trainer disagree at the same weights, in stretches of steps",
+        area="implementation",
+        confidence=0.8,
+        step=step,
+        evidence=tuple(evidence),
+        action=ACTION,
+        next_check=f"what differs in those steps (shapes, batch sizes, a kernel that is chosen by them); then {CHECK}",
+    )
 
 
 def _refused(view: View, found: Stop) -> Finding:

@@ -199,7 +199,7 @@ def goes_with_the_policy(view: View) -> bool:
 
 def _never_synced(view: View, gap: signs.Gap) -> bool:
     """The gap only ever grows, from a normal level on, while the reward stands."""
-    if gap.overall_ratio < 2.5 or gap.steadiness < 0.9 or gap.num_fine == 0:
+    if gap.overall_ratio < 2.5 or gap.steadiness < 0.9 or not (gap.num_fine or signs.begins_fine(view)):
         return False
     rise = gap.rise
     if rise is not None and (not rise.is_ramp or rise.idx > 0.2 * view.n):

@@ -34,6 +34,10 @@ def judge(view: View) -> Finding | NotJudged | None:
         return always
     if rise is None or rise.late < rise.before + 1.0 or rise.peak_ratio < 1.5 or rise.score < 5:
         return None
+    if signs.is_broken_update(view, rise.idx):
+        return (
+            None  # losses are no numbers by then: what the policy writes since is noise, and takes its time
+        )
     standing = versions.all_standing_since
     if standing is None and versions.some_standing_since is not None and not newest_follows(view, rise.idx):
         standing = versions.some_standing_since
