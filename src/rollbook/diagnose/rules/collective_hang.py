@@ -116,6 +116,8 @@ LEAST_STALLS = 5
 """Steps that stall before it is a habit: a busy cluster stands still for a moment, too."""
 RARE = 0.02
 """Share of the steps since the first stall below which stalls are hiccups."""
+ONE_LENGTH = 0.05
+"""Spread of the seconds of stalls, over their median, below which they are one time-out: hiccups vary."""
 LINK = 2.5
 """Times as long at the same tokens from which on computing cannot be it."""
 
@@ -129,7 +131,7 @@ def _stalls_again(view: View) -> Finding | None:
         spells = view.spells(metric, least=np.log(1.5))
         if spells is None or spells.inside - spells.before < STALL_S or spells.num_hits < LEAST_STALLS:
             continue
-        if spells.num_hits < RARE * (view.n - spells.first):
+        if spells.num_hits < RARE * (view.n - spells.first) and not _are_of_one_length(view, metric, spells):
             continue
         if _works_more(view, spells) or signs.is_of_the_schedule(view, spells):
             continue
@@ -150,6 +152,13 @@ def _stalls_again(view: View) -> Finding | None:
         0.8 + 0.05 * len(evidence),
         cost,
     )
+
+
+def _are_of_one_length(view: View, metric: str, spells: Spells) -> bool:
+    """Whether all stalls last as long as each other: what they wait for is a time-out, however rarely."""
+    stalls = (view.values[metric] - spells.quiet)[spells.hit]
+    low, high = np.quantile(stalls, (0.1, 0.9))
+    return bool(high - low <= ONE_LENGTH * np.median(stalls))
 
 
 def _works_more(view: View, spells: Spells) -> bool:

@@ -15,6 +15,12 @@ from rollbook.diagnose.series import Series
 from rollbook.diagnose.view import View
 
 RULE = "tail_burst"
+TITLE = "a few very long responses hold up the steps that have them"
+ACTION = (
+    "cap the response length or penalise overlong answers, continue unfinished responses in the next step, or "
+    "train on what has finished (asynchronous schedule)"
+)
+CHECK = "read the longest responses of one such step: repetition, or honest reasoning cut short?"
 TAIL = "rollout/tail_s"
 TURNS = "num_turns/max"
 """Turns of the longest trajectory: one that is stuck goes round until the limit."""
@@ -46,7 +52,62 @@ def judge(view: View) -> Finding | NotJudged | None:
         found = _judge_tail(view, *tail)
         if found is not None and (best is None or found.confidence > best.confidence):
             best = found
-    return best
+    return best or _in_spells(view)
+
+
+LEAST_STRETCH = 3
+"""Steps that a stretch must last: of few samples one now and then runs to the limit by chance."""
+CUT_OFF = 0.003
+"""Share of responses that run on to the limit in a stretch, over the steps beside it, from which on it is one."""
+
+
+def _in_spells(view: View) -> Finding | None:
+    """Stretches in which a few responses run to the limit and all wait for them, beside steps in which none does. One
+    wait swings so much that no single step tells; the stretches together do."""
+    clip, gen = "response_length/clip_ratio", "timing_s/gen"
+    spells = view.spells(clip, log=False, least=CUT_OFF)
+    if spells is None or spells.median_length < LEAST_STRETCH or signs.is_of_the_schedule(view, spells):
+        return None
+    waits, longest = view.beside(gen, spells), view.beside("response_length/max", spells)
+    if waits is None or waits.ratio < 1.25 or waits.score < 6:
+        return None
+    if longest is not None and (longest.ratio < 1.2 or longest.score < 4):
+        return None  # the longest were as long beside them
+    mean, train = view.beside("response_length/mean", spells), view.beside("timing_s/update_actor", spells)
+    if mean is not None and mean.ratio >= 1.2:
+        return None
+    if train is not None and train.score >= 4 and waits.ratio < 1.2 * train.ratio:
+        return None  # everything is slow in those steps
+    hit = np.flatnonzero(spells.hit & np.isfinite(view.values[gen]))
+    quiet = view.values[clip][~spells.hit]
+    before, step = float(np.nanmedian(quiet)), view.step_at(spells.first)
+    evidence = (
+        Evidence(
+            metric=clip,
+            step=step,
+            before=before,
+            after=spells.inside,
+            says=f"{num(spells.inside)} in {len(spells.stretches)} stretches, {num(before)} beside them",
+        ),
+        Evidence(
+            metric=gen,
+            step=step,
+            before=waits.before,
+            after=waits.after,
+            says=f"{num(waits.before)} s in steps without them, {num(waits.after)} s in those steps",
+        ),
+    )
+    return Finding(
+        rule=RULE,
+        title=TITLE,
+        area="implementation",
+        confidence=0.78,
+        step=step,
+        evidence=evidence,
+        cost_s=float(np.clip(view.values[gen][hit] - waits.before, 0, None).sum()) * view.stride,
+        action=ACTION,
+        next_check=CHECK,
+    )
 
 
 def _tails(view: View, longest: str) -> list[tuple[str, Series, float]]:
@@ -165,16 +226,14 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     )
     return Finding(
         rule=RULE,
-        title="a few very long responses hold up the steps that have them",
+        title=TITLE,
         area="implementation",
         confidence=share(0.65 + 0.25 * min(1.0, rate_after) + 0.1 * (rate_before == 0)),
         step=view.step_at(start),
         evidence=evidence,
         cost_s=lost,
-        action="cap the response length or penalise overlong answers, continue unfinished responses in "
-        "the next step, or "
-        "train on what has finished (asynchronous schedule)",
-        next_check="read the longest responses of one such step: repetition, or honest reasoning cut short?",
+        action=ACTION,
+        next_check=CHECK,
     )
 
 
