@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from rollbook.diagnose.finding import Diagnosis
 from rollbook.diagnose.readers.assemble import assemble
+from rollbook.diagnose.readers.names import VERL, Renamer
 from rollbook.diagnose.series import Event, Row
 from rollbook.diagnose.tree import diagnose
 
@@ -27,8 +28,11 @@ def _noisy(level: float | Array, seed: int, size: float = 0.03) -> Array:
     return np.asarray(level * np.exp(np.random.default_rng(seed).normal(0, size, N)))
 
 
-def _diagnose(changed: dict[str, Array], *, end: Event | None = None) -> Diagnosis:
-    """The verdict on a healthy synchronous run of verl with some series replaced."""
+def _diagnose(
+    changed: dict[str, Array], *, without: str = "", end: Event | None = None, lives: int = 1
+) -> Diagnosis:
+    """The verdict on a healthy synchronous run of verl with some series replaced, one left out, or with its last six
+    steps run again in other lives."""
     values = {
         "critic/score/mean": np.clip(0.3 + 0.2 * T / N + np.random.default_rng(1).normal(0, 0.01, N), 0, 1),
         GAP: _noisy(0.006, 2),
@@ -52,10 +56,16 @@ def _diagnose(changed: dict[str, Array], *, end: Event | None = None) -> Diagnos
         RESERVED: np.maximum.accumulate(_noisy(58.0, 16, 0.001)),
     }
     values.update(changed)
+    values.pop(without, None)
     rows = [
-        Row(step=i + 1, data={k: float(v[i]) for k, v in values.items() if np.isfinite(v[i])})
+        Row(step=i + 1, data={k: float(v[i]) for k, v in values.items() if not np.isnan(v[i])})
         for i in range(N)
     ]
+    for life in range(1, lives):
+        rows += [
+            Row(step=row.step, data={k: v * (1 + 1e-4 * life) for k, v in row.data.items()})
+            for row in rows[N - 6 : N]
+        ]
     return diagnose(assemble([*rows, *([end] if end else [])], source="log", format="verl-file"))
 
 
@@ -356,3 +366,141 @@ def test_epochs_and_a_learning_rate_that_begin_anew_are_a_restart_without_its_st
     found = _diagnose(restarted)
     assert found.verdict == "discontinuity_after_resume"
     assert found.findings[0].step == 101
+
+
+def test_a_queue_between_engine_and_trainer_makes_a_run_asynchronous() -> None:
+    waits = {"timing_s/gen": _noisy(5.0, 10) * np.where(T >= 80, 30.0, 1.0)}
+    queue = {"fully_async/monitor/queue/mq_queue_size": np.where(T >= 80, 1.0, 500.0)}
+    assert _diagnose({**queue, **waits}).verdict == "buffer_never_fills"
+    assert _diagnose(waits).verdict != "buffer_never_fills"
+    assert _diagnose(queue).verdict == "well"
+
+
+def test_verls_names_of_a_fully_asynchronous_run_tell_the_age_of_samples() -> None:
+    row = Row(step=1, data={"fully_async/trajectory_staleness/mean": 2.0})
+    (read,) = Renamer((VERL,)).rows([row])
+    assert isinstance(read, Row) and read.data == {f"{AGE}/mean": 2.0}
+
+
+@pytest.mark.parametrize(("is_timeout", "verdict"), [(True, "collective_hang"), (False, "well")])
+def test_rare_stalls_that_all_last_as_long_are_a_time_out_and_no_hiccups(
+    is_timeout: bool, verdict: str
+) -> None:
+    rng = np.random.default_rng(7)
+    seconds = {"timing_s/gen": 50.0, "timing_s/update_actor": 40.0, "timing_s/old_log_prob": 10.0}
+    stalls = dict.fromkeys((60, 140, 290, 430, 520, 610, 705), 300.0)
+    rows = []
+    for step in range(1, 801):
+        data = {name: float(s * np.exp(rng.normal(0, 0.03))) for name, s in seconds.items()}
+        stall = stalls.get(step, 0.0) * (1.0 if is_timeout else float(rng.uniform(0.2, 1.5)))
+        data["timing_s/old_log_prob"] += stall
+        data["timing_s/step"] = sum(data.values())
+        data["critic/score/mean"] = 0.3 + 2e-4 * step + float(rng.normal(0, 0.01))
+        data[GAP] = 0.006 * float(np.exp(rng.normal(0, 0.03)))
+        data["response_length/mean"] = 800.0 * float(np.exp(rng.normal(0, 0.03)))
+        rows.append(Row(step=step, data=data))
+    assert diagnose(assemble(rows, source="log", format="verl-file")).verdict == verdict
+
+
+def test_memory_that_follows_lengths_is_full_when_the_allocator_has_taken_all() -> None:
+    grow = np.clip(T / N, 0, 1)
+    longer = {
+        "response_length/mean": _noisy(800.0, 8) * (1 + grow),
+        "response_length/max": _noisy(3000.0, 9, 0.06) * (1 + grow),
+        ALLOCATED: np.maximum.accumulate(50.0 + 20.0 * grow),
+    }
+    assert _diagnose({**longer, RESERVED: 56.0 + 23.0 * grow}).verdict == "late_oom_with_length"
+    assert _diagnose({**longer, RESERVED: 54.0 + 20.0 * grow}).verdict == "well"
+
+
+def test_two_lives_that_end_in_a_leap_of_memory_at_equal_lengths_died_in_the_hand_over() -> None:
+    leap = {ALLOCATED: np.where(T < N - 1, 45.0, 78.4), RESERVED: np.where(T < N - 1, 52.0, 79.0)}
+    assert _diagnose(leap, lives=3).verdict == "oom_in_sync"
+    longer = {"response_length/max": _noisy(3000.0, 9, 0.06) * np.where(T < N - 1, 1.0, 2.5)}
+    assert _diagnose({**leap, **longer}, lives=3).verdict != "oom_in_sync"
+    assert _diagnose({}, lives=3).verdict == "well"
+
+
+def test_a_gap_that_grows_from_a_fine_first_step_was_never_published() -> None:
+    grows = 0.003 + 0.005 * T
+    away = {GAP: grows, "rollout_corr/k3_kl": 0.001 * (grows / 0.006) ** 2}
+    assert _diagnose(away).verdict == "missed_weight_sync"
+    apart = {GAP: _noisy(0.06, 2), "rollout_corr/k3_kl": _noisy(0.1, 3, 0.08)}
+    assert _diagnose(apart).verdict == "engine_mismatch"
+
+
+def test_runaway_answers_in_stretches_hold_up_a_wait_that_swings() -> None:
+    tail = {
+        "response_length/clip_ratio": np.where(SPELLS, _noisy(0.008, 50, 0.1), 0.0),
+        "response_length/max": np.where(SPELLS, 4096.0, _noisy(2800.0, 9, 0.1)),
+    }
+    swings = _noisy(50.0, 10, 0.35)
+    assert _diagnose({**tail, "timing_s/gen": swings * np.where(SPELLS, 2.2, 1.0)}).verdict == "tail_burst"
+    assert _diagnose({**tail, "timing_s/gen": swings}).verdict == "well"
+
+
+def test_an_answer_that_runs_to_the_limit_now_and_then_among_few_is_chance() -> None:
+    hit = (T >= 20) & (T % 9 == 0)
+    few = {
+        "response_length/clip_ratio": np.where(hit, 1 / 64, 0.0),
+        "response_length/max": np.where(hit, 4096.0, _noisy(2800.0, 9, 0.1)),
+        "timing_s/gen": _noisy(50.0, 10, 0.1) * np.where(hit, 1.4, 1.0),
+    }
+    assert _diagnose(few).verdict == "well"
+
+
+def test_a_load_that_grows_in_teeth_is_a_leak_only_if_calls_wait_for_it() -> None:
+    tooth = np.where(T >= 30, (T - 30) % 20, 0.0)
+    agent = {"num_turns/mean": _noisy(8.0, 60), "env/turn_s/mean": _noisy(2.0, 61)}
+    held = {"perf/cpu_memory_used_gb": _noisy(200.0, 23, 0.004) + 30.0 * tooth}
+    waits = {"env/turn_s/mean": _noisy(2.0, 61) * (1 + 0.1 * tooth)}
+    assert _diagnose({**agent, **held, **waits}).verdict == "sandbox_leak"
+    assert _diagnose({**agent, **held}).verdict == "well"
+    assert _diagnose({**agent, **waits}).verdict == "well"
+
+
+def test_sandboxes_that_die_one_by_one_end_the_longest_calls_at_a_time_out() -> None:
+    dies = np.clip((T - 70) / 50, 0, 1)
+    agent = {"num_turns/mean": _noisy(8.0, 60), "env/turn_s/mean": _noisy(10.0, 61) * (1 + 6 * dies)}
+    reward = {"critic/score/mean": 0.3 + 0.2 * np.clip(T / 70, 0, 1) - 0.2 * dies + 0.01 * np.sin(37 * T)}
+    timeout = {"env/turn_s/max": np.where(T >= 70, _noisy(180.5, 62, 0.001), _noisy(80.0, 62, 0.1))}
+    assert _diagnose({**agent, **reward, **timeout}).verdict == "dead_sandbox_pool"
+    own = {"env/turn_s/max": _noisy(80.0, 62, 0.1) * (1 + 6 * dies)}
+    assert _diagnose({**agent, **reward, **own}).verdict != "dead_sandbox_pool"
+    few = {"num_turns/mean": _noisy(8.0, 60), "env/turn_s/mean": _noisy(10.0, 61)}
+    assert _diagnose({**few, "env/turn_s/max": _noisy(180.5, 62, 0.001)}).verdict == "well"
+
+
+def test_an_allocator_at_the_brim_is_fragmented_if_the_update_waits_for_it() -> None:
+    held = {
+        ALLOCATED: np.full(N, 70.8),
+        RESERVED: np.maximum.accumulate(76.8 + 2.0 * np.clip((T - 60) / 30, 0, 1)),
+    }
+    slower = {"timing_s/update_actor": _noisy(40.0, 11) * np.where(T >= 82, 1.3, 1.0)}
+    assert _diagnose({**held, **slower}).verdict == "fragmentation"
+    assert _diagnose(held).verdict == "well"
+    assert _diagnose(slower).verdict == "well"
+
+
+def test_a_gap_that_comes_and_goes_at_once_is_other_numerics_wherever_its_plateau_is_highest() -> None:
+    rough = {GAP: np.where(SPELLS, _noisy(0.05, 2, 0.08), _noisy(0.006, 2, 0.08))}
+    kl = {"rollout_corr/k3_kl": np.where(SPELLS, 0.06, _noisy(0.001, 3, 0.08))}
+    assert _diagnose({**rough, **kl}).verdict == "engine_mismatch"
+
+
+@pytest.mark.parametrize(("gap_first", "verdict"), [(True, "mismatch_to_nan"), (False, "well")])
+def test_where_the_engines_logprobs_are_the_old_ones_gradients_tell_who_went_first(
+    gap_first: bool, verdict: str
+) -> None:
+    first, second = np.clip((T - 50) / 90, 0, 1), np.clip((T - 95) / 45, 0, 1)
+    gap, own = (first, second) if gap_first else (second, first)
+    broken = np.where(T >= 145, np.inf, 0.0)
+    away = {
+        GAP: _noisy(0.009, 2) * (1 + 15 * gap),
+        "rollout_corr/k3_kl": _noisy(0.001, 3, 0.08) * (1 + 15 * gap) ** 2,
+        "actor/ppo_kl": _noisy(2e-4, 6, 0.1) * (1 + 15 * gap) ** 2 + broken,
+        "actor/grad_norm": _noisy(0.2, 4, 0.1) * (1 + 25 * own**2 * own) + broken,
+        "actor/entropy": _noisy(0.4, 5, 0.02) + (0.0 if gap_first else 1.0) * own + broken,
+    }
+    age = _with_age(_noisy(1.8, 30) * np.where(T >= 147, 2.2, 1.0), np.full(N, 5.0), np.zeros(N))
+    assert _diagnose({**away, **age}, without="timing_s/old_log_prob").verdict == verdict
