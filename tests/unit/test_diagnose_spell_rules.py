@@ -382,6 +382,13 @@ def test_verls_names_of_a_fully_asynchronous_run_tell_the_age_of_samples() -> No
     assert isinstance(read, Row) and read.data == {f"{AGE}/mean": 2.0}
 
 
+def test_verls_count_of_dropped_samples_is_read_by_the_step_and_again_after_a_restart() -> None:
+    counts = (5.0, 5.0, 12.0, 3.0, 4.0)
+    rows = [Row(step=i, data={"fully_async/count/dropped_stale_samples": c}) for i, c in enumerate(counts)]
+    read = [row.data.get(EVICTED) for row in Renamer((VERL,)).rows(rows) if isinstance(row, Row)]
+    assert read == [None, 0.0, 7.0, None, 1.0]
+
+
 @pytest.mark.parametrize(("is_timeout", "verdict"), [(True, "collective_hang"), (False, "well")])
 def test_rare_stalls_that_all_last_as_long_are_a_time_out_and_no_hiccups(
     is_timeout: bool, verdict: str

@@ -32,7 +32,7 @@ VERL = {
     "training/rollout_probs_diff/mean": "training/rollout_probs_diff_mean",
     "training/rollout_probs_diff/max": "training/rollout_probs_diff_max",
     "training/rollout_probs_diff/std": "training/rollout_probs_diff_std",
-    "fully_async/count/stale_samples_processed": "training/off_policy/evicted_samples",
+    "fully_async/count/dropped_stale_samples": "training/off_policy/evicted_samples",
     "fully_async/staleness/mean": "training/off_policy/trajectory_staleness/mean",
     "fully_async/staleness/max": "training/off_policy/trajectory_staleness/max",
     "fully_async/trajectory_staleness/mean": "training/off_policy/trajectory_staleness/mean",
@@ -171,6 +171,8 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 _ONE_MINUS = {"frac_reward_zero_std": "batch/effective_frac"}
 """Shares logged the other way round."""
+_SINCE_THE_START = frozenset({"fully_async/count/dropped_stale_samples"})
+"""Counts that go on from step to step, where the catalogue counts those of a step."""
 _SUMMED = (
     (
         re.compile(r"rollout/dynamic_filter/drop_(?:zero_std|.*std).*"),
@@ -187,6 +189,7 @@ class Renamer:
     tables: tuple[dict[str, str], ...]
     renamed: dict[str, str] = field(default_factory=dict)
     _known: dict[str, str] = field(default_factory=dict)
+    _so_far: dict[str, float] = field(default_factory=dict)
 
     def in_log(self) -> dict[str, str]:
         """Catalogue name -> what the log calls the series that stands there, where it is another."""
@@ -211,6 +214,12 @@ class Renamer:
                     self.renamed[name] = new
             if _is_one_minus(name):
                 value = 1.0 - value
+            if name in _SINCE_THE_START:
+                before = self._so_far.get(name)
+                self._so_far[name] = value
+                if before is None or value < before:
+                    continue  # the first of a process
+                value -= before
             if new in out and new != name:
                 if any(pattern.fullmatch(name) for pattern, _ in _SUMMED):
                     out[new] += value
