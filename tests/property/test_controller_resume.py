@@ -42,7 +42,8 @@ def exact_metrics(result: RunResult) -> list[dict[str, Any]]:
     def is_exact(name: str) -> bool:
         metric = lookup(name)
         assert metric is not None
-        return metric.owner in ("controller", "trainer", "algos", "buffer") and "/s" not in metric.unit
+        is_timed = "/s" in metric.unit or "seconds" in metric.denominator
+        return metric.owner in ("controller", "trainer", "algos", "buffer") and not is_timed
 
     return [{n: v for n, v in step.items() if is_exact(n)} for step in result.metrics]
 
