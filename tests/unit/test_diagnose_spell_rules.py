@@ -409,14 +409,15 @@ def test_rare_stalls_that_all_last_as_long_are_a_time_out_and_no_hiccups(
     assert diagnose(assemble(rows, source="log", format="verl-file")).verdict == verdict
 
 
-def test_memory_that_follows_lengths_and_still_leaves_room_is_well_whatever_the_allocator_took() -> None:
+def test_memory_that_follows_lengths_is_full_when_the_allocator_has_taken_all() -> None:
     grow = np.clip(T / N, 0, 1)
     longer = {
         "response_length/mean": _noisy(800.0, 8) * (1 + grow),
         "response_length/max": _noisy(3000.0, 9, 0.06) * (1 + grow),
         ALLOCATED: np.maximum.accumulate(50.0 + 20.0 * grow),
     }
-    assert _diagnose({**longer, RESERVED: 56.0 + 23.0 * grow}).verdict == "well"
+    assert _diagnose({**longer, RESERVED: 56.0 + 23.0 * grow}).verdict == "late_oom_with_length"
+    assert _diagnose({**longer, RESERVED: 54.0 + 20.0 * grow}).verdict == "well"
 
 
 def test_two_lives_that_end_in_a_leap_of_memory_at_equal_lengths_died_in_the_hand_over() -> None:

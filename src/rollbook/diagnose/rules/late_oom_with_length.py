@@ -33,7 +33,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     if used is not None and length is not None:
         coupled = spearman(view.values[used], np.fmax.accumulate(view.values[length]))
     capacity = memory.device_gib(view)
-    is_full = capacity is not None and used is not None and view.last(used, 3) >= memory.FULL * capacity
+    is_full = capacity is not None and used is not None and memory.is_full(view, used, capacity)
     grows = (
         grown >= 1.3 and fuller >= 1.12 and steadiness >= 0.7 and coupled >= 0.7 and not _at_once(view, used)
     )
