@@ -399,6 +399,10 @@ def test_flat_groups_of_a_solved_task_starve_nobody_unless_more_is_generated() -
     assert diagnose(_run(**solved, **as_many)).is_well
     refilled = {"generated/num_trajectories": _step(np.full(N, 256.0), 4), "timing_s/gen": _noisy(50.0, 10)}
     assert diagnose(_run(**{**solved, **refilled})).verdict == "filter_starvation"
+    fewer = {"batch/num_groups": _step(_noisy(32.0, 42, 0.02), 0.1)}
+    assert diagnose(_run(**solved, **as_many, **fewer)).is_well  # as few are left to train
+    unsolved = {"critic/rewards/mean": _noisy(0.3, 40, 0.02)}
+    assert diagnose(_run(**{**solved, **unsolved}, **as_many, **fewer)).verdict == "filter_starvation"
 
 
 def test_much_shorter_responses_that_cost_nearly_as_much_are_no_wait() -> None:

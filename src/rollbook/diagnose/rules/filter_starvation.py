@@ -19,6 +19,9 @@ EVICTED = "evicted/flat/num_groups"
 """Groups that our own filter dropped; logged in the steps that have some."""
 KEPT = ("filter/kept_frac", "batch/effective_frac")
 
+MOSTLY_RIGHT = 0.6
+"""Mean reward from which on most flat groups are solved ones."""
+
 
 def judge(view: View) -> Finding | NotJudged | None:
     dropped, kept = view.first(*DROPPED) or _evicted(view), view.first(*KEPT)
@@ -66,9 +69,12 @@ def _for_good(view: View, dropped: str | None, kept: str | None, starved: Stop |
     costs = slower is not None and slower.peak_ratio >= 1.4 and slower.idx >= idx - max(8, view.n // 10)
     grown, steadiness = view.trend(excess)
     costs |= grown >= 1.4 and steadiness >= 0.6  # with the drops, so slowly that no step stands out
-    costs &= not _asks_for_no_more(view, idx)
+    makes_no_more = _asks_for_no_more(view, idx)
+    costs &= not makes_no_more
+    reward = view.last(signs.reward(view).metric or "", 10)
     smaller = view.fall(view.first("batch/num_groups", "batch/num_sequences"))
     shrinks = smaller is not None and smaller.ratio <= 0.6 and smaller.score >= 5
+    shrinks &= not (makes_no_more and reward > MOSTLY_RIGHT)  # a task that is solved leaves little to train
     if not (costs or shrinks or starved is not None):
         return None
     cost_s = None
@@ -79,12 +85,11 @@ def _for_good(view: View, dropped: str | None, kept: str | None, starved: Stop |
         evidence.append(Evidence(metric="timing_s/gen", step=slower.step, after=now, says=says))
     if smaller is not None and shrinks:
         evidence.append(of_break(smaller))
-    reward = view.last(signs.reward(view).metric or "", 10)
     side = ""
     if np.isfinite(reward):
         side = (
             " (most answers are right)"
-            if reward > 0.6
+            if reward > MOSTLY_RIGHT
             else " (most answers are wrong)"
             if reward < 0.3
             else ""
