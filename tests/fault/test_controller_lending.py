@@ -117,7 +117,9 @@ def test_a_response_taken_back_in_the_middle_is_one_response(tiny_run: TinyRun) 
 
     left: list[tuple[str, ...]] = []
     holds = HoldsUntilLent(num_tokens=1)  # else its own engine has answered everything before, on a busy host
-    run = tiny_run(num_steps=5, faults=[weights, holds, takes_early], **LENT, **{"buffer.max_staleness_steps": 2})
+    run = tiny_run(
+        num_steps=5, faults=[weights, holds, takes_early], **LENT, **{"buffer.max_staleness_steps": 2}
+    )
     assert label_gaps(run, weights).max() < 2e-5
     assert sum(m.get("lending/num_returned", 0) for m in run.metrics) > 0
     assert left and not any(left), "a response waits in an engine that may never serve again"
