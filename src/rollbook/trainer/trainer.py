@@ -473,9 +473,8 @@ class Trainer:
         found = hashlib.sha256()
         for name, tensor in self.model.named_tensors().items():
             if not tensor.requires_grad and tensor.numel():
-                found.update(
-                    f"{name} {tensor.dtype} {list(tensor.shape)} {int(torch.hash_tensor(tensor).view(torch.int64))}\n".encode()
-                )
+                of_values = int(torch.hash_tensor(tensor).view(torch.int64))
+                found.update(f"{name} {tensor.dtype} {list(tensor.shape)} {of_values}\n".encode())
         return found.hexdigest()[:16]
 
     def freeze_reference(self) -> None:
