@@ -8,6 +8,7 @@ functions of a view and ask freely.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -292,6 +293,13 @@ class View:
         apart = float(np.median(values[hit] - level))
         before = float(np.median(level))
         return Contrast(metric, before, before + apart, apart, apart, noise, len(quiet), len(hit))
+
+    def rises_beside(
+        self, limits: Iterable[tuple[str | None, float]], found: Spells, *, score: float
+    ) -> bool:
+        """Whether one of these series is, in the steps of spells, at least so many times what it is beside them."""
+        beside = ((self.beside(metric, found), ratio) for metric, ratio in limits)
+        return any(c is not None and c.ratio >= ratio and c.score >= score for c, ratio in beside)
 
     def noise_before(self, metric: str, idx: int) -> float:
         """Short-term noise of the last 40 values before a position."""

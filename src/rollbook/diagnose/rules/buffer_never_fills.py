@@ -201,17 +201,16 @@ def _again(view: View) -> Finding | None:
     spells = view.spells("timing_s/gen", least=np.log(3.0)) if is_asynchronous(view) else None
     if spells is None or spells.inside - spells.before < WAITS_S or signs.is_of_the_schedule(view, spells):
         return None  # who validates on the replicas waits for them afterwards
-    for metric, most in (
+    explains: tuple[tuple[str | None, float], ...] = (
         ("response_length/mean", 1.2),
         ("response_length/max", 1.4),
         ("env/turn_s/mean", 1.4),
         ("timing_s/update_actor", 1.3),
         ("timing_s/old_log_prob", 1.3),
         *((dropped, 1.7) for dropped in DROPPED),
-    ):
-        c = view.beside(metric, spells)
-        if c is not None and c.ratio >= most and c.score >= 3:
-            return None
+    )
+    if view.rises_beside(explains, spells, score=3):
+        return None
     cost = spells.over_quiet(view.values["timing_s/gen"]) * view.stride
     says = f"the trainer waits {num(spells.inside)} s in {spells.num_hits} steps, {num(spells.before)} s in between"
     evidence = [

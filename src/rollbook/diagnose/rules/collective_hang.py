@@ -163,25 +163,17 @@ def _are_of_one_length(view: View, metric: str, spells: Spells) -> bool:
 
 def _works_more(view: View, spells: Spells) -> bool:
     """Whether the steps of spells have more to do, are slow in all they do, or lack memory."""
-    for metric, least in (
+    explains: tuple[tuple[str | None, float], ...] = (
         ("perf/total_num_tokens", 1.2),
         ("response_length/mean", 1.2),
         ("global_seqlen/max", 1.3),
         ("timing_s/gen", 1.4),
         ("timing_s/adv", 2.0),
-    ):
-        c = view.beside(metric, spells)
-        if c is not None and c.ratio >= least and c.score >= 3:
-            return True
-    for held, apart in (
-        (memory.allocated(view), 0.03),
-        (memory.reserved(view), 0.03),
-        ("perf/cpu_memory_used_gb", 0.05),
-    ):
-        c = view.beside(held, spells)
-        if c is not None and c.ratio >= 1 + apart and c.score >= 3:
-            return True
-    return False
+        (memory.allocated(view), 1.03),
+        (memory.reserved(view), 1.03),
+        ("perf/cpu_memory_used_gb", 1.05),
+    )
+    return view.rises_beside(explains, spells, score=3)
 
 
 def _slow_link(view: View) -> Finding | None:

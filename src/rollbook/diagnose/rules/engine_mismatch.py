@@ -12,8 +12,9 @@ import numpy as np
 from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.missed_weight_sync import (
-    NO_GAP,
+    gap_in_spells,
     goes_with_the_policy,
+    moves_the_gap,
     optimizer_explains,
     staleness_explains,
 )
@@ -105,29 +106,18 @@ def _in_spells(view: View) -> Finding | None:
         return None
     if tooth_of(view.values[signs.GAP], spells).at_once < 0.7:
         return None
-    for metric, most in (
-        (signs.versions(view).mean, 1.35),
-        ("actor/ppo_kl", 2.0),
-        ("actor/grad_norm", 1.8),
-        ("response_length/mean", 1.3),
-        ("response_length/clip_ratio", 2.0),
-    ):
-        c = view.beside(metric, spells)
-        if c is not None and c.ratio >= most and c.score >= 4:
-            return None
-    step = view.step_at(spells.first)
-    evidence = []
-    for metric in (signs.gap(view) or NO_GAP).metrics[:3]:
-        c = view.beside(metric, spells)
-        if c is not None:
-            says = f"{num(c.after)} in {len(spells.stretches)} stretches, {num(c.before)} beside them, none between"
-            evidence.append(Evidence(metric=metric, step=step, before=c.before, after=c.after, says=says))
+    if view.rises_beside((*moves_the_gap(view), ("response_length/clip_ratio", 2.0)), spells, score=4):
+        return None
+    where = f"in {len(spells.stretches)} stretches"
+    evidence = gap_in_spells(
+        view, spells, 3, lambda c: f"{num(c.after)} {where}, {num(c.before)} beside them, none between"
+    )
     return Finding(
         rule=RULE,
         title="engine and trainer disagree at the same weights, in stretches of steps",
         area="implementation",
         confidence=0.8,
-        step=step,
+        step=view.step_at(spells.first),
         evidence=tuple(evidence),
         action=ACTION,
         next_check=f"what differs in those steps (shapes, batch sizes, a kernel that is chosen by them); then {CHECK}",

@@ -8,14 +8,16 @@ carries nothing, or takes a fraction of its time, is the same fault seen from th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from rollbook.diagnose import signs
 from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
-from rollbook.diagnose.spells import tooth_of
-from rollbook.diagnose.view import Break, View, spearman
+from rollbook.diagnose.spells import Spells, tooth_of
+from rollbook.diagnose.view import Break, Contrast, View, spearman
 
 RULE = "missed_weight_sync"
 LEAST_GROWTH = 1.6
@@ -69,6 +71,27 @@ def _told_by_versions(view: View) -> Finding | None:
     return None
 
 
+def moves_the_gap(view: View) -> tuple[tuple[str | None, float], ...]:
+    """What moves the gap in spells by itself, and from which ratio on: staleness, the policy's own steps, lengths."""
+    return (
+        (signs.versions(view).mean, 1.35),
+        ("actor/ppo_kl", 2.0),
+        ("actor/grad_norm", 1.8),
+        ("response_length/mean", 1.3),
+    )
+
+
+def gap_in_spells(view: View, spells: Spells, most: int, says: Callable[[Contrast], str]) -> list[Evidence]:
+    """Evidence of at most so many measures of the gap, in the steps of its spells against those beside them."""
+    step = view.step_at(spells.first)
+    measures = (view.beside(metric, spells) for metric in (signs.gap(view) or NO_GAP).metrics[:most])
+    return [
+        Evidence(metric=c.metric, step=step, before=c.before, after=c.after, says=says(c))
+        for c in measures
+        if c is not None
+    ]
+
+
 def _in_teeth(view: View) -> Finding | None:
     """The gap grows for some steps and is back at its floor in one, again and again: publications are skipped, and the
     next whole one mends it. Numerics come at once; staleness and the optimizer would show themselves."""
@@ -78,23 +101,13 @@ def _in_teeth(view: View) -> Finding | None:
     tooth = tooth_of(view.values[signs.GAP], spells)
     if not tooth.is_saw or len(tooth.heights) < 2:
         return None
-    for metric, most in (
-        (signs.versions(view).mean, 1.35),
-        ("actor/ppo_kl", 2.0),
-        ("actor/grad_norm", 1.8),
-        ("response_length/mean", 1.3),
-    ):
-        c = view.beside(metric, spells)
-        if c is not None and c.ratio >= most and c.score >= 4:
-            return None
+    if view.rises_beside(moves_the_gap(view), spells, score=4):
+        return None
     step = view.step_at(spells.first)
-    evidence = []
-    for metric in (signs.gap(view) or NO_GAP).metrics[:2]:
-        c = view.beside(metric, spells)
-        if c is not None:
-            says = f"{len(spells.stretches)} times it grows over {num(tooth.rise_steps)} steps and is back in one: "
-            says += f"{num(c.before)} beside them, {num(c.after)} in them"
-            evidence.append(Evidence(metric=metric, step=step, before=c.before, after=c.after, says=says))
+    how = f"{len(spells.stretches)} times it grows over {num(tooth.rise_steps)} steps and is back in one"
+    evidence = gap_in_spells(
+        view, spells, 2, lambda c: f"{how}: {num(c.before)} beside them, {num(c.after)} in them"
+    )
     return Finding(
         rule=RULE,
         title="engines sample with old weights again and again: weight syncs are skipped",
