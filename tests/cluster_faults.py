@@ -1,14 +1,37 @@
-"""Deaths of processes of a run on Ray."""
+"""A small Ray instance for tests, and deaths of the processes of a run on it."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollbook.controller.loop import Controller
 from rollbook.sync.publisher import PublicationReport
+
+
+@contextmanager
+def small_ray(*, num_cpus: int) -> Iterator[None]:
+    """One instance for all runs of a test file; each starts its own actors on it."""
+    import ray
+
+    from rollbook.cluster.placement import silence
+
+    silence()
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=100 << 20,
+        runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}},
+    )
+    yield
+    ray.shutdown()
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster_faults import KillInGeneration
+from cluster_faults import KillInGeneration, small_ray
 from rollbook.cli.main import main
 from rollbook.controller import calibrate
 from rollbook.controller.loop import Controller
@@ -40,7 +40,6 @@ from tiny_run import RunResult, run_tiny, tiny_config
 ray = pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
 
 from rollbook.cluster.meeting import EngineFacts, base_digest  # noqa: E402
-from rollbook.cluster.placement import silence  # noqa: E402
 from rollbook.cluster.replica import ReplicaActor  # noqa: E402
 from rollbook.cluster.replicas import RayPool, RemoteEngine, RemotePublisher  # noqa: E402
 from rollbook.cluster.trainer import RemoteTrainer  # noqa: E402
@@ -51,18 +50,8 @@ ON_RAY = {"cluster.kind": "ray", "rollout.num_replicas": 2, "rollout.batch_invar
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    silence()
-    ray.init(
-        address="local",
-        num_cpus=16,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        object_store_memory=100 << 20,
-        runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}},
-    )
-    yield
-    ray.shutdown()
+    with small_ray(num_cpus=16):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,25 +13,14 @@ from vllm_tiny import GAP_NATS, RUN_MODEL, needs_vllm_cpu
 needs_vllm_cpu()
 ray = pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
 
-from cluster_faults import KillInGeneration  # noqa: E402
-from rollbook.cluster.placement import silence  # noqa: E402
+from cluster_faults import KillInGeneration, small_ray  # noqa: E402
 from tiny_run import RunResult, run_tiny  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    silence()
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        object_store_memory=100 << 20,
-        runtime_env={"env_vars": {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}},
-    )
-    yield
-    ray.shutdown()
+    with small_ray(num_cpus=8):
+        yield
 
 
 def train(folder: Path, *, faults: list[Any] = [], **overrides: Any) -> RunResult:  # noqa: B006
