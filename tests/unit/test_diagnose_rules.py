@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.readers.assemble import assemble
 from rollbook.diagnose.series import Event, Row, RunSeries
+from rollbook.diagnose.signs.seconds import lost_in_steps
 from rollbook.diagnose.tree import diagnose
 from rollbook.diagnose.view import View
 
@@ -602,11 +602,11 @@ def test_what_a_step_lost_is_beyond_what_longer_responses_explain() -> None:
         "timing_s__step": _step(np.full(N, 100.0), 2.1),
         "response_length__mean": _step(np.full(N, 800.0), 1.5),
     }
-    assert signs.lost_in_steps(View.of(_run(**steps)), AT) == pytest.approx(60 * 60.0)
+    assert lost_in_steps(View.of(_run(**steps)), AT) == pytest.approx(60 * 60.0)
     untimed = _run(**steps | {"timing_s__step": np.full(N, np.nan)})
     for stage in ("gen", "update_actor", "old_log_prob", "update_weights"):
         untimed.values[f"timing_s/{stage}"] = _step(np.full(N, 25.0), 2.1)
-    assert signs.lost_in_steps(View.of(untimed), AT) == pytest.approx(60 * 60.0)
+    assert lost_in_steps(View.of(untimed), AT) == pytest.approx(60 * 60.0)
 
 
 def test_leaked_sandboxes_cost_what_whole_steps_lost() -> None:

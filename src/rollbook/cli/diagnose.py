@@ -69,12 +69,12 @@ def command(
         diagnosis = _with_other_logs(diagnosis, Path(run), format or None)
     if html is not None:
         from rollbook.diagnose.html_report import to_html
-        from rollbook.diagnose.signs import gap
+        from rollbook.diagnose.signs.gap import gap_of
         from rollbook.diagnose.view import View
         from rollbook.observe.run_dir import storage_error
 
         view = View.of(series)
-        gap(view)  # its derived series stands in the evidence
+        gap_of(view)  # its derived series stands in the evidence
         try:
             html.write_text(to_html(diagnosis, view), encoding="utf-8")
         except OSError as error:

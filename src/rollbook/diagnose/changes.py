@@ -258,3 +258,14 @@ def _describe(
     before = float(np.median(clean[max(start, at - reach) : at]))
     after = float(np.median(clean[at : at + reach] if kind == "level" else clean[max(at, end - reach) : end]))
     return Change(int(known[at]), kind, before, after, noise, abs(after - before) / noise)
+
+
+def spearman(a: Series, b: Series) -> float:
+    """Rank correlation of two series where both have values; 0 with fewer than 8 of them."""
+    both = np.isfinite(a) & np.isfinite(b)
+    if both.sum() < 8:
+        return 0.0
+    ranks = [np.argsort(np.argsort(x[both])).astype(np.float64) for x in (a, b)]
+    if any(np.ptp(x[both]) == 0 for x in (a, b)):
+        return 0.0
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])

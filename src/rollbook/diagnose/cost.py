@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Finding
 from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.signs.seconds import step_seconds
+from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.view import View
 
 LEAST_COST_FRAC = 0.003
@@ -15,7 +16,7 @@ LEAST_COST_FRAC = 0.003
 
 def run_seconds(view: View) -> float:
     """Seconds of all steps; NaN where they were not timed."""
-    step_s = signs.step_seconds(view)
+    step_s = step_seconds(view)
     return step_s * view.n * view.stride if step_s > 0 else np.nan
 
 
@@ -46,7 +47,7 @@ def note(view: View, finding: Finding) -> str:
 def is_asynchronous(view: View) -> bool:
     """Whether samples wait for the trainer, or it for them: only such runs log how old samples are, a buffer or a
     queue between the two."""
-    ages = (f"{signs.STALENESS}/mean", f"{signs.STALENESS}_worst/mean")
+    ages = (f"{STALENESS}/mean", f"{STALENESS}_worst/mean")
     return any(view.has(age) for age in ages) or any(
         view.family(parts) for parts in ("buffer/", "fully_async/")
     )

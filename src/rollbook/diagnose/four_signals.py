@@ -7,10 +7,17 @@ from typing import Literal
 
 import numpy as np
 
-from rollbook.diagnose import signs
+from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Signal
 from rollbook.diagnose.rules.wording import many, num
-from rollbook.diagnose.view import Break, View
+from rollbook.diagnose.signs.deaths import deaths_of
+from rollbook.diagnose.signs.gap import GAP_METRICS, gap_of
+from rollbook.diagnose.signs.lengths import length_growth
+from rollbook.diagnose.signs.publications import publications_of
+from rollbook.diagnose.signs.rewards import REWARD, reward_decline, reward_of
+from rollbook.diagnose.signs.seconds import excess_of, step_seconds
+from rollbook.diagnose.signs.versions import versions_of
+from rollbook.diagnose.view import View
 
 Verdict = Literal["well", "moved", "not collected"]
 
@@ -22,13 +29,13 @@ def judge(view: View) -> tuple[Signal, ...]:
 
 def _reward(view: View) -> Signal:
     name = "reward by source"
-    metric = view.first(*signs.REWARD)
+    metric = view.first(*REWARD)
     sources = view.family("reward/", "/mean") or view.family("val-core/")
     if metric is None:
-        return Signal(name=name, verdict="not collected", says=_too_few(view, signs.REWARD, "reward"))
+        return Signal(name=name, verdict="not collected", says=_too_few(view, REWARD, "reward"))
     first, last = view.level(metric, 0, max(3, view.n // 10)), view.last(metric)
     zero = [m for m in sources if view.last(m, 3) == 0 and view.level(m) > 0]
-    fell = signs.reward(view).fall
+    fell = reward_of(view).fall
     which = (
         f"{many(len(sources), 'source')} logged"
         if sources
@@ -37,7 +44,7 @@ def _reward(view: View) -> Signal:
     says = f"mean {num(first)} at first, {num(last)} now; {which}"
     if fell is not None:
         return Signal(name=name, verdict="moved", says=f"{says}; fell at step {fell.step}")
-    if (decline := signs.reward_decline(view)) is not None:
+    if (decline := reward_decline(view)) is not None:
         best = f"{num(decline.before)} at its best, step {decline.step}"
         return Signal(name=name, verdict="moved", says=f"{says}; {best}")
     if zero:
@@ -57,20 +64,20 @@ def _too_few(view: View, metrics: Sequence[str], what: str) -> str:
 
 def _version(view: View) -> Signal:
     name = "weight version"
-    versions, publications = signs.versions(view), signs.publications(view)
+    versions, publications = versions_of(view), publications_of(view)
     replicas = view.family("replica/", "/weight_version")
     if not replicas and versions.newest is None and publications.seconds is None:
         return Signal(name=name, verdict="not collected", says="neither versions nor publications in the log")
     if versions.standing_replicas or versions.all_standing_since is not None:
         return Signal(name=name, verdict="moved", says="versions stand still")
-    gap = signs.gap(view)
+    gap = gap_of(view)
     confirmed = gap is None or (gap.rise is not None and gap.rise.peak_ratio >= 1.25)
     if publications.absent_since is not None and confirmed:
         at = view.step_at(publications.absent_since)
         return Signal(name=name, verdict="moved", says=f"publications {publications.how} since step {at}")
     parts = []
     if replicas:
-        gone = {death.replica for death in signs.deaths(view) if death.back_step is None}
+        gone = {death.replica for death in deaths_of(view) if death.back_step is None}
         alive = [metric for metric in replicas if metric.split("/")[1] not in gone]
         which = many(len(alive), "replica") if not gone else f"{len(alive)} of {len(replicas)} replicas"
         parts.append(f"{which} advance" + "s" * (len(alive) == 1))
@@ -83,9 +90,9 @@ def _version(view: View) -> Signal:
 
 def _gap(view: View) -> Signal:
     name = "gap of trainer and engine"
-    gap = signs.gap(view)
+    gap = gap_of(view)
     if gap is None:
-        says = _too_few(view, signs.GAP_METRICS, "difference of engine and trainer logprobs")
+        says = _too_few(view, GAP_METRICS, "difference of engine and trainer logprobs")
         return Signal(name=name, verdict="not collected", says=says)
     metric = gap.metrics[0]
     level, last = view.level(metric, 0, max(3, view.n // 10)), view.last(metric)
@@ -108,12 +115,12 @@ def _slower(view: View, metric: str | None, stage: str, ratio: float) -> Break |
     if rise is None or rise.end_idx is not None or not _is_more(rise, ratio):
         return None
     lost = view.last(stage) * (1.0 - 1.0 / rise.peak_ratio)
-    return rise if lost >= 0.05 * signs.step_seconds(view, rise.idx) else None
+    return rise if lost >= 0.05 * step_seconds(view, rise.idx) else None
 
 
 def _staleness(view: View) -> Signal:
     name = "staleness, lengths, sync seconds"
-    versions = signs.versions(view)
+    versions = versions_of(view)
     parts: list[str] = []
     verdict: Verdict = "not collected"
     for metric, word in (
@@ -133,11 +140,11 @@ def _staleness(view: View) -> Signal:
         and np.isfinite(rise.late)
     ):
         verdict = "moved"
-    if signs.length_growth(view) is not None:
+    if length_growth(view) is not None:
         verdict = "moved"
     for metric, stage, least, says in (
         ("timing_s/update_weights", "update_weights", 2.0, "a publication takes {} times as long"),
-        (signs.excess(view), "gen", 1.5, "generation takes {} times what the lengths explain"),
+        (excess_of(view), "gen", 1.5, "generation takes {} times what the lengths explain"),
     ):
         if (slower := _slower(view, metric, f"timing_s/{stage}", least)) is not None:
             verdict = "moved"

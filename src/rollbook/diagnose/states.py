@@ -6,10 +6,13 @@ import re
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.finding import Evidence, State
 from rollbook.diagnose.rules.wording import num, of_break
+from rollbook.diagnose.signs.gap import gap_of
+from rollbook.diagnose.signs.lengths import length_growth
+from rollbook.diagnose.signs.policy import policy_of
+from rollbook.diagnose.signs.rewards import REWARD, Moved, reward_decline, reward_of
 from rollbook.diagnose.view import View
 
 OF_A_WELL_SYSTEM = frozenset({"plateau", "reward_saturates", "reward_falls"})
@@ -53,17 +56,17 @@ def judge(view: View) -> list[State]:
 
 
 def _learning_rate_too_high(view: View) -> State | None:
-    policy = signs.policy(view)
+    policy = policy_of(view)
     if policy.blow_up_idx is None:
         return None
-    gap = signs.gap(view)
+    gap = gap_of(view)
     rise = gap.rise if gap is not None else None
     if rise is not None and rise.peak_ratio >= 1.6 and rise.score >= 6:
         leads = rise.idx <= policy.blow_up_idx + max(3, view.n // 40)
         if leads and policy.update_ratio < 0.8 * rise.peak_ratio:
             return None  # the engine went its own way first, and further
     moved = {b.metric for b in policy.blow_up}
-    reward = view.fall(signs.reward(view).metric)
+    reward = view.fall(reward_of(view).metric)
     fell = (
         reward is not None
         and reward.drop >= 0.2
@@ -88,7 +91,7 @@ def _learning_rate_too_high(view: View) -> State | None:
 
 
 def _lengths_explode(view: View) -> State | None:
-    grown = signs.length_growth(view)
+    grown = length_growth(view)
     if grown is None:
         return None
     evidence = [_of(grown)]
@@ -98,7 +101,7 @@ def _lengths_explode(view: View) -> State | None:
         first, last = view.level(clip, 0, tenth), view.level(clip, view.n - tenth)
         says = f"{num(first)} of the answers cut off at first, {num(last)} now"
         evidence.append(Evidence(metric=clip, step=grown.step, before=first, after=last, says=says))
-    falls = signs.reward_decline(view)
+    falls = reward_decline(view)
     if falls is not None:
         evidence.append(_of(falls))
     lost = ", and the reward falls" if falls is not None else ""
@@ -114,7 +117,7 @@ def _lengths_explode(view: View) -> State | None:
 
 
 def _reward_falls(view: View) -> State | None:
-    falls = signs.reward_decline(view)
+    falls = reward_decline(view)
     if falls is None:
         return None
     return State(
@@ -127,7 +130,7 @@ def _reward_falls(view: View) -> State | None:
     )
 
 
-def _of(moved: signs.Moved) -> Evidence:
+def _of(moved: Moved) -> Evidence:
     says = f"{num(moved.before)} until step {moved.step}, {num(moved.after)} now"
     return Evidence(metric=moved.metric, step=moved.step, before=moved.before, after=moved.after, says=says)
 
@@ -156,7 +159,7 @@ def _data_exhausted(view: View) -> State | None:
     epochs = view.last("training/epoch", 1)
     if not np.isfinite(epochs) or epochs < 4:
         return None
-    metric = view.first(*signs.REWARD)
+    metric = view.first(*REWARD)
     pattern = re.compile(r"val-core/.+|val/.+/(?:exact_match|reward)")
     held_out = next((m for m in view.run.values if pattern.fullmatch(m) and view.count(m) >= 5), None)
     if metric is None:
@@ -201,7 +204,7 @@ def _parts_from(view: View, train: str, held_out: str) -> bool:
 
 
 def _reward_saturates(view: View) -> State | None:
-    metric = view.first(*signs.REWARD)
+    metric = view.first(*REWARD)
     if metric is None or view.n < 12:
         return None
     last = view.last(metric, max(5, view.n // 10))
@@ -224,7 +227,7 @@ def _reward_saturates(view: View) -> State | None:
 
 
 def _plateau(view: View) -> State | None:
-    metric = view.first(*signs.REWARD)
+    metric = view.first(*REWARD)
     if metric is None or view.n < 40:
         return None
     half = view.n // 2

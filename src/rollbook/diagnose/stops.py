@@ -11,8 +11,7 @@ import re
 from dataclasses import dataclass
 
 from rollbook.diagnose.finding import Evidence
-from rollbook.diagnose.signs import once
-from rollbook.diagnose.view import View
+from rollbook.diagnose.view import View, once
 
 _TOLD_BY: tuple[tuple[str, str], ...] = (
     # rule, what its words look like; the first that fits

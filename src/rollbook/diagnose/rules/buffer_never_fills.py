@@ -10,11 +10,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.cost import is_asynchronous
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.filter_starvation import DROPPED, batch_of
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
+from rollbook.diagnose.signs.environments import ENV_FAILURES, failure_kinds_of
+from rollbook.diagnose.signs.seconds import (
+    excess_of,
+    host_slowdown,
+    is_of_the_schedule,
+    lost_seconds,
+    residual_of,
+    step_seconds,
+)
+from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
 
@@ -33,7 +42,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     stopped = stopped_by(view, RULE)
     if stopped is not None:
         return _stopped(stopped)
-    excess = signs.excess(view)
+    excess = excess_of(view)
     if excess is None:
         return NotJudged(
             rule=RULE, missing=("timing_s/gen",), collect="log the seconds the trainer waits for samples"
@@ -56,7 +65,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         idx = _ends_waiting(view)
     if idx is None:
         return None
-    wait, step_s = view.level("timing_s/gen", idx), signs.step_seconds(view, idx)
+    wait, step_s = view.level("timing_s/gen", idx), step_seconds(view, idx)
     before = view.level("timing_s/gen", max(0, idx - 40), idx)
     if not np.isfinite(wait) or wait < 0.35 * step_s or wait < LONGER * before:
         return None  # shorter responses need no shorter wait: prompts, calls and the tail stay
@@ -75,14 +84,14 @@ def judge(view: View) -> Finding | NotJudged | None:
     if evicted is not None and evicted.after >= 2 * evicted.before + 3 and evicted.score >= 4:
         evidence.append(of_contrast(view, evicted, idx, "evicted as too stale"))
         confidence += 0.2
-    if view.has(f"{signs.STALENESS}/mean") or view.family("buffer/"):
+    if view.has(f"{STALENESS}/mean") or view.family("buffer/"):
         confidence += 0.12
     for metric in ("buffer/num_finished",):
         fall = view.fall(metric)
         if fall is not None and view.near(fall.idx, idx, least=8):
             evidence.append(of_break(fall))
             confidence += 0.1
-    for metric in dict.fromkeys((*signs.ENV_FAILURES, *view.family("failures/", "/num"))):
+    for metric in dict.fromkeys((*ENV_FAILURES, *view.family("failures/", "/num"))):
         rise = view.rise(metric, log=False)
         least = 0.03 if metric.endswith(("frac", "ratio")) else 3.0
         if rise is not None and rise.late >= 2 * rise.before + least and rise.score >= 4:
@@ -105,7 +114,7 @@ def judge(view: View) -> Finding | NotJudged | None:
 
 def _deadlines(view: View) -> Finding | None:
     """Trajectories that used to end run into their deadline: counted, so that a slow host cannot look like it."""
-    if signs.failure_kinds(view).main != "timeout" or view.family("env/"):
+    if failure_kinds_of(view).main != "timeout" or view.family("env/"):
         return None
     rise = view.rise("failures/frac", log=False)
     if rise is None or rise.late < max(0.04, 3 * rise.before) or rise.score < 6:
@@ -173,7 +182,7 @@ def _evicts_most(view: View) -> Finding | None:
     evidence.append(
         Evidence(metric="timing_s/gen", step=rise.step, before=before, after=after, says=says),
     )
-    oldest = f"{signs.STALENESS}/max"
+    oldest = f"{STALENESS}/max"
     if view.has(oldest):
         bound = view.last(oldest)
         says = f"what is trained is at most {num(bound)} versions old: the bound"
@@ -185,7 +194,7 @@ def _evicts_most(view: View) -> Finding | None:
         confidence=0.9,
         step=rise.step,
         evidence=tuple(evidence),
-        cost_s=signs.lost_seconds(view, "timing_s/gen", replace(rise, before=before)),
+        cost_s=lost_seconds(view, "timing_s/gen", replace(rise, before=before)),
         action="raise the staleness bound above the versions that pass while the longest trajectory runs, admit less "
         "ahead, or continue unfinished trajectories across versions",
         next_check="versions that pass during one trajectory: its seconds over those of a step",
@@ -199,7 +208,7 @@ WAITS_S = 60.0
 def _again(view: View) -> Finding | None:
     """Steps in which the trainer waits many times longer than beside them, for responses that are no longer."""
     spells = view.spells("timing_s/gen", least=np.log(3.0)) if is_asynchronous(view) else None
-    if spells is None or spells.inside - spells.before < WAITS_S or signs.is_of_the_schedule(view, spells):
+    if spells is None or spells.inside - spells.before < WAITS_S or is_of_the_schedule(view, spells):
         return None  # who validates on the replicas waits for them afterwards
     explains: tuple[tuple[str | None, float], ...] = (
         ("response_length/mean", 1.2),
@@ -266,17 +275,16 @@ def _has_another_reason(view: View, idx: int) -> bool:
         if view.moved(metric, idx, 1, factor=factor):
             return True
     wait = view.contrast("timing_s/gen", idx)
-    slowdown = signs.host_slowdown(view, idx)
+    slowdown = host_slowdown(view, idx)
     if slowdown > 1.0 and (wait is None or wait.ratio <= HOST_EXPLAINS * slowdown):
         return True
     clip = view.contrast("response_length/clip_ratio", idx)
     if clip is not None and clip.after >= clip.before + 0.02 and clip.ratio >= 2 and clip.score >= 4:
         return True
-    found = view.rise(signs.residual(view))
+    found = view.rise(residual_of(view))
     return (
         found is not None
         and found.peak_ratio >= 2
         and view.near(found.idx, idx)
-        and found.late - found.before
-        >= OTHER_SHARE * (wait.diff if wait is not None else signs.step_seconds(view))
+        and found.late - found.before >= OTHER_SHARE * (wait.diff if wait is not None else step_seconds(view))
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.cost import is_worth
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
+from rollbook.diagnose.signs.seconds import TRAINER_STAGES, is_of_the_schedule, lost_seconds
+from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.spells import Spells
 from rollbook.diagnose.view import View
 
@@ -18,7 +19,7 @@ RULE = "collective_hang"
 
 def judge(view: View) -> Finding | NotJudged | None:
     said = view.events("collective_timeout")
-    stages = [f"timing_s/{s}" for s in signs.TRAINER_STAGES if view.has(f"timing_s/{s}")]
+    stages = [f"timing_s/{s}" for s in TRAINER_STAGES if view.has(f"timing_s/{s}")]
     evidence: list[Evidence] = []
     confidence = 0.0
     step = view.step_at(view.n - 1)
@@ -37,7 +38,7 @@ def judge(view: View) -> Finding | NotJudged | None:
             says = f"stage {event.text} is open for {num(open_s)} s, {num(usual)} s is usual"
             evidence.append(Evidence(metric=f"timing_s/{event.text}", step=event.step or step, says=says))
             confidence = max(confidence, 0.85)
-    if not view.has(f"{signs.STALENESS}/mean") and not view.family("buffer/"):
+    if not view.has(f"{STALENESS}/mean") and not view.family("buffer/"):
         stages.append("timing_s/gen")  # in an asynchronous run that one is a wait for samples
     slow = _stalls_again(view) or _slow_link(view)
     if slow is not None and not said:
@@ -133,7 +134,7 @@ def _stalls_again(view: View) -> Finding | None:
             continue
         if spells.num_hits < RARE * (view.n - spells.first) and not _are_of_one_length(view, metric, spells):
             continue
-        if _works_more(view, spells) or signs.is_of_the_schedule(view, spells):
+        if _works_more(view, spells) or is_of_the_schedule(view, spells):
             continue
         longest, usual = float(np.nanmax(view.values[metric][spells.hit])), spells.before
         says = f"{num(usual)} s is usual, up to {num(longest)} s in {spells.num_hits} steps in between"
@@ -208,7 +209,7 @@ def _slow_link(view: View) -> Finding | None:
     mfu = view.contrast("perf/mfu/actor", found.idx, width=20)
     if mfu is not None and mfu.ratio <= 0.7:
         evidence.append(of_contrast(view, mfu, found.idx, "the time is not spent computing"))
-    cost = signs.lost_seconds(view, "timing_s/update_actor", found)
+    cost = lost_seconds(view, "timing_s/update_actor", found)
     title = "collectives became slow: a link or a rank fails"
     return _finding(view, found.idx, title, evidence, 0.82 + 0.03 * len(others), cost)
 

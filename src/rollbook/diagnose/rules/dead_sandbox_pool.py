@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.series import Series
+from rollbook.diagnose.signs.environments import (
+    ENV_FAILURES,
+    ENV_LOAD,
+    SANDBOX_S,
+    TURNS,
+    failure_kinds_of,
+    failures_rise,
+)
+from rollbook.diagnose.signs.gap import GAP, gap_of
+from rollbook.diagnose.signs.rewards import Moved, Reward, lost_reward, reward_of
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import Contrast, View
 
@@ -28,15 +37,15 @@ def judge(view: View) -> Finding | NotJudged | None:
     stopped = stopped_by(view, RULE)
     if stopped is not None:
         return _stopped(view, stopped)
-    known = [m for m in (*signs.ENV_LOAD, *signs.ENV_FAILURES, signs.TURNS, *_CAPACITY) if view.has(m)]
-    is_agentic = any(m.startswith("env/") for m in known) or view.level(signs.TURNS) > 2.2
-    if not is_agentic and not _scorer_breaks(view) and not any(view.has(m) for m in signs.ENV_FAILURES):
+    known = [m for m in (*ENV_LOAD, *ENV_FAILURES, TURNS, *_CAPACITY) if view.has(m)]
+    is_agentic = any(m.startswith("env/") for m in known) or view.level(TURNS) > 2.2
+    if not is_agentic and not _scorer_breaks(view) and not any(view.has(m) for m in ENV_FAILURES):
         return NotJudged(
             rule=RULE,
             missing=("failures/frac", "env/turn_s/mean", "env/num_active", "num_turns/mean"),
             collect="only for jobs with environments: log failures by class, seconds a turn, and active sandboxes",
         )
-    if not is_agentic and signs.failure_kinds(view).main in ("reward", "timeout", "engine", "out_of_memory"):
+    if not is_agentic and failure_kinds_of(view).main in ("reward", "timeout", "engine", "out_of_memory"):
         return None  # the log says what the failures are, and they are not the environment's
     best: Finding | None = None
     for idx in _moments(view):
@@ -65,7 +74,7 @@ def _one_by_one(view: View) -> Finding | None:
     if float(np.median(after)) < 1.2 * float(np.median(before)) or view.trend(held)[0] >= 1.1:
         return None
     lost = _lost_since(view, rise.idx)
-    if lost is None or (signs.gap(view) is not None and view.moved(signs.GAP, rise.idx, 1, factor=2.0)):
+    if lost is None or (gap_of(view) is not None and view.moved(GAP, rise.idx, 1, factor=2.0)):
         return None
     says = f"the longest call had a length of its own; now all end at {num(float(np.median(after)))} s, a time-out"
     evidence = (
@@ -102,9 +111,9 @@ LOST = 0.12
 """Share of the reward that must be gone by the end of the log."""
 
 
-def _lost_since(view: View, idx: int) -> signs.Moved | None:
+def _lost_since(view: View, idx: int) -> Moved | None:
     """The reward of the last steps against that just before a position, where it is lower beyond its noise."""
-    metric = signs.reward(view).metric
+    metric = reward_of(view).metric
     if metric is None:
         return None
     width = max(10, view.n // 10)
@@ -112,7 +121,7 @@ def _lost_since(view: View, idx: int) -> signs.Moved | None:
     error = 1.25 * view.noise_before(metric, view.n) * float(np.sqrt(2 / width))
     if not before - after >= max(LOST * before, 4.0 * error):
         return None
-    return signs.Moved(metric, view.step_at(idx), before, after)
+    return Moved(metric, view.step_at(idx), before, after)
 
 
 def _spread(values: Series) -> float:
@@ -124,7 +133,7 @@ def _scorer_breaks(view: View) -> list[int]:
     """Positions at which scoring became many times longer or shorter."""
     breaks = (view.rise(SCORER), view.fall(SCORER, log=True))
     at = [b.idx for b in breaks if b is not None and b.score >= 5]
-    if (fall := signs.reward(view).fall) is not None:
+    if (fall := reward_of(view).fall) is not None:
         at.append(fall.idx)
     near = (i for idx in at for i in (idx, idx + 1))
     return [
@@ -148,14 +157,14 @@ def _stopped(view: View, found: Stop) -> Finding:
 def _moments(view: View) -> list[int]:
     """Steps at which something of the environment or the reward broke."""
     moments = _scorer_breaks(view)
-    reward = signs.reward(view)
+    reward = reward_of(view)
     if reward.fall is not None:
         moments.append(reward.fall.idx)
-    for metric in (*signs.ENV_FAILURES, "env/turn_s/mean"):
+    for metric in (*ENV_FAILURES, "env/turn_s/mean"):
         found = view.rise(metric, log=metric.startswith("env/turn_s"))
         if found is not None and found.score >= 5:
             moments.append(found.idx)
-    for metric in (*_CAPACITY, signs.TURNS, "env/turn_s/mean"):
+    for metric in (*_CAPACITY, TURNS, "env/turn_s/mean"):
         found = view.fall(metric)
         if found is not None and found.score >= 5:
             moments.append(found.idx)
@@ -168,13 +177,13 @@ def _is_broken(c: Contrast) -> bool:
     return abs(c.score) >= 6 and not 0.5 <= c.ratio <= 2.0 and c.is_at_once
 
 
-def _is_the_fall(reward: signs.Reward, idx: int) -> bool:
+def _is_the_fall(reward: Reward, idx: int) -> bool:
     """Whether the reward's own fall, told from the whole run, is at a position."""
     return reward.fall is not None and abs(reward.fall.idx - idx) <= 1
 
 
 def _at(view: View, idx: int) -> Finding | None:
-    gap = view.contrast(signs.GAP, idx, width=8) if signs.gap(view) else None
+    gap = view.contrast(GAP, idx, width=8) if gap_of(view) else None
     if gap is not None and gap.ratio >= 2.0 and gap.score >= 6:
         return None  # the engine itself changed
     weight = 0.0
@@ -189,7 +198,7 @@ def _at(view: View, idx: int) -> Finding | None:
         sudden.append(c.is_at_once)
         evidence.append(of_contrast(view, c, idx, says))
 
-    failed = signs.failures_rise(view, idx)
+    failed = failures_rise(view, idx)
     for metric in failed[:3]:
         c = view.contrast(metric, idx)
         assert c is not None
@@ -198,7 +207,7 @@ def _at(view: View, idx: int) -> Finding | None:
         c = view.contrast(metric, idx, width=8, log=True)
         if (
             c is not None
-            and max(c.before, c.after) >= signs.SANDBOX_S
+            and max(c.before, c.after) >= SANDBOX_S
             and abs(c.score) >= 5
             and not 0.6 <= c.ratio <= 1.6
         ):
@@ -212,12 +221,12 @@ def _at(view: View, idx: int) -> Finding | None:
         if c is not None and c.score <= -5 and c.ratio <= 0.75:
             add(c, 2.0, True)
             break
-    c = view.contrast(signs.TURNS, idx, width=8)
+    c = view.contrast(TURNS, idx, width=8)
     if c is not None and c.score <= -5 and c.ratio <= 0.85:
         add(c, 1.5, True, "episodes end early")
-    reward = signs.reward(view)
+    reward = reward_of(view)
     lost = view.contrast(reward.metric, idx, width=8)
-    share_lost = signs.lost_reward(view, idx)
+    share_lost = lost_reward(view, idx)
     fell = lost is not None and share_lost >= 0.12 and (lost.score <= -5 or _is_the_fall(reward, idx))
     if lost is not None and fell:
         add(lost, 1.5, False)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.signs.environments import failure_kinds_of
 from rollbook.diagnose.stops import stopped_by
 from rollbook.diagnose.view import View
 
@@ -20,7 +20,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     if found is not None:
         evidence.append(found.evidence())
         confidence, step = 0.97, found.step
-    kinds = signs.failure_kinds(view)
+    kinds = failure_kinds_of(view)
     rise = view.rise("failures/frac", log=False)
     if rise is not None and rise.late >= max(LEAST_FRAC, 3 * rise.before) and kinds.main == "reward":
         says = f"{num(rise.late)} of the trajectories have no reward, {num(rise.before)} before: the scorer failed"

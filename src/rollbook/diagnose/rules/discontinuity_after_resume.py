@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.changes import noise_scale
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import many, num, share
 from rollbook.diagnose.series import Series
+from rollbook.diagnose.signs.gap import GAP, gap_of
+from rollbook.diagnose.signs.rewards import lowest_reward, other_prompts, reward_of
 from rollbook.diagnose.view import View
 
 RULE = "discontinuity_after_resume"
@@ -151,7 +152,7 @@ def _unmarked(view: View) -> list[Restart]:
     if fall is not None and fall.drop >= 0.4 and fall.score >= 5 and fall.rise_steps <= 2:
         says = "the distance to the reference shrinks at once"
         restarts.append(Restart(fall.idx, "actor/kl_loss", says, False))
-    reward = signs.reward(view)
+    reward = reward_of(view)
     if reward.fall is not None and reward.metric is not None:
         idx = reward.fall.idx
         entropy = view.contrast("actor/entropy", idx, width=8)
@@ -186,9 +187,7 @@ def _jumps_together(view: View) -> list[Restart]:
             continue
         for idx in (at - 1, at, at + 1):
             others = [
-                m
-                for m in ("actor/entropy", signs.reward(view).metric, "response_length/mean")
-                if m is not None
+                m for m in ("actor/entropy", reward_of(view).metric, "response_length/mean") if m is not None
             ]
             jumps = {m: j for m in others if (j := _jump(view, m, idx)) is not None}
             told = {
@@ -235,13 +234,13 @@ def _steepest(view: View, metric: str, way: int, least: float) -> int | None:
 
 def _reward_was_there(view: View, idx: int) -> bool:
     """Whether the reward after a step is one that the run had before: what fell lower than ever is no older policy."""
-    metric = signs.reward(view).metric
+    metric = reward_of(view).metric
     c = view.contrast(metric, idx, width=8)
     if c is None or metric is None:
         return True
     past = view.values[metric][:idx]
     low, high = np.nanquantile(past, 0.02), np.nanquantile(past, 0.98)
-    reach = 0.25 * max(float(high) - signs.lowest_reward(view), 0.0)
+    reach = 0.25 * max(float(high) - lowest_reward(view), 0.0)
     return bool(low - reach <= c.after <= high + reach)
 
 
@@ -250,7 +249,7 @@ def _without_moments(view: View) -> int | None:
     optimizer that begins without its moments, from older weights. A bad batch takes the reward only after its update,
     other data leave the step KL, and a learning rate that is too high raises it over many steps."""
     rise = view.rise("actor/grad_norm")
-    metric = signs.reward(view).metric
+    metric = reward_of(view).metric
     if rise is None or metric is None or rise.rise_steps > 2 or rise.peak_ratio < 1.8 or rise.score < 6:
         return None
     for idx in (rise.idx, rise.idx + 1):
@@ -282,7 +281,7 @@ def _schedule_begins_anew(lr: Series) -> int | None:
 
 def _was_there_before(view: View, idx: int) -> bool:
     """Whether reward and entropy after a step are ones the run had earlier: older weights, not a collapse."""
-    for metric in (signs.reward(view).metric, "actor/entropy", "response_length/mean"):
+    for metric in (reward_of(view).metric, "actor/entropy", "response_length/mean"):
         c = view.contrast(metric, idx, width=8)
         if c is None or metric is None:
             continue
@@ -334,7 +333,7 @@ def _at(view: View, restart: Restart) -> Finding | None:
         evidence.append(item)
         meanings["the schedule began anew" if item.metric == "actor/lr" else "the data began anew"] = None
         surest = max(surest, LONE_JUMP)
-    if not restart.is_certain and signs.other_prompts(view, restart.idx):
+    if not restart.is_certain and other_prompts(view, restart.idx):
         return None
     num_jumps = len(evidence) - 1
     if num_jumps < (1 if restart.is_certain else 2):
@@ -342,14 +341,14 @@ def _at(view: View, restart: Restart) -> Finding | None:
     if num_jumps == 1 and surest < LONE_JUMP:
         return None
     only_lr = num_jumps == 1 and evidence[1].metric == "actor/lr"
-    gap = view.contrast(signs.GAP, restart.idx, width=8) if signs.gap(view) else None
+    gap = view.contrast(GAP, restart.idx, width=8) if gap_of(view) else None
     if gap is not None and gap.ratio >= 3 and gap.score >= 8:
         return None  # the engine is not the trainer's: another rule's
-    rise = found.rise if (found := signs.gap(view)) is not None else None
+    rise = found.rise if (found := gap_of(view)) is not None else None
     if rise is not None and rise.peak_ratio >= 3 and rise.score >= 8 and abs(rise.idx - restart.idx) <= 2:
         return None
     confidence = 0.55 + 0.13 * num_jumps + (0.1 if restart.is_certain else -0.05) - 0.15 * only_lr
-    reward = view.contrast(signs.reward(view).metric, restart.idx)
+    reward = view.contrast(reward_of(view).metric, restart.idx)
     return Finding(
         rule=RULE,
         title="the run did not take up where it had stopped: " + ", ".join(list(meanings)[:2]),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.missed_weight_sync import (
     gap_in_spells,
@@ -19,6 +18,10 @@ from rollbook.diagnose.rules.missed_weight_sync import (
     staleness_explains,
 )
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
+from rollbook.diagnose.signs.gap import GAP, gap_of, own_gap_is_fine, usual_level
+from rollbook.diagnose.signs.publications import publications_of
+from rollbook.diagnose.signs.seconds import is_of_the_schedule
+from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.spells import tooth_of
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
@@ -56,7 +59,7 @@ asynchronous run."""
 
 def judge(view: View) -> Finding | NotJudged | None:
     refused = stopped_by(view, RULE)
-    gap = signs.gap(view)
+    gap = gap_of(view)
     if refused is not None:
         return _refused(view, refused)
     if gap is None:
@@ -66,7 +69,7 @@ def judge(view: View) -> Finding | NotJudged | None:
             collect=collect_gap(view),
         )
     rise = gap.rise
-    publications = signs.publications(view)
+    publications = publications_of(view)
     if rise is not None and rise.peak_ratio >= 1.6 and rise.score >= 6:
         explained = (
             staleness_explains(view, rise) or optimizer_explains(view, rise) or goes_with_the_policy(view)
@@ -82,7 +85,7 @@ def judge(view: View) -> Finding | NotJudged | None:
             return _finding(view, 0, 0.7, "from the first step, and grows")
     if (spells := _in_spells(view)) is not None:
         return spells
-    if view.n < LEAST_STEPS or signs.own_gap_is_fine(view):
+    if view.n < LEAST_STEPS or own_gap_is_fine(view):
         return None
     if gap.num_bad >= 2 and gap.num_bad >= gap.num_fine:
         divided = gap.num_bad == gap.num_fine
@@ -101,10 +104,10 @@ APART = 3.0
 def _in_spells(view: View) -> Finding | None:
     """Stretches of steps in which the gap is several times the usual at once, and at once no longer: another kernel or
     dtype is at work in them. A publication that is missing would let it grow, and broken weights take the reward."""
-    spells = view.spells(signs.GAP, least=float(np.log(APART)))
-    if spells is None or spells.median_length < 2 or signs.is_of_the_schedule(view, spells):
+    spells = view.spells(GAP, least=float(np.log(APART)))
+    if spells is None or spells.median_length < 2 or is_of_the_schedule(view, spells):
         return None
-    if tooth_of(view.values[signs.GAP], spells).at_once < 0.7:
+    if tooth_of(view.values[GAP], spells).at_once < 0.7:
         return None
     if view.rises_beside((*moves_the_gap(view), ("response_length/clip_ratio", 2.0)), spells, score=4):
         return None
@@ -139,7 +142,7 @@ def _refused(view: View, found: Stop) -> Finding:
 
 
 def _finding(view: View, idx: int, confidence: float, when: str, *, check: str = CHECK) -> Finding:
-    gap = signs.gap(view)
+    gap = gap_of(view)
     assert gap is not None
     evidence: list[Evidence] = []
     step = view.step_at(idx)
@@ -149,7 +152,7 @@ def _finding(view: View, idx: int, confidence: float, when: str, *, check: str =
             evidence.append(of_contrast(view, c, idx))
         else:
             level = view.level(metric, 0, max(5, view.n // 10))
-            usual = signs.usual_level(metric)
+            usual = usual_level(metric)
             evidence.append(
                 Evidence(
                     metric=metric,
@@ -159,11 +162,11 @@ def _finding(view: View, idx: int, confidence: float, when: str, *, check: str =
                     says=f"{num(level)} from the first steps on; usual is {num(usual)} or better",
                 )
             )
-    lag = view.level(f"{signs.STALENESS}/mean")
+    lag = view.level(f"{STALENESS}/mean")
     if np.isfinite(lag):
         evidence.append(
             Evidence(
-                metric=f"{signs.STALENESS}/mean",
+                metric=f"{STALENESS}/mean",
                 step=step,
                 after=lag,
                 says=f"staleness {num(lag)} does not explain it",

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, share
 from rollbook.diagnose.series import Series
+from rollbook.diagnose.signs.rewards import reward_of
+from rollbook.diagnose.signs.seconds import excess_of
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
 
@@ -64,14 +65,14 @@ def _for_good(view: View, dropped: str | None, kept: str | None, starved: Stop |
         and share_dropped < 0.55
     ):
         return None  # most of what is generated is trained
-    excess = signs.excess(view)
+    excess = excess_of(view)
     slower = view.rise(excess)
     costs = slower is not None and slower.peak_ratio >= 1.4 and slower.idx >= idx - max(8, view.n // 10)
     grown, steadiness = view.trend(excess)
     costs |= grown >= 1.4 and steadiness >= 0.6  # with the drops, so slowly that no step stands out
     makes_no_more = _asks_for_no_more(view, idx)
     costs &= not makes_no_more
-    reward = view.last(signs.reward(view).metric or "", 10)
+    reward = view.last(reward_of(view).metric or "", 10)
     smaller = view.fall(view.first("batch/num_groups", "batch/num_sequences"))
     shrinks = smaller is not None and smaller.ratio <= 0.6 and smaller.score >= 5
     shrinks &= not (makes_no_more and reward > MOSTLY_RIGHT)  # a task that is solved leaves little to train
@@ -118,7 +119,7 @@ LEAST_STARVED = 6
 def _in_some_steps(view: View, dropped: str | None) -> Finding | None:
     """Steps in which most of what is generated is dropped and generation takes longer at the same lengths, among others
     in which it is not: by the shard, or more and more often."""
-    excess = signs.excess(view)
+    excess = excess_of(view)
     if dropped is None or excess is None:
         return None
     values, pace = view.values[dropped], view.values[excess]

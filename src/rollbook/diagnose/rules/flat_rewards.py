@@ -8,9 +8,9 @@ from typing import Literal
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.signs.rewards import REWARD
 from rollbook.diagnose.view import View
 
 LEAST_STEPS = 3
@@ -29,7 +29,7 @@ class Flat:
 
 def flat(view: View) -> Flat | None:
     """Whether the rewards of nearly every step, from the first one on, are all the same."""
-    metric = view.first(*signs.REWARD)
+    metric = view.first(*REWARD)
     if metric is None or view.count(metric) < LEAST_STEPS:
         return None
     mean = view.values[metric]

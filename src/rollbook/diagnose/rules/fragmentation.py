@@ -7,11 +7,11 @@ import re
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, of_contrast, share
+from rollbook.diagnose.signs.seconds import lost_seconds
 from rollbook.diagnose.spells import climbs
 from rollbook.diagnose.view import View
 
@@ -76,7 +76,7 @@ def _grows(view: View, used: str, kept: str) -> Finding | None:
     ]
     cost = None
     if slower is not None and per_token is not None and slower.idx > part and slower.ratio > 1.1:
-        cost = signs.lost_seconds(view, "timing_s/update_actor", slower)
+        cost = lost_seconds(view, "timing_s/update_actor", slower)
     capacity = memory.device_gib(view)
     near = capacity is not None and top >= 0.9 * capacity
     return Finding(
@@ -226,7 +226,7 @@ def _retries_at_the_brim(view: View, used: str, kept: str) -> Finding | None:
             ),
             of_contrast(view, per_token, slower.idx, "at the same tokens, and no other stage"),
         ),
-        cost_s=signs.lost_seconds(view, slower.metric, slower),
+        cost_s=lost_seconds(view, slower.metric, slower),
         action=ACTION,
         next_check=CHECK,
     )

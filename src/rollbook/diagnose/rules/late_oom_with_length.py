@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from rollbook.diagnose.changes import spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, share
-from rollbook.diagnose.view import View, spearman
+from rollbook.diagnose.view import View
 
 RULE = "late_oom_with_length"
 

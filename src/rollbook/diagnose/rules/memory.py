@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose.signs import once
-from rollbook.diagnose.view import View
+from rollbook.diagnose.view import View, once
 
 DEVICE_GIB = (16.0, 22.0, 24.0, 32.0, 40.0, 48.0, 64.0, 80.0, 96.0, 141.0, 180.0, 192.0, 288.0)
 """Memory of devices in use, as PyTorch's gigabytes come close to."""

@@ -6,10 +6,11 @@ too high ends in NaN as well, but then the policy's own steps grow first and the
 
 from __future__ import annotations
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.missed_weight_sync import optimizer_explains, staleness_explains
 from rollbook.diagnose.rules.wording import collect_gap, num, of_break, share
+from rollbook.diagnose.signs.gap import gap_of
+from rollbook.diagnose.signs.policy import Policy, policy_of
 from rollbook.diagnose.stops import stopped_by
 from rollbook.diagnose.view import View
 
@@ -17,12 +18,12 @@ RULE = "mismatch_to_nan"
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    policy = signs.policy(view)
+    policy = policy_of(view)
     stopped = stopped_by(view, RULE)
     nan_step = policy.nan_step if stopped is None else stopped.step
     if nan_step is None:
         return None
-    gap = signs.gap(view)
+    gap = gap_of(view)
     if gap is None:
         if policy.nan_step is not None and policy.blow_up_idx is None:
             return _of_unknown_origin(view, policy)
@@ -65,7 +66,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     )
 
 
-def _of_unknown_origin(view: View, policy: signs.Policy) -> Finding:
+def _of_unknown_origin(view: View, policy: Policy) -> Finding:
     """Losses are no numbers any more, nothing of the policy announced it, and the gap was not logged."""
     assert policy.nan_step is not None
     says = f"not finite from step {policy.nan_step} on: {', '.join(policy.nan_metrics)}"

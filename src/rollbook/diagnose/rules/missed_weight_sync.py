@@ -12,12 +12,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollbook.diagnose import signs
-from rollbook.diagnose.changes import running_median
+from rollbook.diagnose.breaks import Break
+from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
+from rollbook.diagnose.signs.gap import GAP, Gap, begins_fine, gap_of
+from rollbook.diagnose.signs.policy import policy_of
+from rollbook.diagnose.signs.publications import publications_of
+from rollbook.diagnose.signs.rewards import reward_of
+from rollbook.diagnose.signs.versions import versions_of
 from rollbook.diagnose.spells import Spells, tooth_of
-from rollbook.diagnose.view import Break, Contrast, View, spearman
+from rollbook.diagnose.view import Contrast, View
 
 RULE = "missed_weight_sync"
 LEAST_GROWTH = 1.6
@@ -25,7 +30,7 @@ LEAST_GROWTH = 1.6
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    gap, versions, publications = signs.gap(view), signs.versions(view), signs.publications(view)
+    gap, versions, publications = gap_of(view), versions_of(view), publications_of(view)
     if (
         gap is None
         and versions.newest is None
@@ -62,7 +67,7 @@ def judge(view: View) -> Finding | NotJudged | None:
 
 def _told_by_versions(view: View) -> Finding | None:
     """Replicas or samples that say themselves that they stand still."""
-    versions = signs.versions(view)
+    versions = versions_of(view)
     num_replicas = len(view.family("replica/", "/weight_version"))
     if versions.standing_replicas and len(versions.standing_replicas) == num_replicas:
         return _finding(view, versions.standing_since or 0, None, 0.97, None)
@@ -74,7 +79,7 @@ def _told_by_versions(view: View) -> Finding | None:
 def moves_the_gap(view: View) -> tuple[tuple[str | None, float], ...]:
     """What moves the gap in spells by itself, and from which ratio on: staleness, the policy's own steps, lengths."""
     return (
-        (signs.versions(view).mean, 1.35),
+        (versions_of(view).mean, 1.35),
         ("actor/ppo_kl", 2.0),
         ("actor/grad_norm", 1.8),
         ("response_length/mean", 1.3),
@@ -84,7 +89,7 @@ def moves_the_gap(view: View) -> tuple[tuple[str | None, float], ...]:
 def gap_in_spells(view: View, spells: Spells, most: int, says: Callable[[Contrast], str]) -> list[Evidence]:
     """Evidence of at most so many measures of the gap, in the steps of its spells against those beside them."""
     step = view.step_at(spells.first)
-    measures = (view.beside(metric, spells) for metric in (signs.gap(view) or NO_GAP).metrics[:most])
+    measures = (view.beside(metric, spells) for metric in (gap_of(view) or NO_GAP).metrics[:most])
     return [
         Evidence(metric=c.metric, step=step, before=c.before, after=c.after, says=says(c))
         for c in measures
@@ -95,10 +100,10 @@ def gap_in_spells(view: View, spells: Spells, most: int, says: Callable[[Contras
 def _in_teeth(view: View) -> Finding | None:
     """The gap grows for some steps and is back at its floor in one, again and again: publications are skipped, and the
     next whole one mends it. Numerics come at once; staleness and the optimizer would show themselves."""
-    spells = view.spells(signs.GAP, least=np.log(1.5))
+    spells = view.spells(GAP, least=np.log(1.5))
     if spells is None:
         return None
-    tooth = tooth_of(view.values[signs.GAP], spells)
+    tooth = tooth_of(view.values[GAP], spells)
     if not tooth.is_saw or len(tooth.heights) < 2:
         return None
     if view.rises_beside(moves_the_gap(view), spells, score=4):
@@ -123,11 +128,11 @@ def _in_teeth(view: View) -> Finding | None:
 
 
 def _grows_after(view: View, idx: int) -> bool:
-    c = view.contrast(signs.GAP, idx, width=20, skip=3)
+    c = view.contrast(GAP, idx, width=20, skip=3)
     return c is not None and c.ratio >= 1.2 and c.score >= 4
 
 
-def _is_unexplained_ramp(view: View, gap: signs.Gap, rise: Break) -> bool:
+def _is_unexplained_ramp(view: View, gap: Gap, rise: Break) -> bool:
     """The gap ramps away from a normal level, and neither staleness nor the optimizer explains it."""
     # A ramp that ends at one step: the next publication arrived.
     repaired = rise.ends_at_once and rise.score >= 9 and rise.idx >= 10
@@ -143,13 +148,13 @@ def _is_unexplained_ramp(view: View, gap: signs.Gap, rise: Break) -> bool:
         staleness_explains(view, rise)
         or optimizer_explains(view, rise)
         or goes_with_the_policy(view)
-        or signs.policy(view).nan_step is not None
+        or policy_of(view).nan_step is not None
     )
 
 
 def staleness_explains(view: View, rise: Break) -> bool:
     """Whether the samples' own staleness rose with the gap: at that step, while the pipeline fills, or slowly."""
-    versions = signs.versions(view)
+    versions = versions_of(view)
     if versions.mean is not None and rise.idx < FILLING_STEPS:
         early, late = (
             view.level(versions.mean, 0, rise.idx + 1),
@@ -174,20 +179,20 @@ FILLING_STEPS = 12
 
 def follows_staleness(view: View, idx: int) -> bool:
     """Whether the gap goes up and down with the staleness of the samples from a position on."""
-    mean = signs.versions(view).mean
-    if mean is None or signs.gap(view) is None:
+    mean = versions_of(view).mean
+    if mean is None or gap_of(view) is None:
         return False
-    both = np.isfinite(view.values[mean][idx:]) & np.isfinite(view.values[signs.GAP][idx:])
+    both = np.isfinite(view.values[mean][idx:]) & np.isfinite(view.values[GAP][idx:])
     if both.sum() < 20:
         return False
     width = max(5, int(both.sum()) // 20) | 1
-    smooth = [running_median(view.values[m][idx:][both], width) for m in (mean, signs.GAP)]
+    smooth = [running_median(view.values[m][idx:][both], width) for m in (mean, GAP)]
     return spearman(*smooth) >= 0.7
 
 
 def optimizer_explains(view: View, rise: Break) -> bool:
     """Whether the policy's own steps grew first, and by enough: then every version differs more from the last."""
-    policy = signs.policy(view)
+    policy = policy_of(view)
     if policy.blow_up_idx is None:
         return False
     by_far = policy.update_ratio >= 1.25 * rise.peak_ratio  # then a few steps of uncertainty do not matter
@@ -199,36 +204,36 @@ def goes_with_the_policy(view: View) -> bool:
     """Whether the gap goes up and down with the trainer's own steps, which grow to many times what they were at first:
     a policy that swings."""
     moved = view.values.get("actor/ppo_kl")
-    if moved is None or signs.gap(view) is None:
+    if moved is None or gap_of(view) is None:
         return False
-    both = np.isfinite(moved) & np.isfinite(view.values[signs.GAP])
+    both = np.isfinite(moved) & np.isfinite(view.values[GAP])
     if both.sum() < 24:
         return False
     width = max(7, int(both.sum()) // 12) | 1
-    steps, gap = (running_median(np.abs(x[both]), width) for x in (moved, view.values[signs.GAP]))
+    steps, gap = (running_median(np.abs(x[both]), width) for x in (moved, view.values[GAP]))
     at_first = float(np.median(steps[: len(steps) // 3]))
     return float(np.quantile(steps, 0.95)) >= 4.0 * at_first and spearman(steps, gap) >= 0.7
 
 
-def _never_synced(view: View, gap: signs.Gap) -> bool:
+def _never_synced(view: View, gap: Gap) -> bool:
     """The gap only ever grows, from a normal level on, while the reward stands."""
-    if gap.overall_ratio < 2.5 or gap.steadiness < 0.9 or not (gap.num_fine or signs.begins_fine(view)):
+    if gap.overall_ratio < 2.5 or gap.steadiness < 0.9 or not (gap.num_fine or begins_fine(view)):
         return False
     rise = gap.rise
     if rise is not None and (not rise.is_ramp or rise.idx > 0.2 * view.n):
         return False  # it began later
     if rise is not None and (optimizer_explains(view, rise) or staleness_explains(view, rise)):
         return False
-    if signs.policy(view).nan_step is not None or signs.policy(view).blow_up_idx is not None:
+    if policy_of(view).nan_step is not None or policy_of(view).blow_up_idx is not None:
         return False
-    first = view.level(signs.GAP, 0, max(3, view.n // 20))
-    early = view.level(signs.GAP, view.n // 6, view.n // 3) / first
-    midway = view.level(signs.GAP, view.n // 3, view.n // 2) / first
+    first = view.level(GAP, 0, max(3, view.n // 20))
+    early = view.level(GAP, view.n // 6, view.n // 3) / first
+    midway = view.level(GAP, view.n // 3, view.n // 2) / first
     return bool(early >= 1.25 or (early >= 1.1 and midway >= 1.3))
 
 
 def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: int | None) -> Finding:
-    versions, publications, reward = signs.versions(view), signs.publications(view), signs.reward(view)
+    versions, publications, reward = versions_of(view), publications_of(view), reward_of(view)
     evidence: list[Evidence] = []
     if end is not None and rise is not None and rise.idx == idx:
         idx = _left_at(view, idx, end)
@@ -250,7 +255,7 @@ def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: i
                 says="even the newest sample ages by one version a step",
             )
         )
-    for metric in (signs.gap(view) or NO_GAP).metrics[:2]:
+    for metric in (gap_of(view) or NO_GAP).metrics[:2]:
         c = view.contrast(metric, idx, width=30)
         if c is not None and end is not None:
             evidence.append(_peak(view, metric, idx, end, c.before))
@@ -294,8 +299,8 @@ def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: i
 
 def _left_at(view: View, idx: int, end: int) -> int:
     """First position of the way up to the peak of a gap that came and went: a scan may begin in the noise before it."""
-    values = view.values[signs.GAP][idx:end]
-    before = view.level(signs.GAP, max(0, idx - 40), idx)
+    values = view.values[GAP][idx:end]
+    before = view.level(GAP, max(0, idx - 40), idx)
     if len(values) < 2 or not np.isfinite(values).any() or not np.isfinite(before):
         return idx
     top = int(np.nanargmax(values))
@@ -316,4 +321,4 @@ def _peak(view: View, metric: str, idx: int, end: int, before: float) -> Evidenc
     )
 
 
-NO_GAP = signs.Gap((), None, 1.0, 0.0, 0, 0, 0, 0)
+NO_GAP = Gap((), None, 1.0, 0.0, 0, 0, 0, 0)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose import signs
+from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
-from rollbook.diagnose.view import Break, View
+from rollbook.diagnose.signs.seconds import (
+    is_of_the_schedule,
+    lost_in_steps,
+    lost_seconds,
+    residual_of,
+    step_seconds,
+)
+from rollbook.diagnose.view import View
 
 RULE = "object_store_spill"
 
@@ -18,7 +25,7 @@ MOVERS = ("timing_s/adv", "timing_s/reward", "timing_s/filter", "timing_s/pack")
 def judge(view: View) -> Finding | NotJudged | None:
     said = view.events("object_store_spill")
     spilled = view.first("host/object_store_spilled_bytes")
-    other = signs.residual(view)
+    other = residual_of(view)
     if other is None and spilled is None and not said:
         return NotJudged(
             rule=RULE,
@@ -39,7 +46,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         evidence.append(of_break(rise, "bytes a step"))
         idx, direct = rise.idx if idx is None else min(idx, rise.idx), 0.35
     slow = _slow_movers(view, other)
-    step_s = signs.step_seconds(view)
+    step_s = step_seconds(view)
     host = view.rise("perf/cpu_memory_used_gb")
     fuller = host is not None and host.ratio >= 1.12 and host.score >= 5
     if not slow and host is not None and fuller:
@@ -47,7 +54,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     cost = 0.0
     for found in slow:
         evidence.append(of_break(found, "seconds of moving data"))
-        cost += signs.lost_seconds(view, found.metric, found)
+        cost += lost_seconds(view, found.metric, found)
     if slow:
         idx = min(f.idx for f in slow) if idx is None else idx
     if host is not None and fuller:
@@ -60,7 +67,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     together = host is not None and view.near(host.idx, slow[0].idx, share=0.1, least=8)
     if not direct and not (heavy and ((fuller and together) or len(slow) >= 2)):
         return None
-    cost = max(cost, signs.lost_in_steps(view, idx) or 0.0)  # computing waits for what is moved
+    cost = max(cost, lost_in_steps(view, idx) or 0.0)  # computing waits for what is moved
     confidence = 0.5 + direct + 0.1 * len(slow) + 0.15 * (fuller and together)
     return _finding(view, idx, evidence, confidence, cost)
 
@@ -76,7 +83,7 @@ def _in_spells(view: View, other: str | None) -> Finding | None:
     if not found:
         return None
     _, spells = max(found, key=lambda pair: pair[1].over_quiet(view.values[pair[0]]))
-    if signs.is_of_the_schedule(view, spells):
+    if is_of_the_schedule(view, spells):
         return None
     for stage, most in (("timing_s/update_actor", 1.3), ("response_length/mean", 1.2), ("timing_s/gen", 1.6)):
         c = view.beside(stage, spells)
@@ -110,7 +117,7 @@ def _slow_movers(view: View, other: str | None) -> list[Break]:
         tokens = view.contrast("perf/total_num_tokens", rise.idx, width=20)
         length = view.contrast("response_length/mean", rise.idx, width=20)
         grown = max((c.ratio for c in (tokens, length) if c is not None), default=1.0)
-        if rise.peak_ratio >= 1.5 * grown and rise.late >= 0.01 * signs.step_seconds(view):
+        if rise.peak_ratio >= 1.5 * grown and rise.late >= 0.01 * step_seconds(view):
             found.append(rise)
     return found
 

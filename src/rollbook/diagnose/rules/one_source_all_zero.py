@@ -7,11 +7,14 @@ import re
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.changes import noise_scale
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.series import Series
+from rollbook.diagnose.signs.environments import TURNS, failures_rise
+from rollbook.diagnose.signs.gap import GAP, gap_of
+from rollbook.diagnose.signs.policy import is_broken_update, policy_of
+from rollbook.diagnose.signs.rewards import REWARD, lowest_reward, other_prompts, reward_of
 from rollbook.diagnose.view import View
 
 RULE = "one_source_all_zero"
@@ -42,7 +45,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         )
     best: tuple[float, int, str, str] | None = None
     for group, least in ((train, 4), (held_out, 1)):
-        living = [s for s, m in group.items() if view.last(m, 3) > signs.lowest_reward(view) + 1e-6]
+        living = [s for s, m in group.items() if view.last(m, 3) > lowest_reward(view) + 1e-6]
         for source, metric in group.items():
             since = _zero_since(view, metric, least)
             if since is None:
@@ -59,7 +62,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     if best is None:
         if (never := _never_right(view, train) or _never_right(view, held_out)) is not None:
             return never
-        fall = signs.reward(view).fall
+        fall = reward_of(view).fall
         unseen = fall is not None and all(
             np.isfinite(view.values[m][fall.idx :]).sum() < 2 for m in held_out.values()
         )
@@ -85,7 +88,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         c = view.contrast(other, idx)
         if c is not None:
             evidence.append(of_contrast(view, c, idx, "goes on"))
-    c = view.contrast(signs.reward(view).metric, idx)
+    c = view.contrast(reward_of(view).metric, idx)
     if c is not None and c.score < -3:
         evidence.append(of_contrast(view, c, idx))
     return Finding(
@@ -121,7 +124,7 @@ def _by_source(view: View, pattern: re.Pattern[str]) -> dict[str, str]:
 
 def _zero_since(view: View, metric: str, least: int) -> int | None:
     """Position from which a reward that used to be higher is exactly that of wrong answers, to the end."""
-    floors = {0.0, signs.lowest_reward(view)}
+    floors = {0.0, lowest_reward(view)}
     found = [since for floor in floors if (since := _at_floor_since(view, metric, floor, least)) is not None]
     return min(found, default=None)
 
@@ -133,7 +136,7 @@ OUTAGE_STEPS = 6
 def _outage(view: View, metric: str) -> int | None:
     """Position of the longest stretch in which a reward that was well above the floor stood exactly at it, and which
     ended: a scorer that was down for a while."""
-    values = view.values[metric] - min(0.0, signs.lowest_reward(view))
+    values = view.values[metric] - min(0.0, lowest_reward(view))
     known = np.flatnonzero(np.isfinite(values))
     if not len(known):
         return None
@@ -176,7 +179,7 @@ def _num_answers(values: Series, top: float = 1.0) -> float:
 def _floor_of(view: View, metric: str) -> float:
     """What a score reads when every answer is wrong: of rewards from -1 to 1, -1."""
     low = float(np.nanmin(view.values[metric]))
-    return signs.lowest_reward(view) if low < -1e-9 else 0.0
+    return lowest_reward(view) if low < -1e-9 else 0.0
 
 
 def _answers_of(view: View, metric: str) -> float:
@@ -237,9 +240,9 @@ def _never_right(view: View, group: dict[str, str]) -> Finding | None:
             Evidence(metric=group[other], step=view.step_at(begin), after=levels[other], says=says)
         )
     cost = None
-    fall = signs.reward(view).fall
+    fall = reward_of(view).fall
     if is_new and fall is not None and abs(fall.idx - begin) <= max(12, view.n // 12):
-        c = view.contrast(signs.reward(view).metric, fall.idx)
+        c = view.contrast(reward_of(view).metric, fall.idx)
         if c is not None:
             evidence.append(of_contrast(view, c, fall.idx, "the rewards of training fell with it"))
             begin, cost = min(begin, fall.idx), max(0.0, -c.diff)
@@ -259,7 +262,7 @@ def _never_right(view: View, group: dict[str, str]) -> Finding | None:
 
 def _until(view: View, metric: str, idx: int) -> int | None:
     """The step at which a reward that stood at its floor left it again."""
-    values = view.values[metric][idx:] - min(0.0, signs.lowest_reward(view))
+    values = view.values[metric][idx:] - min(0.0, lowest_reward(view))
     back = np.flatnonzero(np.isfinite(values) & (np.abs(values) > 1e-9))
     return view.step_at(idx + int(back[0])) if len(back) else None
 
@@ -279,7 +282,7 @@ def _at_floor_since(view: View, metric: str, floor: float, least: int) -> int | 
     if np.median(usual) < 0.02 or values[positive[-1]] < 0.25 * np.median(usual):
         return None  # it was near zero before, or faded out
     begin, last_positive = int(zeros[0]), int(positive[-1])
-    fall = signs.reward(view).fall
+    fall = reward_of(view).fall
     fell_too = fall is not None and last_positive <= fall.idx <= begin + 1
     # How likely are so many zeros in a row by chance, given how common they were?
     chance = ((np.sum(usual <= 0.01 * top) + 1) / (len(usual) + 2)) ** len(zeros)
@@ -292,7 +295,7 @@ def _at_floor_since(view: View, metric: str, floor: float, least: int) -> int | 
 
 def _others_fall(view: View, since: int, others: list[str]) -> bool:
     """Whether every other source lost a fifth as well, at that step or over time."""
-    bottom = signs.lowest_reward(view)
+    bottom = lowest_reward(view)
     lost = []
     for metric in others:
         values = view.values[metric] - bottom
@@ -309,12 +312,12 @@ def _others_fall(view: View, since: int, others: list[str]) -> bool:
 def _every_reward_zero(view: View) -> Finding | None:
     """From one step to the next every answer has the reward of a wrong one, for a while or to the end, while the
     answers themselves did not change."""
-    metric = view.first(*signs.REWARD)
+    metric = view.first(*REWARD)
     if metric is None:
         return None
     values = view.values[metric]
     known = np.flatnonzero(np.isfinite(values))
-    floor = signs.lowest_reward(view)
+    floor = lowest_reward(view)
     at_floor = np.abs(values[known] - floor) <= 1e-9
     edges = np.flatnonzero(np.diff(np.concatenate([[False], at_floor, [False]]).astype(np.int8))).reshape(
         -1, 2
@@ -324,7 +327,7 @@ def _every_reward_zero(view: View) -> Finding | None:
         if end - start < 4 or len(past) < 6 or np.median(past) < 0.05 or past[-1] < 0.3 * np.median(past):
             continue
         idx = int(known[start])
-        if not _policy_stands(view, idx) or signs.failures_rise(view, idx):
+        if not _policy_stands(view, idx) or failures_rise(view, idx):
             continue
         lost = float(np.median(past))
         until = view.step_at(int(known[end])) if end < len(known) else None
@@ -349,15 +352,15 @@ def _every_reward_zero(view: View) -> Finding | None:
 
 def _policy_stands(view: View, idx: int) -> bool:
     """Whether the update was sound, and entropy, lengths, turns and the gap did not move, at a step."""
-    if signs.is_broken_update(view, idx):
+    if is_broken_update(view, idx):
         return False
-    if signs.other_prompts(view, idx):
+    if other_prompts(view, idx):
         return False
     for metric in (
         "actor/entropy",
         "response_length/mean",
-        signs.TURNS,
-        signs.GAP if signs.gap(view) else None,
+        TURNS,
+        GAP if gap_of(view) else None,
     ):
         c = view.contrast(metric, idx, width=8)
         # Thirty values on either side tell more than eight where there is much noise, if it was at this step.
@@ -371,13 +374,13 @@ def _policy_stands(view: View, idx: int) -> bool:
 
 def _without_sources(view: View) -> Finding | None:
     """A part of the rewards is gone at once while nothing of the policy moved: a scorer, whose source is unknown."""
-    reward = signs.reward(view)
+    reward = reward_of(view)
     if reward.fall is None or reward.drop_frac < 0.2:
         return None
     idx = reward.fall.idx
     if not _policy_stands(view, idx):
         return None
-    if signs.failures_rise(view, idx) or signs.policy(view).blow_up_idx is not None:
+    if failures_rise(view, idx) or policy_of(view).blow_up_idx is not None:
         return None
     c = view.contrast(reward.metric, idx)
     assert c is not None

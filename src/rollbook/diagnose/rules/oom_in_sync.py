@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, of_break, share
+from rollbook.diagnose.signs.seconds import lost_seconds
 from rollbook.diagnose.view import View
 
 RULE = "oom_in_sync"
@@ -70,9 +70,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         confidence=share(confidence),
         step=step,
         evidence=tuple(evidence),
-        cost_s=signs.lost_seconds(view, seconds, slower)
-        if seconds and slower is not None and is_slow
-        else None,
+        cost_s=lost_seconds(view, seconds, slower) if seconds and slower is not None and is_slow else None,
         action="gather and send one bucket at a time (smaller bucket_bytes), drop the KV pool and "
         "offload the optimizer before "
         "the engine's weights come back, and set expandable segments",

@@ -9,11 +9,12 @@ from collections import Counter
 
 import numpy as np
 
-from rollbook.diagnose import signs
+from rollbook.diagnose.breaks import BASELINE
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
-from rollbook.diagnose.signs import Death
-from rollbook.diagnose.view import BASELINE, View
+from rollbook.diagnose.signs.deaths import Death, deaths_of
+from rollbook.diagnose.signs.seconds import step_seconds
+from rollbook.diagnose.view import View
 
 RULE = "replica_died"
 
@@ -24,7 +25,7 @@ COSTLY_FRAC = 0.05
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    deaths = signs.deaths(view)
+    deaths = deaths_of(view)
     if not _is_worth_it(view, deaths):
         return None
     first = deaths[0]
@@ -58,7 +59,7 @@ def judge(view: View) -> Finding | NotJudged | None:
 
 def note(view: View) -> str:
     """One line on deaths that cost too little for a finding; empty where there were none."""
-    deaths = signs.deaths(view)
+    deaths = deaths_of(view)
     if not deaths or _is_worth_it(view, deaths):
         return ""
     lost_s = sum(_lost_s(view, death) for death in deaths)
@@ -74,7 +75,7 @@ def _is_worth_it(view: View, deaths: tuple[Death, ...]) -> bool:
     if len(deaths) >= MANY or any(death.back_step is None for death in deaths):
         return True
     since = view.idx_of(deaths[0].step)
-    took_s = signs.step_seconds(view, since) * (view.n - since) * view.stride
+    took_s = step_seconds(view, since) * (view.n - since) * view.stride
     return sum(_lost_s(view, death) for death in deaths) >= COSTLY_FRAC * took_s
 
 

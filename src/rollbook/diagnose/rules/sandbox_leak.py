@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose import signs
+from rollbook.diagnose.changes import spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.series import Series
+from rollbook.diagnose.signs.environments import ENV_FAILURES, SANDBOX_S, TURNS
+from rollbook.diagnose.signs.gap import gap_of
+from rollbook.diagnose.signs.rewards import reward_decline
+from rollbook.diagnose.signs.seconds import excess_of, lost_in_steps, residual_of, step_seconds
 from rollbook.diagnose.spells import climbs
-from rollbook.diagnose.view import View, spearman
+from rollbook.diagnose.view import View
 
 RULE = "sandbox_leak"
 TITLE = "sandboxes are not given back: load grows although the work does not"
@@ -31,11 +35,11 @@ _LEVELS = (
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    is_agentic = view.level(signs.TURNS) > 2.2
+    is_agentic = view.level(TURNS) > 2.2
     if not is_agentic and not view.family("env/"):
         return (
             None
-            if view.has(signs.TURNS)
+            if view.has(TURNS)
             else NotJudged(
                 rule=RULE,
                 missing=("env/num_leased", "env/queue_depth", "env/turn_s/mean"),
@@ -52,7 +56,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         ratio, steadiness = view.trend(metric)
         if ratio < least or steadiness < 0.75 or not _is_gradual(view, metric):
             continue
-        if metric == "env/turn_s/mean" and view.last(metric) < signs.SANDBOX_S:
+        if metric == "env/turn_s/mean" and view.last(metric) < SANDBOX_S:
             continue
         points += worth
         env |= metric.startswith("env/")
@@ -75,7 +79,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     unreturned = _grows_every_step(view, "env/num_leased")
     if unreturned:
         points += 1.0  # leases are counted, not timed: this is the fault itself
-    excess = signs.excess(view)
+    excess = excess_of(view)
     if is_agentic and excess is not None:
         ratio, steadiness = view.trend(excess)
         if ratio >= 1.2 and steadiness >= 0.7 and _is_gradual(view, excess) and not _trainer_slows(view):
@@ -87,7 +91,7 @@ def judge(view: View) -> Finding | NotJudged | None:
             )
     if points < (2.5 if env else 2.2) or len(evidence) < (1 if unreturned else 2):
         return None
-    late_failures = [m for m in signs.ENV_FAILURES if view.trend(m)[0] >= 2 and view.last(m) > 0]
+    late_failures = [m for m in ENV_FAILURES if view.trend(m)[0] >= 2 and view.last(m) > 0]
     return Finding(
         rule=RULE,
         title=TITLE,
@@ -95,7 +99,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         confidence=share(0.5 + 0.1 * points + 0.05 * bool(late_failures)),
         step=view.step_at(min(begin, view.n - 1)),
         evidence=tuple(evidence),
-        cost_s=signs.lost_in_steps(view, begin),
+        cost_s=lost_in_steps(view, begin),
         action=ACTION,
         next_check=CHECK,
     )
@@ -113,7 +117,7 @@ def _in_teeth(view: View) -> Finding | None:
     """A load grows step by step and is gone at one, again and again, and the environment becomes slower and as quick
     again with it: somebody restarts the pool. A cache that fills and is emptied slows no sandbox."""
     seconds = "env/turn_s/mean"
-    if view.count(seconds) < 12 or view.level(seconds) < signs.SANDBOX_S:
+    if view.count(seconds) < 12 or view.level(seconds) < SANDBOX_S:
         return None
     for metric in LOADS:
         if view.count(metric) < 12:
@@ -168,17 +172,15 @@ MANY_TIMES = 2.5
 def _gets_worse(view: View) -> list[Evidence]:
     """Turns that become fewer, and rewards that are lost, while calls wait: their time-outs."""
     worse = []
-    ratio, _ = view.trend(signs.TURNS)
+    ratio, _ = view.trend(TURNS)
     part = max(3, view.n // 8)
     if ratio <= 0.93:
-        early, late = view.level(signs.TURNS, 0, part), view.level(signs.TURNS, view.n - part)
+        early, late = view.level(TURNS, 0, part), view.level(TURNS, view.n - part)
         says = f"{num(early)} turns at first, {num(late)} now: episodes end early"
         worse.append(
-            Evidence(
-                metric=signs.TURNS, step=view.step_at(view.n - part), before=early, after=late, says=says
-            )
+            Evidence(metric=TURNS, step=view.step_at(view.n - part), before=early, after=late, says=says)
         )
-    falls = signs.reward_decline(view)
+    falls = reward_decline(view)
     if falls is not None:
         says = f"{num(falls.before)} at its best, {num(falls.after)} now: what times out scores nothing"
         worse.append(
@@ -189,7 +191,7 @@ def _gets_worse(view: View) -> list[Evidence]:
 
 def _gap_moves(view: View) -> bool:
     """Whether engine and trainer part: then the policy, or the engine, changed too."""
-    found = signs.gap(view)
+    found = gap_of(view)
     return found is not None and found.overall_ratio >= 1.6
 
 
@@ -222,7 +224,7 @@ def _is_gradual(view: View, metric: str) -> bool:
 def _trainer_slows(view: View) -> bool:
     """Whether stages that need no sandbox slow down as well."""
     ratio, _ = view.trend("timing_per_token_ms/update_actor")
-    other = signs.residual(view)
+    other = residual_of(view)
     found = view.rise(other)
-    step = signs.step_seconds(view)
+    step = step_seconds(view)
     return ratio >= 1.3 or (found is not None and found.peak_ratio >= 2 and found.late >= 0.12 * step)

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.missed_weight_sync import NO_GAP
 from rollbook.diagnose.rules.wording import num, of_contrast, share
+from rollbook.diagnose.signs.environments import failures_rise
+from rollbook.diagnose.signs.gap import GAP, gap_of
+from rollbook.diagnose.signs.policy import is_broken_update
+from rollbook.diagnose.signs.rewards import lost_reward, lowest_reward, reward_of
+from rollbook.diagnose.signs.seconds import validations
 from rollbook.diagnose.spells import follow
 from rollbook.diagnose.view import View
 
@@ -25,7 +29,7 @@ that a bad policy solves as well as noise does, no reward is lost. Four-bit weig
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    gap, reward = signs.gap(view), signs.reward(view)
+    gap, reward = gap_of(view), reward_of(view)
     if gap is None and reward.metric is None:
         return NotJudged(
             rule=RULE,
@@ -41,7 +45,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     rise = gap.rise
     if rise is None or rise.peak_ratio < BROKEN or rise.rise_steps > 3:
         return None
-    lost = signs.lost_reward(view, rise.idx)
+    lost = lost_reward(view, rise.idx)
     pearson = view.contrast("training/rollout_actor_probs_pearson_corr", rise.idx, width=8)
     unrelated = (pearson is not None and pearson.after < 0.6) or _is_far_apart(view, rise.idx)
     noise = pearson is not None and pearson.after < NOISE and pearson.before > 0.8
@@ -89,11 +93,11 @@ def _changed_at(view: View, idx: int) -> list[str]:
 def _for_single_steps(view: View) -> Finding | None:
     """Steps, one or two at a time, in which the engine has nothing to do with the trainer and its answers differ; the
     next hand-over mends it. After each validation: the engine slept and woke there."""
-    spells = view.spells(signs.GAP, least=np.log(BROKEN))
+    spells = view.spells(GAP, least=np.log(BROKEN))
     if spells is None or spells.median_length > 2 or spells.ratio < BROKEN:
         return None
-    bottom = signs.lowest_reward(view)
-    reward = view.beside(signs.reward(view).metric, spells)
+    bottom = lowest_reward(view)
+    reward = view.beside(reward_of(view).metric, spells)
     lost = 0.0 if reward is None or reward.before <= bottom else -reward.diff / (reward.before - bottom)
     answers = [
         c
@@ -105,10 +109,10 @@ def _for_single_steps(view: View) -> Finding | None:
     ]
     if not (lost >= 0.15 and answers) and len(answers) < 2 and lost < 0.4:
         return None
-    after = follow(spells, signs.validations(view))
+    after = follow(spells, validations(view))
     when = "in the step after each validation" if after else f"in {spells.num_hits} single steps"
     evidence = []
-    for metric in (signs.gap(view) or NO_GAP).metrics[:2]:
+    for metric in (gap_of(view) or NO_GAP).metrics[:2]:
         c = view.beside(metric, spells)
         if c is not None:
             evidence.append(of_contrast(view, c, spells.first, f"{when}, against the steps beside them"))
@@ -131,14 +135,14 @@ def _for_single_steps(view: View) -> Finding | None:
 
 def _in_first_steps(view: View) -> Finding | None:
     """Broken by the second or third hand-over: one or two good steps, then noise for the rest of the run."""
-    gap = signs.gap(view)
-    metric = signs.reward(view).metric
+    gap = gap_of(view)
+    metric = reward_of(view).metric
     if gap is None or metric is None or view.n < 8:
         return None
     for good in (1, 2, 3, 4):
-        before, after = view.level(signs.GAP, 0, good), view.level(signs.GAP, good, good + 12)
+        before, after = view.level(GAP, 0, good), view.level(GAP, good, good + 12)
         reward_before, reward_after = view.level(metric, 0, good), view.level(metric, good, good + 12)
-        bottom = signs.lowest_reward(view)
+        bottom = lowest_reward(view)
         gone = reward_before > bottom and reward_after - bottom <= 0.5 * (reward_before - bottom)
         if after >= BROKEN * before and gone and (gap.num_bad or gap.num_bad_late):
             return _finding(view, good, 0.85)
@@ -146,11 +150,11 @@ def _in_first_steps(view: View) -> Finding | None:
 
 
 def _without_gap(view: View) -> Finding | None:
-    reward = signs.reward(view)
+    reward = reward_of(view)
     if reward.fall is None or reward.drop_frac < 0.7:
         return None
     idx = reward.fall.idx
-    if signs.is_broken_update(view, idx):
+    if is_broken_update(view, idx):
         return None  # the weights themselves are broken
     shifted = [
         c
@@ -160,7 +164,7 @@ def _without_gap(view: View) -> Finding | None:
         and abs(c.jump) >= 0.5 * abs(c.diff)
         and not 0.6 <= c.ratio <= 1.7
     ]
-    if len(shifted) < 2 or signs.failures_rise(view, idx):
+    if len(shifted) < 2 or failures_rise(view, idx):
         return None
     return _finding(view, idx, 0.6)
 
@@ -168,7 +172,7 @@ def _without_gap(view: View) -> Finding | None:
 def _finding(view: View, idx: int, confidence: float) -> Finding:
     step = view.step_at(idx)
     evidence: list[Evidence] = []
-    gap, reward = signs.gap(view), signs.reward(view)
+    gap, reward = gap_of(view), reward_of(view)
     metrics = (
         *(gap.metrics[:2] if gap else ()),
         reward.metric,

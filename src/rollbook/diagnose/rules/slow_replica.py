@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.changes import best_splits
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.signs.seconds import over_the_others
 from rollbook.diagnose.view import View
 
 RULE = "slow_replica"
@@ -21,7 +21,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return None
     best: Finding | None = None
     for metric in speeds:
-        found = _judge(view, metric, signs.over_the_others(view, metric, speeds))
+        found = _judge(view, metric, over_the_others(view, metric, speeds))
         if found is not None and (best is None or found.confidence > best.confidence):
             best = found
     return best

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose import signs
+from rollbook.diagnose.changes import spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.missed_weight_sync import NO_GAP, follows_staleness
 from rollbook.diagnose.rules.version_drift import newest_follows
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
-from rollbook.diagnose.view import View, spearman
+from rollbook.diagnose.signs.gap import GAP, gap_of
+from rollbook.diagnose.signs.policy import is_broken_update
+from rollbook.diagnose.signs.rewards import reward_of
+from rollbook.diagnose.signs.versions import STALENESS, versions_of
+from rollbook.diagnose.view import View
 
 RULE = "stale_samples"
 ACTION = (
@@ -22,11 +26,11 @@ CHECK = "at staleness 0 the gap must return to its floor: plot the gap against t
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    versions = signs.versions(view)
+    versions = versions_of(view)
     if versions.mean is None:
         return NotJudged(
             rule=RULE,
-            missing=(f"{signs.STALENESS}/mean",),
+            missing=(f"{STALENESS}/mean",),
             collect="log how many versions old the trained samples are (needed in asynchronous modes only)",
         )
     rise = versions.rise
@@ -34,7 +38,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return always
     if rise is None or rise.late < rise.before + 1.0 or rise.peak_ratio < 1.5 or rise.score < 5:
         return None
-    if signs.is_broken_update(view, rise.idx):
+    if is_broken_update(view, rise.idx):
         return (
             None  # losses are no numbers by then: what the policy writes since is noise, and takes its time
         )
@@ -52,7 +56,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     is_large = rise.late >= max(at_first + 2.0, 2.5 * at_first) and rise.score >= 8
     if not harm and not is_large:
         return None
-    together = spearman(view.values[versions.mean], view.values[signs.GAP]) if signs.gap(view) else 0.0
+    together = spearman(view.values[versions.mean], view.values[GAP]) if gap_of(view) else 0.0
     return Finding(
         rule=RULE,
         title="samples are stale when they are trained",
@@ -70,8 +74,8 @@ def judge(view: View) -> Finding | NotJudged | None:
 def _harm(view: View, idx: int, skip: int) -> list[Evidence]:
     """What got worse with the staleness."""
     worse: list[Evidence] = []
-    if signs.gap(view) is not None:
-        c = view.contrast(signs.GAP, idx, width=20, skip=skip)
+    if gap_of(view) is not None:
+        c = view.contrast(GAP, idx, width=20, skip=skip)
         if c is not None and c.ratio >= 1.12 and c.score >= 4:
             worse.append(of_contrast(view, c, idx, "the gap follows"))
         elif (slowly := _gap_follows(view, idx)) is not None:
@@ -96,19 +100,19 @@ def _harm(view: View, idx: int, skip: int) -> list[Evidence]:
 def _gap_follows(view: View, idx: int) -> Evidence | None:
     """The gap goes with a staleness that rises so slowly that nothing shows at any one step."""
     before, late = (
-        view.level(signs.GAP, max(0, idx - 60), idx),
-        view.level(signs.GAP, view.n - (view.n - idx) // 3),
+        view.level(GAP, max(0, idx - 60), idx),
+        view.level(GAP, view.n - (view.n - idx) // 3),
     )
     if not late >= 1.25 * before or not follows_staleness(view, idx):
         return None
-    metric = (signs.gap(view) or NO_GAP).metrics[0]
+    metric = (gap_of(view) or NO_GAP).metrics[0]
     now, then = view.level(metric, view.n - (view.n - idx) // 3), view.level(metric, max(0, idx - 60), idx)
     says = f"{num(then)} before step {view.step_at(idx)}, {num(now)} now: the gap follows"
     return Evidence(metric=metric, step=view.step_at(idx), before=then, after=now, says=says)
 
 
 def _reward_lost(view: View, idx: int) -> float | None:
-    c = view.contrast(signs.reward(view).metric, idx, width=20)
+    c = view.contrast(reward_of(view).metric, idx, width=20)
     return None if c is None else max(0.0, -c.diff)
 
 
@@ -126,19 +130,19 @@ VERY_OLD = 5.0
 
 def _of_fresh(view: View, metric: str) -> float | None:
     """The gap on the first, nearly fresh samples of a run; None where there were none."""
-    if signs.gap(view) is None:
+    if gap_of(view) is None:
         return None
     fresh = np.flatnonzero(np.nan_to_num(view.values[metric][:10], nan=np.inf) <= 0.5)
-    values = view.values[signs.GAP][fresh]
+    values = view.values[GAP][fresh]
     return float(np.nanmedian(values)) if np.isfinite(values).any() else None
 
 
 def _from_start(view: View, metric: str) -> Finding | None:
     start, level = view.level(metric, 0, max(5, view.n // 8)), view.level(metric)
     weights = view.level("rollout_corr/rollout_is_eff_sample_size")
-    gap = signs.gap(view)
+    gap = gap_of(view)
     fresh = _of_fresh(view, metric)
-    parted = view.level(signs.GAP) / fresh if fresh is not None else 1.0
+    parted = view.level(GAP) / fresh if fresh is not None else 1.0
     suffers = (
         weights <= 0.75 or (gap is not None and gap.num_fine == 0) or (parted >= PARTED and level >= VERY_OLD)
     )

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.diagnose import signs
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.series import Series
+from rollbook.diagnose.signs.seconds import EXCESS, excess_of, is_of_the_schedule
 from rollbook.diagnose.view import View
 
 RULE = "tail_burst"
@@ -41,7 +41,7 @@ LASTING = 0.9
 
 def judge(view: View) -> Finding | NotJudged | None:
     longest = view.first("generated/response_length/max", "response_length/max", "response_length/p99")
-    if signs.excess(view) is None or longest is None:
+    if excess_of(view) is None or longest is None:
         return NotJudged(
             rule=RULE,
             missing=("timing_s/gen", "response_length/max", "response_length/p99"),
@@ -66,7 +66,7 @@ def _in_spells(view: View) -> Finding | None:
     wait swings so much that no single step tells; the stretches together do."""
     clip, gen = "response_length/clip_ratio", "timing_s/gen"
     spells = view.spells(clip, log=False, least=CUT_OFF)
-    if spells is None or spells.median_length < LEAST_STRETCH or signs.is_of_the_schedule(view, spells):
+    if spells is None or spells.median_length < LEAST_STRETCH or is_of_the_schedule(view, spells):
         return None
     waits, longest = view.beside(gen, spells), view.beside("response_length/max", spells)
     if waits is None or waits.ratio < 1.25 or waits.score < 6:
@@ -131,7 +131,7 @@ def _tails(view: View, longest: str) -> list[tuple[str, Series, float]]:
 
 
 def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding | None:
-    gen = view.values[signs.EXCESS]
+    gen = view.values[EXCESS]
     known = np.isfinite(tail) & np.isfinite(gen)
     if known.sum() < 20:
         return None

@@ -10,23 +10,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollbook.diagnose import signs
-from rollbook.diagnose.changes import running_median
+from rollbook.diagnose.breaks import Break
+from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
-from rollbook.diagnose.view import Break, View, spearman
+from rollbook.diagnose.signs.gap import gap_of
+from rollbook.diagnose.signs.seconds import over_the_others
+from rollbook.diagnose.signs.versions import STALENESS, unit_ramp, versions_of
+from rollbook.diagnose.view import View
 
 RULE = "version_drift"
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    versions = signs.versions(view)
+    versions = versions_of(view)
     replicas = view.family("replica/", "/weight_version")
     spread = view.first("sync/version_spread")
     if versions.oldest is None and not replicas and spread is None:
         return NotJudged(
             rule=RULE,
-            missing=("replica/*/weight_version", f"{signs.STALENESS}/max"),
+            missing=("replica/*/weight_version", f"{STALENESS}/max"),
             collect="log the weight version of every replica, or of every sample (verl V1 does in its async modes)",
         )
     evidence: list[Evidence] = []
@@ -75,7 +78,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         c = view.contrast(versions.newest, idx, width=20)
         if c is not None:
             evidence.append(of_contrast(view, c, idx, "the newest does not"))
-    for metric in gap.metrics[:1] if (gap := signs.gap(view)) else ():
+    for metric in gap.metrics[:1] if (gap := gap_of(view)) else ():
         c = view.contrast(metric, idx, width=30)
         if c is not None:
             evidence.append(of_contrast(view, c, idx))
@@ -98,7 +101,7 @@ EVICTED_AGE = f"{EVICTED}_staleness/max"
 
 def _among_evicted(view: View) -> tuple[int, list[Evidence]] | None:
     """(position, evidence) of samples that are evicted older by one version with every step: one replica stands."""
-    since = signs.unit_ramp(view, view.first(EVICTED_AGE))
+    since = unit_ramp(view, view.first(EVICTED_AGE))
     if since is None:
         return None
     known = np.flatnonzero(np.isfinite(view.values[EVICTED_AGE][:since]))
@@ -129,7 +132,7 @@ FEW = 0.3
 def _lags(view: View) -> tuple[int, list[Evidence]] | None:
     """(position, evidence) of oldest samples that fall ever further behind while the newest are fresh and the mean
     rises by the share of a few: some replicas take new versions late."""
-    oldest, newest, mean = (f"{signs.STALENESS}/{end}" for end in ("max", "min", "mean"))
+    oldest, newest, mean = (f"{STALENESS}/{end}" for end in ("max", "min", "mean"))
     if not view.has(oldest, newest, mean) or view.n < 40:
         return None
     begin, quarter, tenth = max(5, view.n // 20), max(15, view.n // 4), max(5, view.n // 10)
@@ -165,7 +168,7 @@ def _gap_of_one_replica(view: View) -> Break | None:
     if len(gaps) < 2:
         return None
     for metric in gaps:
-        rise = view.rise(signs.over_the_others(view, metric, gaps))
+        rise = view.rise(over_the_others(view, metric, gaps))
         own = view.rise(metric)
         if rise is None or own is None or rise.ratio < 3 or rise.score < 5:
             continue
@@ -179,7 +182,7 @@ def _gap_of_one_replica(view: View) -> Break | None:
 
 def newest_follows(view: View, idx: int) -> bool:
     """Whether the newest samples grew older too: then all stand still, or generation is slow."""
-    versions = signs.versions(view)
+    versions = versions_of(view)
     if versions.all_standing_since is not None:
         return True
     c = view.contrast(versions.newest, idx, width=15, skip=5)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 
+from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Evidence
-from rollbook.diagnose.view import Break, Contrast, View
+from rollbook.diagnose.view import Contrast, View
 from rollbook.observe.catalogue import lookup
 
 

@@ -1,0 +1,217 @@
+"""The gap: how far the trainer's logprobs and the engine's are apart, all metrics of it in one series."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.diagnose.breaks import Break
+from rollbook.diagnose.changes import noise_scale, running_median, spearman
+from rollbook.diagnose.series import Series
+from rollbook.diagnose.signs.versions import STALENESS
+from rollbook.diagnose.view import View, once
+
+GAP = "gap"
+"""Derived: disagreement of trainer and engine, all its metrics in one, as a multiple of its own median."""
+
+_GAP_METRICS: tuple[tuple[str, float, float], ...] = (
+    # metric, power that makes it an amplitude (a KL grows with the square of a probability difference), and what
+    # rounding in float32 alone makes of it: below that no change means anything
+    ("training/logprob_gap/mean", 1.0, 1e-5),
+    ("training/logprob_gap_all/mean", 1.0, 1e-5),
+    ("training/rollout_probs_diff_mean", 1.0, 1e-5),
+    ("rollout_corr/k3_kl", 0.5, 1e-7),
+    ("rollout_corr/kl", 0.5, 1e-7),
+    ("rollout_corr/log_ppl_diff", 0.5, 1e-7),
+    ("training/rollout_actor_probs_pearson_corr", 0.5, 1e-7),
+)
+
+GAP_METRICS = tuple(metric for metric, _, _ in _GAP_METRICS)
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """What the disagreement of trainer and engine did."""
+
+    metrics: tuple[str, ...]
+    rise: Break | None
+    """Of the derived amplitude; its levels are multiples of the run's median."""
+    overall_ratio: float
+    """Amplitude of the last fifth over that of the first steps."""
+    steadiness: float
+    """Rank correlation of amplitude and step: near 1 when it only ever grows."""
+    num_bad: int
+    """Metrics whose level would be wrong for any healthy pair of engines, in the first tenth of the run."""
+    num_fine: int
+    """Metrics whose level is that of a healthy pair, in the first tenth."""
+    num_bad_late: int
+    num_fine_late: int
+
+
+_LEVELS: dict[str, tuple[float, float]] = {
+    # metric -> (usual for bfloat16 engines, too much for any). Published verl runs: dense bf16 probability
+    # difference 0.003-0.016 and KL 0.0005-0.009; fp8 that later diverged began at KL 0.010 and r 0.986; an engine
+    # with wrong expert weights stood at KL 0.047. slime reports 0.010-0.017 nats for healthy pairs.
+    "training/rollout_probs_diff_mean": (0.016, 0.026),
+    "training/logprob_gap/mean": (0.030, 0.080),
+    "rollout_corr/kl": (0.010, 0.025),
+    "rollout_corr/k3_kl": (0.010, 0.025),
+    "rollout_corr/log_ppl_diff": (0.010, 0.025),
+    "training/rollout_actor_probs_pearson_corr": (0.985, 0.965),
+    "rollout_corr/rollout_is_eff_sample_size": (0.90, 0.60),
+}
+
+
+def usual_level(metric: str) -> float:
+    """What a gap metric reads for a healthy pair of engines."""
+    return _LEVELS.get(metric, (float("nan"), 0.0))[0]
+
+
+@once("gap")
+def gap_of(view: View) -> Gap | None:
+    """The disagreement of trainer and engine, None when nothing of it was logged."""
+    parts: list[Series] = []
+    used: list[str] = []
+    for metric, power, rounding in _freed_of_age(view):
+        values = view.values.get(metric)
+        if values is None:
+            continue
+        amplitude = 1.0 - values if "pearson" in metric else np.abs(values)
+        known = np.isfinite(amplitude)
+        if known.sum() < 5:
+            continue
+        resolution = view.resolution(metric)
+        amplitude = np.maximum(amplitude, max(4.0 * resolution, rounding))
+        typical = float(np.median(amplitude[known]))
+        away = amplitude - typical  # a unit of the last decimal that was printed is no movement
+        amplitude = typical + np.sign(away) * np.maximum(np.abs(away) - 1.2 * resolution, 0.0)
+        if typical <= 0.0:
+            typical = float(amplitude[known].mean())
+        if typical <= 0.0:
+            continue
+        scaled = np.full(view.n, np.nan)
+        scaled[known] = power * np.log(np.maximum(amplitude[known] / typical, 1e-3))
+        parts.append(scaled)
+        used.append(metric)
+    if not parts:
+        return None
+    most = max(int(np.isfinite(p).sum()) for p in parts)
+    by_age = used[0].startswith("training/logprob_gap_by_staleness/")
+    keep = [i for i, p in enumerate(parts) if by_age or np.isfinite(p).sum() >= 0.8 * most]
+    if not by_age:
+        keep = _telling(parts, keep)
+    stack = np.stack([parts[i] for i in keep])
+    some = np.isfinite(stack).any(axis=0)
+    amplitude = np.full(view.n, np.nan)
+    amplitude[some] = np.exp(np.nanmedian(stack[:, some], axis=0))
+    view.derive(GAP, amplitude, of=tuple(used[i] for i in keep))
+    head, tail = max(3, view.n // 20), max(3, view.n // 5)
+    first, last = view.level(GAP, 0, head), view.level(GAP, view.n - tail)
+    tenth = max(5, view.n // 10)
+    bad, fine = _judge_levels(view, 0, tenth)
+    bad_late, fine_late = _judge_levels(view, view.n - tail, view.n)
+    return Gap(
+        metrics=tuple(used[i] for i in keep),
+        rise=view.rise(GAP),
+        overall_ratio=last / first if first > 0 else 1.0,
+        steadiness=_steadiness(amplitude),
+        num_bad=bad,
+        num_fine=fine,
+        num_bad_late=bad_late,
+        num_fine_late=fine_late,
+    )
+
+
+def _telling(parts: list[Series], among: list[int]) -> list[int]:
+    """Which amplitudes to listen to: not those whose own noise is several times that of the quietest (a correlation
+    near 1, a divergence near nothing), nor those that mostly stand where rounding holds them, if there are others."""
+    noises = []
+    for i in among:
+        known = parts[i][np.isfinite(parts[i])]
+        stands = float((known <= known.min() + 1e-9).mean()) >= 0.5
+        noisiest = max(noise_scale(third) for third in np.array_split(known, 3))
+        noises.append(np.inf if stands else max(noisiest, LEAST_GAP_NOISE))
+    least = min(noises)
+    return [i for i, noise in zip(among, noises) if noise <= 3 * least]
+
+
+LEAST_GAP_NOISE = 0.03
+"""Noise of an amplitude, as a share of it, below which no metric is better than another."""
+
+
+def _freed_of_age(view: View) -> tuple[tuple[str, float, float], ...]:
+    """The gap metrics to look at. Stale samples hold the policy's own movement as well, which may hide what the engine
+    does: where they are trained, the gap on fresh samples alone tells, else the gaps of each age by themselves."""
+    own = "training/logprob_gap/mean"
+    if view.level(f"{STALENESS}/mean") >= 0.5:
+        if view.count(own) >= max(8, view.n // 2):
+            return ((own, 1.0, 1e-5),)
+        ages = [m for m in view.family("training/logprob_gap_by_staleness/", "/mean") if view.count(m) >= 8]
+        if any(view.count(m) >= view.n // 2 for m in ages):
+            return tuple((m, 1.0, 1e-5) for m in ages)
+    return tuple(m for m in _GAP_METRICS if "gap_all" not in m[0] or view.count(own) < view.n // 2)
+
+
+def own_gap_is_fine(view: View) -> bool:
+    """Whether the gap on tokens of the trainer's own version is that of a healthy pair: rollbook logs it apart from
+    what staleness adds, so that it alone decides."""
+    metric = "training/logprob_gap/mean"
+    if view.run.format not in ("rollbook", "prometheus") or not view.has(metric):
+        return False
+    return view.level(metric) <= _LEVELS[metric][0] and view.last(metric) <= _LEVELS[metric][0]
+
+
+def _judge_levels(view: View, start: int, end: int) -> tuple[int, int]:
+    """How many gap metrics are too large for any healthy pair of engines, and how many are usual."""
+    behind = view.level(f"{STALENESS}/mean", start, end)
+    freshest = _freshest(view, start, end)
+    if freshest is not None:  # some steps trained on fresh samples: they tell what age has no part in
+        behind = 0.0
+    slack = 1.0 + 0.25 * behind if np.isfinite(behind) else 1.0
+    bad = fine = 0
+    for metric, (usual, too_much) in _LEVELS.items():
+        level = view.level(metric, start, end) if freshest is None else _level_at(view, metric, freshest)
+        if not np.isfinite(level):
+            continue
+        if usual > too_much:  # correlations: 1 is perfect
+            level, usual, too_much = 1 - level, 1 - usual, 1 - too_much
+        allowed = (
+            slack if metric in ("training/rollout_probs_diff_mean", "training/logprob_gap/mean") else slack**2
+        )
+        bad += abs(level) >= too_much * allowed
+        fine += abs(level) <= usual * allowed
+    return bad, fine
+
+
+def begins_fine(view: View) -> bool:
+    """Whether the gap of the first three steps is that of a healthy pair: what is never published grows from there,
+    and may be far off before the first tenth of the run is over."""
+    known = np.flatnonzero(np.isfinite(view.values[GAP]))[:3]
+    bad, fine = _judge_levels(view, 0, int(known[-1]) + 1) if len(known) == 3 else (0, 0)
+    return fine > 0 and bad == 0
+
+
+def _freshest(view: View, start: int, end: int) -> NDArray[np.intp] | None:
+    """Positions whose samples are nearly fresh, where others are not; None when all are alike."""
+    staleness = view.values.get(f"{STALENESS}/mean")
+    if staleness is None:
+        return None
+    piece = np.nan_to_num(staleness[start:end], nan=np.inf)
+    fresh = np.flatnonzero(piece <= 0.3) + start
+    typical = view.level(f"{STALENESS}/mean")
+    return fresh if len(fresh) and typical >= 0.8 else None
+
+
+def _level_at(view: View, metric: str, at: NDArray[np.intp]) -> float:
+    values = view.values.get(metric)
+    if values is None or not np.isfinite(values[at]).any():
+        return np.nan
+    return float(np.nanmedian(values[at]))
+
+
+def _steadiness(values: Series) -> float:
+    known = values[np.isfinite(values)]
+    smooth = running_median(known, 7)
+    return spearman(smooth, np.arange(len(smooth), dtype=np.float64))

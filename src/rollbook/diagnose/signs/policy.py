@@ -1,0 +1,142 @@
+"""The policy's own movement: whether the optimizer makes it run away, fall silent or break."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rollbook.diagnose.breaks import Break
+from rollbook.diagnose.view import View, once
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Whether the optimizer itself makes the policy move too fast, fall silent, or break."""
+
+    blow_up_idx: int | None
+    """First sign of a blow-up among the signals below."""
+    blow_up: tuple[Break, ...]
+    """Gradient norm, step KL, clip fraction and entropy that left their range."""
+    update_ratio: float
+    """Growth of a step's movement (root of the step KL, clip fraction), late over baseline."""
+    nan_step: int | None
+    """First step from which losses or gradients are not finite."""
+    nan_metrics: tuple[str, ...]
+
+
+@once("policy")
+def policy_of(view: View) -> Policy:
+    """The optimizer's own signs. Gradient norm and clip fraction follow any disturbance; the step KL (trainer
+    against trainer) and the entropy are the policy's own, and without one of them there is no blow-up. Where the
+    engine's logprobs stand for the old ones, step KL and clip fraction hold the gap: gradients and entropy date it."""
+    own: list[Break] = []
+    shared: list[Break] = []
+    ratios: list[float] = []
+    with_gap: list[Break] = []
+    is_bypass = _trains_on_the_engines_logprobs(view)
+    for metric, least, power, into in (
+        ("actor/ppo_kl", 3.0, 0.5, own),
+        ("actor/pg_clipfrac", 2.2, 1.0, shared),
+        ("actor/grad_norm", 2.2, 1.0, shared),
+    ):
+        rise = view.rise(_after_warmup(view, metric))
+        # A step KL scatters around nothing: a rise to many times that is one, though single steps say little.
+        if rise is not None and (
+            (rise.peak_ratio >= least and rise.score >= 4)
+            or (rise.peak_ratio >= 3 * least and rise.score >= 2.5)
+        ):
+            holds_gap = is_bypass and metric != "actor/grad_norm"
+            (with_gap if holds_gap else into).append(replace(rise, metric=metric))
+            if is_bypass != (metric != "actor/grad_norm"):
+                ratios.append(rise.peak_ratio**power)
+    up, down = view.rise("actor/entropy"), view.fall("actor/entropy", log=True)
+    if up is not None and up.peak_ratio >= 1.5 and up.score >= 5:
+        own.append(up)
+        ratios.append(up.peak_ratio)
+    elif down is not None and down.ratio <= 0.5 and down.score >= 5 and shared:
+        # Entropy falls in every healthy run: here it must fall with the rest.
+        apart = abs(down.idx - min(b.idx for b in shared))
+        own += [down] if apart <= max(6, view.n // 12) else []
+    if not ratios and all(_is_coarse(view, m) for m in ("actor/ppo_kl", "actor/pg_clipfrac")):
+        # Printed with too few decimals to show a step's movement: the gradients tell the most that can be told.
+        ratios += [rise.peak_ratio for rise in shared]
+    nan_step, nan_metrics = _not_finite(view)
+    has_own = bool(own or with_gap) or not (view.has("actor/ppo_kl") or view.has("actor/entropy"))
+    dated = [*own, *shared]
+    is_blow_up = has_own and len(dated) >= 1 and len(dated) + len(with_gap) >= 2
+    return Policy(
+        blow_up_idx=min(b.idx for b in dated) if is_blow_up else None,
+        blow_up=(*own, *with_gap, *shared) if is_blow_up else (),
+        update_ratio=float(np.median(ratios)) if ratios else 1.0,
+        nan_step=nan_step,
+        nan_metrics=nan_metrics,
+    )
+
+
+def _trains_on_the_engines_logprobs(view: View) -> bool:
+    """Whether the trainer computes no old logprobs of its own: verl then takes the engine's for them."""
+    stages = view.has("timing_s/update_actor") and not view.count("timing_s/old_log_prob")
+    return stages and view.run.format.startswith("verl") and bool(view.family("rollout_corr/"))
+
+
+def is_broken_update(view: View, idx: int) -> bool:
+    """Whether losses or gradients had ceased to be numbers by the step after: what the policy does since is noise."""
+    nan_step = policy_of(view).nan_step
+    return nan_step is not None and view.idx_of(nan_step) <= idx + 1
+
+
+def _is_coarse(view: View, metric: str) -> bool:
+    """Whether a metric is not logged, or with so few decimals that its values are a few steps of the last one."""
+    if not view.has(metric):
+        return True
+    values = np.abs(view.values[metric])
+    return float(np.nanquantile(values, 0.9)) <= 12.0 * view.resolution(metric)
+
+
+def _after_warmup(view: View, metric: str) -> str | None:
+    """Name of the metric's size once the learning rate has warmed up: before, a step's movement only follows it."""
+    if not view.has(metric):
+        return None
+    values = np.abs(view.values[metric])
+    begin = 3
+    lr = view.values.get("actor/lr")
+    if lr is not None and np.isfinite(lr).any():
+        early = lr[: max(5, view.n // 3)]
+        top = float(np.nanmax(early)) if np.isfinite(early).any() else 0.0
+        warm = np.flatnonzero(np.nan_to_num(early, nan=0.0) >= 0.95 * top)
+        begin = max(begin, int(warm[0]) + 1) if top > 0 and len(warm) else begin
+    values[:begin] = np.nan
+    return view.derive(f"abs({metric}) after the warm-up", values)
+
+
+_MUST_BE_FINITE = (
+    "actor/loss",
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "actor/ppo_kl",
+    "actor/entropy",
+    "actor/kl_loss",
+    "critic/vf_loss",
+)
+
+
+def _not_finite(view: View) -> tuple[int | None, tuple[str, ...]]:
+    """First step after which at least one loss is never finite again, or two are not in three steps."""
+    last_step = int(view.run.steps[-1])
+    broken: dict[str, int] = {}
+    for metric in _MUST_BE_FINITE:
+        steps = view.run.non_finite.get(metric)
+        if not steps:
+            continue
+        values = view.run.values[metric]
+        known = view.run.steps[np.isfinite(values)]
+        if not len(known):
+            continue  # never a number: not computed here
+        last_known = int(known[-1])
+        tail = [s for s in steps if s > last_known]
+        if tail and tail[-1] >= last_step - 2 and (len(tail) >= 2 or tail[-1] == last_step):
+            broken[metric] = tail[0]
+    if not broken:
+        return None, ()
+    return min(broken.values()), tuple(sorted(broken))

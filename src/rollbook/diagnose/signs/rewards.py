@@ -1,0 +1,100 @@
+"""The mean reward: its lowest value, cliffs and slow declines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollbook.diagnose.breaks import Break
+from rollbook.diagnose.changes import running_median
+from rollbook.diagnose.view import View, once
+
+REWARD = ("critic/score/mean", "critic/rewards/mean")
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    metric: str | None
+    fall: Break | None
+    """A fall of at least a fifth of the reward above its lowest possible value, at once."""
+    drop_frac: float
+    """Share of the reward that was lost at that step."""
+
+
+@once("bottom")
+def lowest_reward(view: View) -> float:
+    """The reward of a wrong answer: 0, or less where rewards are negative."""
+    low = view.level("critic/score/min")
+    low = view.level("critic/rewards/min") if not np.isfinite(low) else low
+    if np.isfinite(low):
+        return min(0.0, low)
+    metric = view.first(*REWARD)
+    return min(0.0, float(np.nanmin(view.values[metric]))) if metric else 0.0
+
+
+def lost_reward(view: View, idx: int, *, width: int = 8) -> float:
+    """Share of the mean reward above the lowest that is gone after a position; negative when it rose, 0 if unknown."""
+    c = view.contrast(view.first(*REWARD), idx, width=width)
+    bottom = lowest_reward(view)
+    return 0.0 if c is None or c.before <= bottom else -c.diff / (c.before - bottom)
+
+
+def other_prompts(view: View, idx: int) -> bool:
+    """Whether the prompts themselves changed at a step: a run that goes on with other data does all else."""
+    prompts = view.contrast("prompt_length/mean", idx, width=8)
+    return prompts is not None and abs(prompts.score) >= 6 and not 0.93 <= prompts.ratio <= 1.07
+
+
+@once("reward")
+def reward_of(view: View) -> Reward:
+    """The mean reward, and whether it fell off a cliff."""
+    metric = view.first(*REWARD)
+    if metric is None:
+        return Reward(None, None, 0.0)
+    bottom = lowest_reward(view)
+    fall = view.fall(metric)
+    best: tuple[float, Break] | None = None
+    if fall is not None:
+        c = view.contrast(metric, fall.idx, width=10)
+        if c is not None and c.before > bottom:
+            lost = -c.diff / (c.before - bottom)
+            sudden = c.jump <= 0.5 * c.diff or fall.rise_steps <= 3
+            if lost >= 0.18 and c.score <= -5 and sudden:
+                best = (lost, fall)
+    return Reward(metric, best[1] if best else None, best[0] if best else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A level that went from one value to another over the run, without a step."""
+
+    metric: str
+    step: int
+    """Where it left the first value."""
+    before: float
+    after: float
+
+
+LEAST_DECLINE = 0.3
+"""Share of the best reward above the lowest whose loss is more than a run that wavers."""
+
+
+@once("decline")
+def reward_decline(view: View) -> Moved | None:
+    """The mean reward is lost again, slowly: its late level against the best that it held for a tenth of the run."""
+    metric = view.first(*REWARD)
+    if metric is None or view.count(metric) < 30:
+        return None
+    known = np.flatnonzero(np.isfinite(view.values[metric]))
+    values = view.values[metric][known]
+    width = max(7, len(known) // 10)
+    smooth = running_median(values, width | 1)
+    top = int(np.argmax(smooth[:-width])) if len(smooth) > width else 0
+    best, now, bottom = float(smooth[top]), float(np.median(values[-width:])), lowest_reward(view)
+    wavers = 1.4826 * float(np.median(np.abs(values - smooth)))
+    if best - now < max(LEAST_DECLINE * (best - bottom), 3.0 * wavers) or best <= bottom:
+        return None
+    left = np.flatnonzero(smooth[top:] >= best - 0.15 * (best - now))
+    at = known[top + int(left[-1])]
+    return Moved(metric, view.step_at(int(at)), best, now)

@@ -1,0 +1,151 @@
+"""Where seconds go: what lengths explain of generation, what no stage accounts for, what was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.diagnose.breaks import BASELINE, Break
+from rollbook.diagnose.spells import Spells, follow
+from rollbook.diagnose.view import View, once
+
+TRAINER_STAGES = ("update_actor", "old_log_prob", "ref", "values", "update_critic", "update_weights", "adv")
+EXCESS = "gen beyond length"
+"""Derived: generation seconds over what the lengths explain, as a multiple of its own median."""
+
+
+@once("excess")
+def excess_of(view: View) -> str | None:
+    """Name of the derived series of generation seconds beyond what mean lengths explain.
+
+    Responses of less than half the usual length make a step no cheaper: what is left then are prompts and calls.
+    """
+    gen = view.values.get("timing_s/gen")
+    if gen is None or np.isfinite(gen).sum() < 8:
+        return None
+    out = np.log(np.maximum(gen, 1e-6))
+    length = view.values.get("response_length/mean")
+    if length is not None:
+        size = np.log(np.maximum(length, 1.0))
+        known = np.isfinite(size)
+        if known.any():
+            size = np.where(known, size, np.median(size[known]))
+            usual = np.median(size)
+            out = out - 1.1 * (np.maximum(size, usual - np.log(2.0)) - usual)
+    known = np.isfinite(out)
+    return view.derive(EXCESS, np.exp(out - np.median(out[known])))
+
+
+def host_slowdown(view: View, idx: int) -> float:
+    """How many times slower what waits for nobody became at the same lengths: a slow host; 1 where it is none."""
+    length = view.contrast("response_length/mean", idx)
+    if length is not None and length.ratio >= 1.25:
+        return 1.0
+    least_s = 0.01 * step_seconds(view)  # less is the noise of a call
+    known = [m for s in _ALONE if view.has(m := f"timing_s/{s}") and view.level(m) >= least_s]
+    known += [_DECODE] if view.has(_DECODE) else []
+    # The seconds of a busy host wobble in proportion to what they are.
+    changes = [view.contrast(metric, idx, log=True) for metric in known]
+    slower = [c.ratio for c in changes if c is not None and c.ratio >= 1.4 and c.score >= 4]
+    return float(np.median(slower)) if len(slower) >= 2 or (len(slower) == len(known) == 1) else 1.0
+
+
+_ALONE = ("update_actor", "old_log_prob", "ref", "adv", "values", "update_critic")
+"""Stages that wait for nobody."""
+_DECODE = "rollout/decode_step_s"
+"""Neither does a decode step."""
+
+
+def validations(view: View) -> NDArray[np.intp]:
+    """Positions of the steps that validated."""
+    marks = ["timing_s/testing", *view.family("val-core/"), *view.family("val/")]
+    metric = next((m for m in marks if 3 <= view.count(m) < 0.7 * view.n), None)
+    return np.flatnonzero(np.isfinite(view.values[metric])) if metric else np.zeros(0, np.intp)
+
+
+def is_of_the_schedule(view: View, found: Spells) -> bool:
+    """Whether spells of seconds are the steps that validate or save, or those just after: their work, not a fault."""
+    saves = view.values.get("timing_s/save_checkpoint")
+    saved = np.flatnonzero(np.isfinite(saves)) if saves is not None else np.zeros(0, np.intp)
+    return follow(found, validations(view)) or (len(saved) < 0.7 * view.n and follow(found, saved))
+
+
+RESIDUAL = "seconds of no stage"
+_STAGES = (
+    "gen",
+    "reward",
+    "filter",
+    "pack",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "update_weights",
+    "save_checkpoint",
+    "switch_wait",
+    "switch_to_rollout",
+    "switch_to_trainer",
+)
+
+
+@once("residual")
+def residual_of(view: View) -> str | None:
+    """Name of the series of step seconds that no stage accounts for (logged, or derived)."""
+    if view.has("timing_s/other"):
+        return "timing_s/other"
+    step = view.values.get("timing_s/step")
+    stages = [f"timing_s/{s}" for s in _STAGES if f"timing_s/{s}" in view.values]
+    if step is None or "timing_s/gen" not in stages or len(stages) < 3:
+        return None
+    total = np.sum([np.nan_to_num(view.values[s]) for s in stages], axis=0)
+    return view.derive(RESIDUAL, np.maximum(step - total, 0.0))
+
+
+def step_seconds(view: View, start: int = 0, end: int | None = None) -> float:
+    """Median seconds of a step, from its stages where the step itself was not logged."""
+    logged = view.level("timing_s/step", start, end)
+    if np.isfinite(logged):
+        return logged
+    return float(sum(v for s in _STAGES if np.isfinite(v := view.level(f"timing_s/{s}", start, end))))
+
+
+def lost_seconds(view: View, metric: str, found: Break) -> float:
+    """Seconds lost since a break of a metric of seconds: the excess over the baseline, summed over the steps after."""
+    values = view.values[metric][found.idx : found.end_idx]
+    over = np.clip(values[np.isfinite(values)] - found.before, 0, None)
+    return float(over.sum()) * view.stride
+
+
+def lost_in_steps(view: View, idx: int) -> float | None:
+    """Seconds by which whole steps from position `idx` on took longer than those before, beyond what longer responses
+    explain; None where too few steps were timed on either side."""
+    step = view.values.get("timing_s/step")
+    if step is None:
+        stages = [view.values[name] for s in _STAGES if (name := f"timing_s/{s}") in view.values]
+        step = np.sum(np.nan_to_num(stages), axis=0) if stages else np.full(view.n, np.nan)
+    start = max(idx, 3)  # a growth that is there from the first step has only those as its past
+    past = slice(max(0, start - BASELINE), start)
+    known = np.isfinite(step[past])
+    if known.sum() < 3 or np.isfinite(step[idx:]).sum() < 3:
+        return None
+    usual = np.median(step[past][known])
+    work = np.ones(view.n)
+    length = view.values.get("response_length/mean")
+    if length is not None and np.isfinite(length[past]).any():
+        grown = length / np.nanmedian(length[past])
+        work = np.where(np.isfinite(grown), np.maximum(grown, 1.0), 1.0)
+    return max(float(np.nansum(step[idx:] - usual * work[idx:])) * view.stride, 0.0)
+
+
+def over_the_others(view: View, metric: str, family: Sequence[str]) -> str:
+    """A derived series: one replica's values over the median of the others' in the same step."""
+    others = np.stack([view.values[m] for m in family if m != metric])
+    known = np.isfinite(others).any(axis=0)
+    usual = np.full(view.n, np.nan)
+    usual[known] = np.nanmedian(others[:, known], axis=0)
+    relative = np.divide(view.values[metric], usual, out=np.full(view.n, np.nan), where=usual > 0)
+    return view.derive(f"{metric} over the others'", relative)

@@ -1,0 +1,134 @@
+"""The labels of weight versions: how old samples are, and replicas that keep their version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rollbook.diagnose.breaks import Break
+from rollbook.diagnose.series import Series
+from rollbook.diagnose.signs.deaths import deaths_of
+from rollbook.diagnose.view import View, once
+
+STALENESS = "training/off_policy/trajectory_staleness"
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """What the labels of weight versions say."""
+
+    mean: str | None
+    oldest: str | None
+    newest: str | None
+    """Metrics of staleness: mean, largest, smallest."""
+    rise: Break | None
+    """Of the mean staleness."""
+    oldest_rise: Break | None
+    all_standing_since: int | None
+    """Position from which every sample grows older by about a version a step."""
+    some_standing_since: int | None
+    """The same for the oldest samples only."""
+    standing_replicas: tuple[str, ...]
+    """Replicas that keep their version while the trainer's goes on."""
+    standing_since: int | None
+
+
+@once("versions")
+def versions_of(view: View) -> Versions:
+    mean = view.first(f"{STALENESS}/mean", f"{STALENESS}_worst/mean")
+    once_full = _once_full(view, mean)
+    oldest = view.first(f"{STALENESS}_worst/max", f"{STALENESS}/max")
+    newest = view.first(f"{STALENESS}/min", f"{STALENESS}_worst/min")
+    replicas, since = _standing_replicas(view)
+    rise = view.rise(once_full, log=False)
+    return Versions(
+        mean=mean,
+        oldest=oldest,
+        newest=newest,
+        rise=None if rise is None else replace(rise, metric=mean or ""),
+        oldest_rise=view.rise(oldest, log=False),
+        all_standing_since=unit_ramp(view, newest or mean),
+        some_standing_since=unit_ramp(view, f"{STALENESS}/max" if view.has(f"{STALENESS}/max") else oldest),
+        standing_replicas=replicas,
+        standing_since=since,
+    )
+
+
+def _once_full(view: View, mean: str | None) -> str | None:
+    """Name of the mean staleness once the pipeline is full: from step 0 it grows by one a step up to its bound."""
+    if mean is None:
+        return None
+    values = view.values[mean].copy()
+    known = np.flatnonzero(np.isfinite(values))
+    end = 0
+    while end + 1 < len(known) and values[known[end + 1]] >= values[known[end]] + 0.3:
+        end += 1
+    if end and values[known[0]] <= 1.0:
+        values[: known[end]] = np.nan
+    return view.derive(f"{mean} once full", values)
+
+
+STANDSTILL_STEPS = 6
+"""Steps in a row over which samples must age by one version a step."""
+
+
+def unit_ramp(view: View, metric: str | None) -> int | None:
+    """Where a staleness begins to grow by one version with every step, to beyond what it ever was before."""
+    if metric is None:
+        return None
+    values = view.values[metric]
+    known = np.flatnonzero(np.isfinite(values))
+    if len(known) < STANDSTILL_STEPS + 4:
+        return None
+    gained = np.diff(values[known])
+    passed = np.diff(view.steps[known])
+    is_unit = (np.abs(gained - passed) < 0.35 * np.maximum(passed, 1)).astype(np.int64)
+    reach = STANDSTILL_STEPS + 2
+    enough = np.convolve(is_unit, np.ones(reach, np.int64), "valid") >= STANDSTILL_STEPS
+    for i in np.flatnonzero(enough):
+        start, end = int(i), min(int(i) + reach, len(known) - 1)
+        if start <= 3 and values[known[-1]] < 0.7 * (view.steps[known[-1]] - view.steps[known[0]]):
+            continue  # the pipeline fills up to its bound
+        before = float(np.max(values[known[max(0, start - 20) : start + 1]]))
+        rise = values[known[end]] - values[known[start]]
+        if (
+            rise >= 0.75 * (view.steps[known[end]] - view.steps[known[start]])
+            and values[known[end]] >= before + 4
+            and not _levels_off(values[known[end:]])
+        ):
+            return int(known[start]) + 1
+    return None
+
+
+def _levels_off(values: Series) -> bool:
+    """Whether an age stops growing at its height: a bound holds it, so somebody still takes new versions."""
+    top = int(np.argmax(values))
+    after = values[top:]
+    return len(after) >= 6 and bool(after.min() >= 0.75 * values[top] and values[top] - after[-1] <= 2)
+
+
+def _standing_replicas(view: View) -> tuple[tuple[str, ...], int | None]:
+    trainer = view.values.get("training/weight_version")
+    standing: list[str] = []
+    since: int | None = None
+    every = view.family("replica/", "/weight_version")
+    gone = {death.replica: death for death in deaths_of(view) if death.back_step is None}
+    for metric in every:
+        values = view.values[metric]
+        known = np.flatnonzero(np.isfinite(values))
+        if len(known) < 4:
+            continue
+        last = values[known[-1]]
+        same = known[values[known] == last]
+        begin = int(same[0])
+        if trainer is not None:
+            behind = np.nanmax(trainer) - last
+        else:
+            behind = max(np.nanmax(view.values[m]) for m in every) - last
+        replica = metric.split("/")[1]
+        is_dead = replica in gone and gone[replica].step <= view.step_at(begin) + 1
+        if behind >= 3 and len(same) >= 3 and not is_dead:
+            standing.append(replica)
+            since = begin if since is None else min(since, begin)
+    return tuple(standing), since
