@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +28,10 @@ from rollbook.sync.shm import ShmSender
 from rollbook.sync.transport import InlineSender
 from rollbook.types import FinishReason, VersionRun
 from rollbook.weights import Bucket, Manifest
+from tiny_run import RunResult, as_set, write_tiny
 from vllm_tiny import (
     BLOCK,
+    RUN_MODEL,
     gap,
     generate,
     has_decoded,
@@ -195,6 +200,45 @@ async def test_sleep_keeps_sequences_as_tokens(bench: Bench) -> None:
 async def test_the_weights_are_not_to_be_had_in_this_process(bench: Bench) -> None:
     with pytest.raises(EngineError, match="lie in vLLM's own processes"):
         await bench.engine.live_weights()
+
+
+def test_ctrl_c_for_the_whole_process_group_ends_the_run_after_its_step(tmp_path: Path) -> None:
+    """As from a terminal: it reaches vLLM's process, too, while the step's other responses are decoded there."""
+    path, marker = write_tiny(tmp_path, num_steps=3, config={"model": RUN_MODEL}), tmp_path / "marker"
+    term = {
+        "function": "tiny_rewards:interrupts_once",
+        "isolation": "inline",
+        "is_tested": False,
+        "options": {"marker": str(marker), "whole_group": True},
+    }
+    engine = {
+        "rollout.engine": "vllm",
+        "rollout.kv_pool_tokens": 2048,
+        "rollout.num_slots": 2,
+        "rollout.vllm.in_process": False,
+        "sync.transport": "shm",
+    }
+    overrides = as_set({"reward.terms": [term], "run.max_failure_frac": 0.0} | engine)
+    tests = Path(__file__).parents[1]
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "rollbook.cli.main",
+            "train",
+            path,
+            *(p for o in overrides for p in ("--set", o)),
+        ],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tests, tests.parent / "src")))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        start_new_session=True,
+    )
+    assert f"`rollbook train --resume {tmp_path / 'run'}` continues" in run.stderr
+    assert run.returncode == 130
+    result = RunResult(tmp_path / "run")
+    assert len(result.metrics) == result.state["num_steps_done"] == 2
 
 
 async def test_death_of_vllms_process_fails_every_request(bench: Bench) -> None:

@@ -153,12 +153,15 @@ class VllmCore:
         from vllm.v1.executor import Executor
 
         in_process = self.options.in_process
+        executor = Executor.get_class(self._config)
         if in_process:
             _in_process_owner = self
+        else:
+            from rollbook.rollout.vllm.executor import APART
+
+            executor = APART.get(executor, executor)
         try:
-            self._client = EngineCoreClient.make_client(
-                not in_process, False, self._config, Executor.get_class(self._config), True
-            )
+            self._client = EngineCoreClient.make_client(not in_process, False, self._config, executor, True)
         except BaseException:
             if in_process:
                 _in_process_owner = None
