@@ -13,13 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollbook.algos.config import AlgorithmConfig
 from rollbook.controller import calibrate, expectation
 from rollbook.controller.calibrate import Rehearsal, TypicalWork
+from rollbook.controller.objective import PolicyObjective
 from rollbook.ledger.fit import fit_call, fit_decode, fit_pass, fit_train
 from rollbook.ledger.hardware import MachineSpec
+from rollbook.observe.run_dir import read_json_lines
 from rollbook.rollout.engine import EngineStats
 from tiny_run import TinyRun
 
+NOTING = PolicyObjective(AlgorithmConfig(), proximal_is_current=True)
 WORK = TypicalWork(prompt_tokens=8, response_tokens=8, group_size=2, num_sequences=32, micro_batch_tokens=240)
 
 
@@ -126,7 +130,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoadedTrainer]:
 
 
 def test_bursts_do_not_reach_the_training_fit(trainer: LoadedTrainer) -> None:
-    points = calibrate._train_points(trainer, WORK, {})  # type: ignore[arg-type]
+    points = calibrate._train_points(trainer, WORK, {}, NOTING)  # type: ignore[arg-type]
     fit = fit_train(points.train, points.forward, optimizer_s=points.optimizer_s, num_params=1000)
     assert points.optimizer_s == pytest.approx(2e-3)
     assert fit.forward_tokens_per_s == pytest.approx(1e5, rel=1e-3)
@@ -137,7 +141,7 @@ def test_bursts_do_not_reach_the_training_fit(trainer: LoadedTrainer) -> None:
 def test_the_way_to_a_trainer_elsewhere_is_measured_apart_from_its_passes(trainer: LoadedTrainer) -> None:
     """4 ms a call and 2 us a token, whatever is computed: the fits of the passes are those of a trainer beside."""
     trainer.call_s = (4e-3, 2e-6)
-    points = calibrate._train_points(trainer, WORK, {"values": trainer.fill_proximal})  # type: ignore[arg-type]
+    points = calibrate._train_points(trainer, WORK, {"values": trainer.fill_proximal}, NOTING)  # type: ignore[arg-type]
     call = fit_call(points.calls)
     assert (call.base_s, 1 / call.tokens_per_s) == pytest.approx((4e-3, 2e-6), rel=1e-3)
     fit = fit_train(points.train, points.forward, optimizer_s=points.optimizer_s, num_params=1000)
@@ -149,7 +153,7 @@ def test_the_way_to_a_trainer_elsewhere_is_measured_apart_from_its_passes(traine
 def test_an_update_is_never_taken_for_less_than_two_forwards(trainer: LoadedTrainer) -> None:
     """An optimizer measured in a slow moment would leave nothing, or less, for forward and backward."""
     trainer.optimizer_s = 1.0
-    points = calibrate._train_points(trainer, WORK, {})  # type: ignore[arg-type]
+    points = calibrate._train_points(trainer, WORK, {}, NOTING)  # type: ignore[arg-type]
     alone = {p.num_tokens: p.seconds for p in points.forward}
     for update in points.train:
         assert update.seconds >= 2 * alone[update.num_tokens] > 0
@@ -170,7 +174,7 @@ def test_another_network_is_measured_by_its_own_passes(trainer: LoadedTrainer) -
     def teach(batch: Any) -> None:
         trainer.work(1e-2 + 1e-4 * trainer._tokens(batch))
 
-    points = calibrate._train_points(trainer, WORK, {"teacher": teach})  # type: ignore[arg-type]
+    points = calibrate._train_points(trainer, WORK, {"teacher": teach}, NOTING)  # type: ignore[arg-type]
     fit = fit_pass(points.others["teacher"])
     assert fit.tokens_per_s == pytest.approx(1e4, rel=1e-2)
     assert fit.per_micro_batch_s == pytest.approx(1e-2, rel=0.1)
@@ -213,6 +217,68 @@ def test_host_work_is_measured_at_the_sizes_that_filters_leave(
     monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
     tiny_run(num_steps=1, **{"plan.is_on": True, "run.groups_per_step": 8})
     assert {rehearsal.num_sequences for rehearsal in seen} == {(16, 4)}
+
+
+def test_rehearsals_tell_of_every_group_that_a_filter_leaves_out_and_write_a_token_once(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 groups 6 are left out of each rehearsal's second step, as a filter would leave them; one folder holds
+    all of them, so the text of a token is written in the first alone, as in a run."""
+    events: list[dict[str, Any]] = []
+    folders: set[Any] = set()
+    plain = calibrate.rehearse
+
+    async def rehearse(controller: Any, groups: Any, recorder: Any) -> Rehearsal | None:
+        found = await plain(controller, groups, recorder)
+        folders.add(recorder.path)
+        events[:] = read_json_lines(recorder.run_dir.events.path)
+        return found
+
+    monkeypatch.setattr(expectation, "rehearse", rehearse)
+    monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
+    run = tiny_run(num_steps=1, **{"plan.is_on": True, "run.groups_per_step": 8})
+    evicted = [event for event in events if event["kind"] == "eviction"]
+    num_rehearsals = sum(event["kind"] == "span" and event["name"] == "step" for event in events) // 2
+    assert len(folders) == 1 and num_rehearsals > calibrate.FEW_REPEATS
+    assert len(evicted) == 6 * num_rehearsals
+    assert not any(event.get("reason") == "flat" and event["step"] == 0 for event in evicted)
+    assert not folders.pop().exists() and (run.folder / "metrics.jsonl").exists()
+
+
+def test_held_out_prompts_are_asked_before_they_are_planned(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the seconds that a step's coefficients give for them are planned where they took twice as long."""
+    found: list[expectation.Evaluation] = []
+    plain = expectation.rollout_of
+    monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
+
+    class Clock:
+        """Every answer to the held-out prompts takes 3 s by it."""
+
+        now_s = 0.0
+
+        @classmethod
+        def perf_counter(cls) -> float:
+            cls.now_s += 3.0
+            return cls.now_s
+
+    evaluate = expectation._evaluation
+
+    async def evaluation(*args: Any) -> Any:
+        monkeypatch.setattr(expectation, "time", Clock)
+        monkeypatch.setattr(expectation, "rollout_of", lambda *_: (1.0, 0.5))
+        made = await evaluate(*args)
+        found.append(made[0])
+        monkeypatch.setattr(expectation, "rollout_of", plain)
+        monkeypatch.setattr(expectation, "time", time)
+        assert made[1].seconds == pytest.approx(3.0)
+        return made
+
+    monkeypatch.setattr(expectation, "_evaluation", evaluation)
+    held_out = {"eval.num_prompts": 4, "data.held_out_frac": 0.2, "eval.every_steps": 1}
+    tiny_run(num_steps=1, **{"plan.is_on": True, **held_out})
+    assert [(e.ratio, e.work.num_groups) for e in found] == [(pytest.approx(2.0), 4)]
 
 
 @pytest.mark.parametrize("schedule", ["sync", "separate_async"])
@@ -322,6 +388,7 @@ class PacedController:
         self.most_ahead = 0
         self.num_running = 0
         self.is_training = False
+        self.needs_proximal = True
         self.busy_s, self.num_tokens = 0.0, 0
         self.trainer = self
         self.router = SimpleNamespace(engines=[self])

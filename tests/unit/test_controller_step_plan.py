@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from rollbook.controller.expectation import Plan
+from rollbook.controller.step_plan import StepPlan
+from rollbook.ledger.hardware import Contention, DecodeFit, MachineSpec, TrainFit
+from rollbook.ledger.lengths import LengthDistribution
+from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.predict import StepWork, predict_stages
 from rollbook.observe.catalogue import STAGES
 from tiny_run import TinyRun
+
+TINY = ModelSpec(
+    name="tiny", num_layers=2, hidden_size=128, vocab_size=32, num_heads=4, intermediate_size=512
+)
+MACHINE = MachineSpec(
+    name="box",
+    device="cpu",
+    gemm_flops_per_s={"float32": 8e10},
+    copy_bytes_per_s=2e10,
+    memory_bytes=16_000_000_000,
+    decode=DecodeFit(base_s=1e-3, per_row_s=2e-5, per_row_token_s=1e-8, prefill_tokens_per_s=2e4),
+    train=TrainFit(per_micro_batch_s=0.01, tokens_per_s=2e4, forward_tokens_per_s=6e4),
+    digest_bytes_per_s=1e9,
+    sync_base_s=0.01,
+)
+WORK = StepWork(
+    num_groups=8,
+    group_size=4,
+    prompt_tokens=6.0,
+    lengths=LengthDistribution.from_samples([4.0], max_tokens=8),
+    num_slots=64,
+    micro_batch_tokens=100,
+)
 
 PLANNED: dict[str, Any] = {
     "plan.is_on": True,
@@ -35,9 +65,7 @@ def test_every_stage_of_every_step_carries_what_was_expected_of_it(tiny_run: Tin
     assert len(steps) == 2 and {"rollout", "train", "sync", "eval", "checkpoint"} <= {
         s["name"] for s in stages
     }
-    # The probe after a publication is a second span of it: its seconds are in what is expected of the first.
-    without = [span["name"] for span in stages if "expected_s" not in span]
-    assert without == ["sync"] * len(steps)
+    assert not [span["name"] for span in stages if "expected_s" not in span]
     assert all("expected_s" in step for step in steps.values())
     for span in stages:
         if "bytes" in span:
@@ -46,6 +74,31 @@ def test_every_stage_of_every_step_carries_what_was_expected_of_it(tiny_run: Tin
     metrics = run.metrics[-1]
     for name in {span["name"] for span in stages}:
         assert metrics[f"expected_s/{STAGES[name]}"] >= 0 and metrics[f"timing_s/{STAGES[name]}"] >= 0
+
+
+def test_a_wait_is_what_the_other_stages_left_of_generating_and_a_probe_what_was_asked() -> None:
+    """Engines alone take 10 s for a step, and 1.25 times that beside the trainer. After 5 s of others 6 s are left;
+    after 20 s nothing. Of two replicas one had no slot for the probe: half of its seconds are expected."""
+    machine = replace(MACHINE, contention=Contention(engine=1.25))
+    work = replace(WORK, generates_beside=True, most_running=64)
+    plan = Plan(
+        model=TINY,
+        machine=machine,
+        work=work,
+        stages=predict_stages(TINY, machine, work),
+        occasional={},
+        shares={},
+        generation_s=10.0,
+    )
+    expected = StepPlan(plan=plan)
+    expected.begin_step()
+    for beside_s, wait_s in ((5.0, 6.0), (20.0, 0.0)):
+        expected.wait_after(beside_s)
+        assert expected.of("rollout")["expected_s"] == pytest.approx(wait_s)
+    alone_s = expected.publication()["expected_s"]
+    assert alone_s == pytest.approx(TINY.computed_params * 4.0 / 1e9)
+    assert expected.probe_of(0.5)["expected_s"] == pytest.approx(0.005)
+    assert expected.of("sync")["expected_s"] == pytest.approx(alone_s + 0.005)
 
 
 def test_a_run_without_a_plan_expects_nothing(tiny_run: TinyRun) -> None:

@@ -16,6 +16,7 @@ from rollbook.ledger.fit import (
     PrefillPoint,
     fit_decode,
     fit_nonnegative,
+    fit_pass,
     fit_train,
 )
 from rollbook.ledger.hardware import (
@@ -338,6 +339,31 @@ def test_beside_the_trainer_the_rollout_is_a_wait_and_both_sides_take_longer() -
     slow = replace(machine, decode=MACHINE.decode.scaled(100))  # type: ignore[union-attr]
     waited = predict_stages(TINY, slow, replace(ahead, generates_beside=True))
     assert waited["rollout"].seconds == pytest.approx(100 * turns["rollout"].seconds - trainer_s / 2.0)
+
+
+def test_engines_that_are_waited_for_with_every_slot_taken_are_not_probed() -> None:
+    """A probe of 10 ms needs a slot: with 32 sequences of the next step in 32 slots there is none while the loop waits
+    for them, and there is one where engines keep up."""
+    slow = replace(MACHINE, decode=MACHINE.decode.scaled(100))  # type: ignore[union-attr]
+    ahead = replace(WORK, most_running=64, generates_beside=True, num_slots=32)
+    seconds = {
+        (machine is slow, slots): predict_stages(TINY, machine, replace(ahead, num_slots=slots))[
+            "sync"
+        ].seconds
+        for machine in (slow, MACHINE)
+        for slots in (32, 33)
+    }
+    assert seconds[True, 33] - seconds[True, 32] == pytest.approx(0.01)
+    assert seconds[False, 32] == seconds[False, 33] == seconds[True, 33]
+
+
+def test_passes_are_fitted_best_at_the_sizes_that_a_run_has() -> None:
+    """One group alone takes half of what the line through the run's own sizes gives: the largest is met to 2 %."""
+    points = [BatchPoint(1, 20, 0.5 * (5e-3 + 20e-4))]
+    points += [BatchPoint(1, n, 5e-3 + n * 1e-4) for n in (200, 600, 2000)]
+    fit = fit_pass(points)
+    predicted = fit.per_micro_batch_s + points[-1].num_tokens / fit.tokens_per_s
+    assert predicted == pytest.approx(points[-1].seconds, rel=0.02)
 
 
 def test_adapters_alone_are_what_the_optimizer_moves_and_a_publication_carries() -> None:

@@ -44,6 +44,28 @@ def test_what_runs_between_the_spans_stands_against_its_own_plan() -> None:
     assert not result.notes
 
 
+def test_a_checkpoint_that_no_step_had_is_not_expected_between_the_stages() -> None:
+    """A run of ours that was stopped before its first one; another's log may not time what it does."""
+    stages = {
+        "train": Expected(seconds=9.0, low=8.0, high=10.0),
+        "checkpoint": Expected(seconds=0.5, low=0.3, high=0.7),
+        "other": Expected(seconds=0.8, low=0.5, high=1.2),
+    }
+    expectation = Expectation(source="a plan", stages=stages, step_s=10.3)
+    means = {"timing_s/update_actor": 9.0, "timing_s/step": 10.0}
+    own = means | {"expected_s/update_actor": 9.0, "expected_s/step": 9.8}
+    other = {
+        name: next(s for s in reconcile(expectation, held, source="a log").stages if s.stage == "other")
+        for name, held in (("ours", own), ("another's", means))
+    }
+    assert other["ours"].expected is not None and other["another's"].expected is not None
+    assert other["ours"].expected.seconds == pytest.approx(0.8)
+    assert other["another's"].expected.seconds == pytest.approx(1.3)
+    result = reconcile(expectation, own, source="a run")
+    assert result.step.planned is not None and result.step.planned.seconds == pytest.approx(9.8)
+    assert "none of these steps had: checkpoint" in result.notes
+
+
 def test_other_work_and_a_slower_machine_are_two_causes() -> None:
     """Responses twice as long as planned (2 s of rollout for 1 s) on a machine that took 1.5 times what they need."""
     stages = {"rollout": Expected(seconds=1.0, low=0.9, high=1.1)}

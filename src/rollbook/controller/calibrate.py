@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from rollbook.algos.config import AlgorithmConfig
 from rollbook.algos.filters import train_sequences
-from rollbook.buffer.buffer import Taken
+from rollbook.buffer.buffer import Eviction, Taken
 from rollbook.controller.objective import PolicyObjective, ValueObjective
 from rollbook.ledger.fit import (
     BatchPoint,
@@ -71,6 +71,7 @@ PARTS = (
     "forward, backward and optimizer",
     "steps without updates",
     "both sides at once",
+    "held-out prompts",
     "hand-overs of the device",
 )
 """Of a calibration with a model, in their order."""
@@ -125,7 +126,8 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
     trainer = controller.trainer
     announce(controller, "forward, backward and optimizer")
     others = _other_passes(controller)
-    points = await controller.compute(lambda: _train_points(trainer, work, others))
+    objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=not controller.needs_proximal)
+    points = await controller.compute(lambda: _train_points(trainer, work, others, objective))
     return replace(
         machine,
         model=trainer.model.source,
@@ -169,7 +171,7 @@ async def measure_contention(
         _sequences(trainer, work, max(work.num_sequences // work.group_size, 1)), step=0, weight_version=0
     )
     await controller.compute(trainer.keep_state)
-    objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=True)
+    objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=not controller.needs_proximal)
     most_ahead = controller.config.buffer.max_staleness_steps
     numbers = itertools.count()
 
@@ -281,54 +283,44 @@ class Rehearsal:
     published_bytes: int
 
 
-async def rehearse(controller: Controller, groups: Sequence[Group]) -> Rehearsal | None:
-    """Everything of a step on `groups`, fresh from the run's engine, but generation and updates. What it reports goes
-    nowhere. None where no group can be trained."""
+async def rehearse(controller: Controller, groups: Sequence[Group], recorder: Recorder) -> Rehearsal | None:
+    """Everything of a step on `groups`, fresh from the run's engine, but generation and updates, by the loop's own
+    methods and spans. None where no group can be trained.
+
+    Args:
+        recorder: of a scratch folder; what is reported goes there. The same one for every rehearsal: what a run writes
+            once (the text of a token) does not cost each of its steps.
+    """
     unfiltered = controller.config.algorithm.filter.model_copy(update={"drop_flat": False})
     trainable = [group for group in groups if train_sequences([group], unfiltered)]
     if not trainable:
         return None
-    trainer = controller.trainer
+    forwards = [stage for stage, _ in controller.forward_passes()]
     numbers: list[int] = []
     pack_s, advantage_s, report_s = [], [], []
     forward_s = sync_s = probe_s = 0.0
     num_bytes = 0
-    with tempfile.TemporaryDirectory() as folder, _scratch_recorder(controller, Path(folder)):
+    with _reporting_to(controller, recorder):
         for step, trained in enumerate((trainable, trainable[: max(len(trainable) // 4, 1)])):
-            ids = {group.group_id for group in trained}
-            taken = Taken(
-                groups=trained,
-                staleness_steps=[0] * len(trained),
-                evictions=[],
-                num_refills=0,
-                dropped=[group for group in groups if group.group_id not in ids],
-                prompts_done=[],
-            )
-            step_began_s = time.perf_counter()
-            with controller.recorder.step(step):
-                began_s = time.perf_counter()
-                sequences = train_sequences(taken.groups, unfiltered)
-                batch = trainer.make_batch(sequences, step=0, weight_version=controller.weight_version)
-                pack_s.append(time.perf_counter() - began_s)
-                began_s = time.perf_counter()
-                for _, fill in controller.forward_passes():
-                    await fill(batch)
-                filled_s = time.perf_counter() - began_s
-                forward_s = forward_s or filled_s
-                began_s = time.perf_counter()
-                controller.correct_and_estimate(batch)
-                advantage_s.append(time.perf_counter() - began_s)
+            taken = _taken(groups, trained)
+            published_s = 0.0
+            with recorder.step(step) as span:
+                batch = await controller.prepare(taken, 0, group_filter=unfiltered)
+                assert batch is not None
                 for sequence in batch.sequences:  # on the shortcut the update notes them, before the report
                     if sequence.proximal_logprobs is None:
                         sequence.proximal_logprobs = sequence.behavior_logprobs
-                published_s = 0.0
+                recorder.metrics(controller.gap(batch, taken, ()))
                 if step == 0:
                     sync_s, probe_s, num_bytes = await _publish(controller)
                     published_s = sync_s + probe_s
-                controller.gap(batch, taken, ())
                 await controller.report(taken, batch, step=0)
-            stages_s = pack_s[-1] + filled_s + advantage_s[-1] + published_s
-            report_s.append(time.perf_counter() - step_began_s - stages_s)
+            assert span.duration_s is not None
+            pack_s.append(recorder.seconds_of(["pack"]))
+            advantage_s.append(recorder.seconds_of(["adv"]))
+            forward_s = forward_s or recorder.seconds_of(forwards)
+            stages_s = recorder.seconds_of(["pack", *forwards, "adv"]) + published_s
+            report_s.append(span.duration_s - stages_s)
             numbers.append(len(batch.sequences))
     return Rehearsal(
         num_scored=sum(len(group.scored) for group in groups),
@@ -378,16 +370,44 @@ def with_rehearsals(
     )
 
 
+def _taken(groups: Sequence[Group], trained: Sequence[Group]) -> Taken:
+    """A step that trains some of its groups; the others are told of one by one, as filters' are."""
+    ids = {group.group_id for group in trained}
+    dropped = [group for group in groups if group.group_id not in ids]
+    return Taken(
+        groups=list(trained),
+        staleness_steps=[0] * len(trained),
+        evictions=[
+            Eviction(group.group_id, "flat", 0, sum(t.num_response_tokens for t in group.trajectories))
+            for group in dropped
+        ],
+        num_refills=0,
+        dropped=dropped,
+        prompts_done=[],
+    )
+
+
 @contextmanager
-def _scratch_recorder(controller: Controller, folder: Path) -> Iterator[None]:
-    """Whatever the controller reports goes to a run directory of its own, thrown away afterwards."""
+def scratch_recorder(controller: Controller) -> Iterator[Recorder]:
+    """A recorder whose run directory is thrown away afterwards."""
     held = controller.recorder
-    controller.recorder = Recorder(folder / "trial", num_gpus=held.num_gpus, decode=held.decode)
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(Path(folder) / "trial", num_gpus=held.num_gpus, decode=held.decode)
+        try:
+            yield recorder
+        finally:
+            recorder.close()
+
+
+@contextmanager
+def _reporting_to(controller: Controller, recorder: Recorder) -> Iterator[None]:
+    """Whatever the controller reports goes to `recorder`, and what it says once it will still say."""
+    held, has_said = controller.recorder, controller.has_said_rejection
+    controller.recorder = recorder
     try:
         yield
     finally:
-        controller.recorder.close()
-        controller.recorder = held
+        controller.recorder, controller.has_said_rejection = held, has_said
 
 
 async def _decode_points(
@@ -457,14 +477,18 @@ async def _generate(engine: Engine, prompts: NDArray[np.int32], new_tokens: int,
 
 
 def _train_points(
-    trainer: Trainer, work: TypicalWork, others: Mapping[str, Callable[[TrainBatch], object]]
+    trainer: Trainer,
+    work: TypicalWork,
+    others: Mapping[str, Callable[[TrainBatch], object]],
+    objective: PolicyObjective,
 ) -> TrainPoints:
     """Passes over micro batches of the run's sizes, from one group to the largest; the trainer's state is put back.
 
-    `others` are passes of other networks, by stage.
+    Args:
+        others: passes of other networks, by stage.
+        objective: of the updates. On the shortcut it notes logprobs, which come back with the answer; else not.
     """
     trainer.keep_state()
-    objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=True)
     passes: dict[str, Callable[[TrainBatch], object]] = {
         "call": trainer.carry,
         "proximal": trainer.fill_proximal,
@@ -483,6 +507,7 @@ def _train_points(
         for stage, compute in passes.items():
             if stage in OF_UPDATES and not is_update_size and num_groups in counts:
                 continue
+            objective.noted.clear()
             began_s = time.perf_counter()
             values = compute(batch)
             wait_for(trainer.model.device)

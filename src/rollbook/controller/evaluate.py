@@ -43,20 +43,17 @@ class Evaluator:
         return is_last or (every > 0 and num_steps_done % every == 0)
 
     async def run(self, router: Router) -> Values:
-        """Metrics `val/<source>/...`; a failed trajectory is counted, never scored as zero."""
+        """Answers to all prompts, as metrics."""
+        return evaluation_values(await self.answer(router))
+
+    async def answer(self, router: Router, *, every: int = 1) -> list[Trajectory]:
+        """Answers to each `every`-th prompt, in their order; all are asked for at once."""
         members = [
             (idx, sample)
-            for idx in range(len(self.prompts))
+            for idx in range(0, len(self.prompts), every)
             for sample in range(self.config.samples_per_prompt)
         ]
-        done = await asyncio.gather(*(self._one(router, idx, sample) for idx, sample in members))
-        by_source: dict[str, list[Trajectory]] = defaultdict(list)
-        for trajectory in done:
-            by_source[trajectory.prompt.source].append(trajectory)
-        values: Values = {}
-        for source, trajectories in by_source.items():
-            values |= _values(f"val/{source}", trajectories)
-        return values
+        return list(await asyncio.gather(*(self._one(router, idx, sample) for idx, sample in members)))
 
     async def run_baseline(self) -> Values:
         """What the other model reaches on the same prompts, as `val/<source>/baseline_...`; empty where there is
@@ -104,6 +101,22 @@ class Evaluator:
         except RolloutError as error:
             failure = Failure(kind=FailureKind.ENGINE, message=error.what)
             return Trajectory(group_id=group_id, member_idx=sample, prompt=prompt, failure=failure)
+
+
+def response_lengths(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Response tokens of those that were scored."""
+    return [max(t.num_response_tokens, 1) for t in trajectories if t.failure is None and t.reward is not None]
+
+
+def evaluation_values(trajectories: Sequence[Trajectory]) -> Values:
+    """Metrics `val/<source>/...`; a failed trajectory is counted, never scored as zero."""
+    by_source: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        by_source[trajectory.prompt.source].append(trajectory)
+    values: Values = {}
+    for source, own in by_source.items():
+        values |= _values(f"val/{source}", own)
+    return values
 
 
 def _values(prefix: str, trajectories: Sequence[Trajectory]) -> Values:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollbook.controller.calibrate import (
+    FEW_REPEATS,
+    ROUNDS_S,
     Rehearsal,
     TypicalWork,
     announce,
@@ -26,16 +28,26 @@ from rollbook.controller.calibrate import (
     measure_model,
     rehearse,
     rounds,
+    scratch_recorder,
     with_rehearsals,
 )
+from rollbook.controller.evaluate import response_lengths
 from rollbook.controller.rollout import Member
 from rollbook.controller.switching import Half
 from rollbook.errors import ConfigError
+from rollbook.ledger.curve import draw_lengths
 from rollbook.ledger.entry import Entry, entry
 from rollbook.ledger.hardware import Contention, MachineSpec
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec
-from rollbook.ledger.predict import StepWork, predict_stages, rollout_of, stages_after_rollout, update_s
+from rollbook.ledger.predict import (
+    StepWork,
+    predict_stages,
+    rollout_of,
+    rollout_wait_s,
+    stages_after_rollout,
+    update_s,
+)
 from rollbook.types import Group, Prompt
 
 if TYPE_CHECKING:
@@ -55,6 +67,18 @@ SWITCHES: dict[str, tuple[Half, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The held-out prompts as work, and how much longer some of them took than the coefficients of a step say."""
+
+    work: StepWork
+    ratio: float
+
+    def seconds(self, model: ModelSpec, machine: MachineSpec, lengths: Sequence[int]) -> float:
+        """For responses of these lengths in the order of their admission."""
+        return self.ratio * sum(rollout_of(model, machine, self.work, lengths))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The expectation of one step, with everything it was made from."""
 
@@ -67,6 +91,36 @@ class Plan:
     """Of a step that has them: an evaluation, a checkpoint."""
     shares: dict[str, float]
     """Share of the run's steps that has each of those."""
+    evaluation: Evaluation | None = None
+    """None where there are no held-out prompts."""
+    generation_s: float = 0.0
+    """Of engines alone, for one step's responses: what a step waits for less whatever it does besides."""
+
+    def wait_after(self, beside_s: float) -> Entry:
+        """The step loop's wait for responses that were generated while it did something else for `beside_s`."""
+        planned = self.stages["rollout"]
+        if not self.work.generates_beside:
+            return planned
+        return planned.at(rollout_wait_s(self.generation_s, beside_s, self.contention))
+
+    @property
+    def publication(self) -> Entry:
+        """Stage "sync" without its probe."""
+        machine = replace(self.machine, sync_base_s=0.0)
+        alone = stages_after_rollout(self.model, machine, self.work)["sync"]
+        return alone.scaled(self.contention.of("sync"))
+
+    @property
+    def probe_s(self) -> float:
+        """Of one probe of every replica."""
+        return self.machine.sync_base_s * self.contention.of("sync")
+
+    def evaluation_for(self, lengths: Sequence[int]) -> Entry:
+        """An evaluation, for the lengths that its responses really had, in the order of its prompts."""
+        planned = self.occasional["eval"]
+        if not len(lengths) or self.evaluation is None:
+            return planned
+        return planned.at(self.evaluation.seconds(self.model, self.machine, lengths))
 
     def rollout_for(self, lengths: Sequence[int]) -> Entry:
         """The rollout, for the lengths that its responses really had, in the order of their admission.
@@ -233,7 +287,7 @@ async def make_plan(controller: Controller) -> Plan:
         announce(controller, "both sides at once")
         contention = await measure_contention(controller, typical, partial(_answer_step, controller))
         machine = replace(machine, contention=contention)
-    occasional = _occasional(controller, model, machine, work)
+    evaluation, occasional = await _occasional(controller, model, machine, work)
     steps = range(controller.num_steps_done, config.run.num_steps)
     is_due = {"eval": controller.evaluator.is_due, "checkpoint": controller.saver.is_due}
     return Plan(
@@ -241,7 +295,9 @@ async def make_plan(controller: Controller) -> Plan:
         machine=machine,
         work=work,
         stages=_stages(model, machine, work) | await _hand_overs(controller),
+        generation_s=predict_stages(model, machine, replace(work, generates_beside=False))["rollout"].seconds,
         occasional=occasional,
+        evaluation=evaluation,
         shares={
             name: sum(is_due[name](n + 1, is_last=n == steps[-1]) for n in steps) / max(len(steps), 1)
             for name in occasional
@@ -255,20 +311,16 @@ def _most_running(controller: Controller) -> int:
     return (bound + 1) * controller.num_sequences if bound else 0
 
 
-def _occasional(
+async def _occasional(
     controller: Controller, model: ModelSpec, machine: MachineSpec, work: StepWork
-) -> dict[str, Entry]:
-    """What one evaluation takes (a rollout of the held-out prompts), and one checkpoint (what the last one took)."""
+) -> tuple[Evaluation | None, dict[str, Entry]]:
+    """What one evaluation takes, and one checkpoint."""
     entries: dict[str, Entry] = {}
-    evaluator, written_s = controller.evaluator, controller.saver.last_write_s
-    if evaluator.prompts:
-        asked = replace(
-            work, num_groups=len(evaluator.prompts), group_size=evaluator.config.samples_per_prompt
-        )
-        # Its prompts are asked for at once, and nothing else is computed meanwhile.
-        asked = replace(asked, most_running=0, generates_beside=False)
-        rollout = _stages(model, machine, asked)["rollout"]
-        entries["eval"] = replace(rollout, name="eval", formula=f"held-out prompts: {rollout.formula}")
+    evaluation = None
+    if controller.evaluator.prompts:
+        announce(controller, "held-out prompts")
+        evaluation, entries["eval"] = await _evaluation(controller, model, machine, work)
+    written_s = await _checkpoint_s(controller)
     if written_s is not None:
         entries["checkpoint"] = entry(
             "checkpoint",
@@ -278,7 +330,62 @@ def _occasional(
             formula="seconds of the checkpoint written last",
             source="measured in this run directory",
         )
-    return entries
+    return evaluation, entries
+
+
+async def _evaluation(
+    controller: Controller, model: ModelSpec, machine: MachineSpec, work: StepWork
+) -> tuple[Evaluation, Entry]:
+    """A rollout of the held-out prompts, all asked for at once and nothing computed meanwhile: other prompts than the
+    steps', fewer answers to each, sampled otherwise. Some of them, all where that is short, are asked a few times."""
+    evaluator = controller.evaluator
+    asked = replace(
+        work,
+        num_groups=len(evaluator.prompts),
+        group_size=evaluator.config.samples_per_prompt,
+        most_running=0,
+        generates_beside=False,
+    )
+    entire = _stages(model, machine, asked)["rollout"]
+    size = len(evaluator.prompts) if entire.seconds <= SAMPLE_S else SAMPLE_GROUPS
+    every = max(len(evaluator.prompts) // size, 1)
+    ratios: list[float] = []
+    lengths: list[int] = []
+    began_s = time.perf_counter()
+    while not ratios or (len(ratios) < FEW_REPEATS and time.perf_counter() - began_s < ROUNDS_S):
+        await forget_prefixes(controller)
+        asked_s = time.perf_counter()
+        lengths = response_lengths(await evaluator.answer(controller.router, every=every))
+        elapsed_s = time.perf_counter() - asked_s
+        if not lengths:  # every one of them failed
+            return Evaluation(work=asked, ratio=1.0), _as_evaluation(entire)
+        ratios.append(elapsed_s / sum(rollout_of(model, machine, asked, lengths)))
+    evaluation = Evaluation(work=asked, ratio=float(np.median(ratios)))
+    drawn = draw_lengths(
+        LengthDistribution.from_samples(lengths, max_tokens=work.lengths.max_tokens), asked.num_sequences, 0
+    )
+    seconds = evaluation.seconds(model, machine, lengths if every == 1 else drawn.tolist())
+    return evaluation, _as_evaluation(entire.at(seconds))
+
+
+def _as_evaluation(rollout: Entry) -> Entry:
+    return replace(
+        rollout, name="eval", formula=f"held-out prompts: {rollout.formula}; x their own rehearsal"
+    )
+
+
+async def _checkpoint_s(controller: Controller) -> float | None:
+    """Seconds of a checkpoint: what the last one took, or the median with a few more where that was short, since the
+    first write of a run makes its folders and imports what it needs."""
+    saver = controller.saver
+    if saver.last_write_s is None or not saver.is_prepared:
+        return saver.last_write_s
+    counters, took_s = saver.counters(controller, controller.num_steps_done), [saver.last_write_s]
+    while len(took_s) <= FEW_REPEATS and sum(took_s) < ROUNDS_S:
+        began_s = time.perf_counter()
+        await controller.compute(lambda: saver.write(counters, controller.switch))
+        took_s.append(time.perf_counter() - began_s)
+    return float(np.median(took_s))
 
 
 async def _hand_overs(controller: Controller) -> dict[str, Entry]:
@@ -402,14 +509,16 @@ async def _rehearsed(
     ratios, prefill_ratios, forward_ratios, beyond_s, rehearsals = [], [], [], [], []
     assert machine.decode is not None
     decoding = replace(machine, decode=machine.decode.without_prefill())
-    for round_idx, _ in rounds([size], warm_up=size):
-        if round_idx > 0:
-            sample = await _sample(controller, seed=2 + round_idx, most_groups=size)
-        lengths = [t.num_response_tokens for group in sample.groups for t in group.scored]
-        rehearsal = await rehearse(controller, sample.groups)
-        if rehearsal is None:
-            break
-        if round_idx > 0:
+    with scratch_recorder(controller) as recorder:
+        for round_idx, _ in rounds([size], warm_up=size):
+            if round_idx > 0:
+                sample = await _sample(controller, seed=2 + round_idx, most_groups=size)
+            lengths = [t.num_response_tokens for group in sample.groups for t in group.scored]
+            rehearsal = await rehearse(controller, sample.groups, recorder)
+            if rehearsal is None:
+                break
+            if round_idx == 0:
+                continue
             engine_s, _ = rollout_of(model, machine, work, lengths)
             decode_s, _ = rollout_of(model, decoding, work, lengths)
             ratios.append(sample.decode_s / decode_s)

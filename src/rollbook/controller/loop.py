@@ -23,12 +23,13 @@ from typing import TypeVar
 import torch
 
 from rollbook.algos.advantage import estimate_advantages
+from rollbook.algos.config import FilterConfig
 from rollbook.algos.correction import correct
 from rollbook.algos.filters import train_sequences
 from rollbook.algos.gap import logprob_gap
 from rollbook.buffer.buffer import Taken
 from rollbook.config.run_config import RunConfig
-from rollbook.controller.evaluate import Evaluator
+from rollbook.controller.evaluate import Evaluator, evaluation_values
 from rollbook.controller.lending import Lending
 from rollbook.controller.objective import PolicyObjective, ValueObjective
 from rollbook.controller.probing import Prober
@@ -50,6 +51,7 @@ from rollbook.controller.switching import DeviceSwitch, Half
 from rollbook.envs.rewards.scorer import Scorer
 from rollbook.errors import CheckpointError, EngineError, SyncError
 from rollbook.observe.recorder import Recorder
+from rollbook.observe.spans import Span
 from rollbook.observe.values import Last, Peak, Ratio, Total, Values
 from rollbook.rollout.engine import Engine, EngineStats
 from rollbook.rollout.router import Router
@@ -100,6 +102,8 @@ class Controller:
     """The loop has begun: a Ctrl-C waits for the end of the step."""
     is_stop_requested: bool = False
     """Set by Ctrl-C: the loop ends after the step in progress, with a checkpoint."""
+    _waited_at_s: float | None = None
+    """When the last wait for a step's groups ended."""
     _engine_stats: dict[int, EngineStats] = field(default_factory=dict)
     _engine_stats_at_s: float = field(default_factory=time.monotonic)
 
@@ -123,7 +127,7 @@ class Controller:
                     self.expected.begin_step()
                     span.expected_s = self.expected.step_s(saves=self._is_save_due(step))
                     taken = await self._collect()
-                    batch = await self._prepare(taken, step)
+                    batch = await self.prepare(taken, step)
                     if batch is not None:
                         await self._train(batch, taken)
                     await self._publish(step, moved=batch is not None)
@@ -154,7 +158,9 @@ class Controller:
                 taken = await self.rollout.collect()
             else:
                 taken = await self.lending.during(self.rollout.collect(), is_published=not self.has_moved)
-            if not self.runs_ahead:
+            if self.runs_ahead:
+                self._expect_wait(span)
+            else:
                 span.set(tokens=self._num_generated(taken))
                 self.expected.rollout_of([*taken.groups, *taken.dropped])
                 span.set(**self.expected.of("rollout"))
@@ -165,6 +171,13 @@ class Controller:
                 await self.switch.to_trainer()
         return taken
 
+    def _expect_wait(self, span: Span) -> None:
+        """Of engines that run ahead: what the other stages took since the last wait, this one need not."""
+        if self._waited_at_s is not None:
+            self.expected.wait_after(span.mono_s - self._waited_at_s)
+            span.set(**self.expected.of("rollout"))
+        self._waited_at_s = self.recorder.clock.mono_s()
+
     def _num_generated(self, taken: Taken) -> int:
         """Response tokens of everything that ended: groups that filters dropped took the engine's time as well, and so
         did failures."""
@@ -172,12 +185,17 @@ class Controller:
         finished = [t for group in groups for t in group.scored]
         return sum(t.num_response_tokens for t in [*finished, *self.rollout.failed_trajectories])
 
-    async def _prepare(self, taken: Taken, step: int) -> TrainBatch | None:
+    async def prepare(
+        self, taken: Taken, step: int, *, group_filter: FilterConfig | None = None
+    ) -> TrainBatch | None:
         """Sequences with everything the loss reads: trainer's logprobs, corrections, advantages. None when the
-        filters left nothing to train."""
-        algorithm = self.config.algorithm
+        filters left nothing to train.
+
+        Args:
+            group_filter: instead of the run's; a rehearsal has its own.
+        """
         with self.recorder.span("pack", **self.expected.of("pack")) as span:
-            sequences = train_sequences(taken.groups, algorithm.filter)
+            sequences = train_sequences(taken.groups, group_filter or self.config.algorithm.filter)
             if not sequences:
                 self.recorder.event("empty_batch", evictions=len(taken.evictions))
                 self.expected.leave_out(OF_A_BATCH)
@@ -264,7 +282,7 @@ class Controller:
                 await self.switch.make_room()
         if self._is_publication_due(step):
             if moved or self.rollout.buffer.serving_step < step or self.switch.needs_publication:
-                with self.recorder.span("sync", **self.expected.of("sync")) as span:
+                with self.recorder.span("sync", **self.expected.publication()) as span:
                     self.rollout.buffer.offered(self.weight_version + 1, step + 1)
                     report = await self.publish(self.weight_version + 1)
                     span.set(bytes=report.num_bytes * len(report.replicas))
@@ -278,8 +296,11 @@ class Controller:
             with self.recorder.span("to_rollout", **self._of_switch("to_engine")):
                 await self.switch.to_engine()
         if self._is_publication_due(step) and self.probes:
-            with self.recorder.span("sync"):
+            before, num_replicas = self.prober.num_checked, len(self.router.engines)
+            with self.recorder.span("sync") as span:
                 await self.probe()
+                asked_frac = (self.prober.num_checked - before) / num_replicas
+                span.set(**self.expected.probe_of(asked_frac))
 
     async def probe(self) -> None:
         """Compare engine and trainer on one short prompt, all replicas at once; a replica that differs serves nothing
@@ -346,8 +367,10 @@ class Controller:
         """Held-out prompts, before the next step's groups take the engine; before the first step, `step` is -1."""
         is_first = step < 0
         if self.evaluator.is_due(step + 1, is_last=is_first or self._is_last(step)):
-            with self.recorder.span("eval", **self.expected.of("eval")):
-                values = await self.evaluator.run(self.router)
+            with self.recorder.span("eval", **self.expected.of("eval")) as span:
+                answers = await self.evaluator.answer(self.router)
+                values = evaluation_values(answers)
+                span.set(**self.expected.evaluation_of(answers))
             if is_first and self.evaluator.baseline is not None:
                 with self.recorder.span("baseline"):
                     values |= await self.evaluator.run_baseline()

@@ -31,6 +31,8 @@ class Prober:
     prompt_ids: Ids
     """[n] int32. Some prompt; the probe's is cut or repeated from it."""
     max_context_tokens: int
+    num_checked: int = 0
+    """Replicas that were asked so far."""
     _probe: Probe = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +78,7 @@ class Prober:
         async def score(prompt_ids: Ids, response_ids: Ids) -> Floats:
             return await compute(lambda: self._score(prompt_ids, response_ids, weight_version))
 
+        self.num_checked += 1
         return await self._probe.check(
             replica_id=engine.replica_id,
             weight_version=weight_version,

@@ -307,7 +307,7 @@ class _Replay:
         groups = _groups(t for t in self.log.trajectories(step) if t.trajectory_id in masks)
         taken = Taken(groups, [0] * len(groups), [], 0, [], [])
         with controller.recorder.step(step):
-            batch = await controller._prepare(taken, step) if groups else None
+            batch = await controller.prepare(taken, step) if groups else None
             if batch is not None:
                 for sequence in batch.sequences:
                     name = f"{sequence.group_id}/{sequence.member_idx}"

@@ -47,6 +47,11 @@ class Saver:
         """Of that checkpoint; 0: not known."""
         self._prepared: int | None = None
 
+    @property
+    def is_prepared(self) -> bool:
+        """A checkpoint was written aside and waits for `commit`."""
+        return self._prepared is not None
+
     def is_due(self, num_steps_done: int, *, is_last: bool) -> bool:
         every = self.config.every_steps
         return is_last or (every > 0 and num_steps_done % every == 0)

@@ -7,14 +7,15 @@ known and puts the same coefficients to it. Nothing is measured here, and nothin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypedDict
 
+from rollbook.controller.evaluate import response_lengths
 from rollbook.controller.expectation import Plan
 from rollbook.ledger.entry import Entry
 from rollbook.observe.values import Values
 from rollbook.observe.whole_step import Work
-from rollbook.types import Group, TrainSequence
+from rollbook.types import Group, TrainSequence, Trajectory
 
 OF_A_BATCH = frozenset({"proximal", "reference", "teacher", "values", "adv", "train", "critic"})
 """Stages that a step without a batch has not."""
@@ -64,6 +65,27 @@ class StepPlan:
             lengths = [max(t.num_response_tokens, 1) for group in in_order for t in group.scored]
             self.stages = {**self.stages, "rollout": self.plan.rollout_for(lengths)}
 
+    def wait_after(self, beside_s: float) -> None:
+        """Expect the wait for groups of engines that run ahead, after so many seconds of other stages."""
+        if self.plan is not None:
+            self.stages = {**self.stages, "rollout": self.plan.wait_after(beside_s)}
+
+    def publication(self) -> Expected:
+        """What the span of a publication carries, whose probe has one of its own."""
+        if self.plan is None or "sync" not in self.stages:
+            return self.of("sync")
+        self.stages = {**self.stages, "sync": self.plan.publication}
+        return self.of("sync")
+
+    def probe_of(self, asked_frac: float) -> Expected:
+        """What the span of a probe carries that this share of the replicas had a slot for."""
+        if self.plan is None:
+            return as_expected(None)
+        probe_s = self.plan.probe_s * asked_frac
+        sync = self.stages.get("sync", self.plan.publication.scaled(0.0))
+        self.stages = {**self.stages, "sync": replace(sync, seconds=sync.seconds + probe_s)}
+        return Expected(expected_s=probe_s, expected_bytes=None)
+
     def batch_of(self, num_sequences: int, num_tokens: int) -> None:
         """Expect the stages after the rollout of so many sequences with so many tokens in all."""
         if self.plan is not None:
@@ -89,6 +111,12 @@ class StepPlan:
         num_fresh_tokens = sum(sequence.num_tokens for sequence in fresh)
         train = self.plan.update_for(**counts, num_fresh_tokens=num_fresh_tokens)
         self.stages = {**self.stages, "train": train}
+
+    def evaluation_of(self, answers: Sequence[Trajectory]) -> Expected:
+        """What an evaluation with these answers should have taken."""
+        if self.plan is None:
+            return as_expected(None)
+        return as_expected(self.plan.evaluation_for(response_lengths(answers)))
 
     def leave_out(self, stages: Set[str]) -> None:
         """Expect a step that does not have these stages."""

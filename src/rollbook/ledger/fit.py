@@ -1,12 +1,14 @@
 """Coefficients of this machine from measured points: what `rollbook calibrate` calls after measuring.
 
-All coefficients are seconds per something and cannot be negative, and a point of 2 ms counts as much as one of
-2 s, so the fits are non-negative least squares on relative errors.
+All coefficients are seconds per something and cannot be negative, and a point of 2 ms has as much to say as one of
+2 s, so the fits are non-negative least squares on relative errors. Passes of the trainer are nearly straight lines
+only: they are fitted best at the sizes that a run mostly has, which are the largest that were measured.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +48,7 @@ class BatchPoint:
 
 
 def fit_nonnegative(
-    columns: Sequence[Sequence[float]], seconds: Sequence[float]
+    columns: Sequence[Sequence[float]], seconds: Sequence[float], weights: Sequence[float] | None = None
 ) -> tuple[NDArray[np.float64], float]:
     """Least squares of seconds = columns @ coefficients, coefficients >= 0, on relative errors.
 
@@ -55,8 +57,9 @@ def fit_nonnegative(
     Args:
         columns: k columns of n values.
         seconds: n measured values above 0.
+        weights: n values above 0, of the relative errors; None: all alike.
     Returns:
-        [k] coefficients, and the root mean square relative error of the fit.
+        [k] coefficients, and the (weighted) root mean square relative error of the fit.
     Raises:
         DataError: fewer points than coefficients, or a measured value that is not positive.
     """
@@ -68,16 +71,18 @@ def fit_nonnegative(
         )
     if not (np.isfinite(target).all() and (target > 0).all()):
         raise DataError("a measured time is zero, negative or not finite", "measure again on a quiet machine")
-    relative = design / target[:, None]
+    weight = np.ones(len(target)) if weights is None else np.asarray(weights, np.float64)
+    weight /= np.sqrt(np.mean(weight**2))
+    relative = design / target[:, None] * weight[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
     best, best_error = np.zeros(design.shape[1]), float("inf")
     for size in range(1, design.shape[1] + 1):
         for subset in itertools.combinations(range(design.shape[1]), size):
             part = relative[:, subset] / scale[list(subset)]
-            solution = np.linalg.lstsq(part, np.ones(len(target)), rcond=None)[0]
+            solution = np.linalg.lstsq(part, weight, rcond=None)[0]
             if (solution < 0).any():
                 continue
-            error = float(np.sqrt(np.mean((part @ solution - 1) ** 2)))
+            error = float(np.sqrt(np.mean((part @ solution - weight) ** 2)))
             if error < best_error - 1e-12:
                 best, best_error = np.zeros(design.shape[1]), error
                 best[list(subset)] = solution / scale[list(subset)]
@@ -92,7 +97,7 @@ def fit_decode(points: Sequence[DecodePoint], prefill: Sequence[PrefillPoint]) -
     """
     columns = [[1.0] * len(points), [float(p.num_rows) for p in points], [p.context_tokens for p in points]]
     (base, per_row, per_token), error = fit_nonnegative(columns, [p.seconds for p in points])
-    prefill_base, prefill_rate = _fit_rate(
+    prefill_base, prefill_rate, _ = _fit_rate(
         [1] * len(prefill), [p.num_tokens for p in prefill], [p.seconds for p in prefill]
     )
     return DecodeFit(
@@ -122,10 +127,8 @@ def fit_train(
     Raises:
         DataError: fewer than two points of either.
     """
-    per_batch, rate = _fit_rate(*_batch_columns(train))
-    forward_per_batch, forward_rate = _fit_rate(*_batch_columns(forward))
-    predicted = [per_batch * p.num_micro_batches + p.num_tokens / rate for p in train]
-    error = float(np.sqrt(np.mean([(a / p.seconds - 1) ** 2 for a, p in zip(predicted, train)])))
+    per_batch, rate, error = _fit_batches(train)
+    forward_per_batch, forward_rate, _ = _fit_batches(forward)
     return TrainFit(
         per_micro_batch_s=per_batch,
         tokens_per_s=rate,
@@ -142,7 +145,7 @@ def fit_pass(points: Sequence[BatchPoint]) -> PassFit:
     Raises:
         DataError: fewer than two points.
     """
-    per_batch, rate = _fit_rate(*_batch_columns(points))
+    per_batch, rate, _ = _fit_batches(points)
     return PassFit(per_micro_batch_s=per_batch, tokens_per_s=rate)
 
 
@@ -152,21 +155,32 @@ def fit_call(points: Sequence[BatchPoint]) -> CallFit:
     Raises:
         DataError: fewer than two points.
     """
-    base_s, rate = _fit_rate([1] * len(points), [p.num_tokens for p in points], [p.seconds for p in points])
+    base_s, rate, _ = _fit_rate(
+        [1] * len(points), [p.num_tokens for p in points], [p.seconds for p in points]
+    )
     return CallFit(base_s=base_s, tokens_per_s=rate)
 
 
-def _batch_columns(points: Sequence[BatchPoint]) -> tuple[list[int], list[int], list[float]]:
-    return (
+def _fit_batches(points: Sequence[BatchPoint]) -> tuple[float, float, float]:
+    """As `_fit_rate`, a point's error by the root of its tokens: one group alone costs less than the line through the
+    run's own sizes says, because nothing waits for memory yet."""
+    tokens = [p.num_tokens for p in points]
+    return _fit_rate(
         [p.num_micro_batches for p in points],
-        [p.num_tokens for p in points],
+        tokens,
         [p.seconds for p in points],
+        weights=[math.sqrt(max(count, 1)) for count in tokens],
     )
 
 
-def _fit_rate(calls: Sequence[int], tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Seconds per call, and tokens per second; a rate nothing depends on comes out as infinite."""
-    (per_call, per_token), _ = fit_nonnegative(
-        [[float(c) for c in calls], [float(t) for t in tokens]], seconds
+def _fit_rate(
+    calls: Sequence[int],
+    tokens: Sequence[int],
+    seconds: Sequence[float],
+    weights: Sequence[float] | None = None,
+) -> tuple[float, float, float]:
+    """Seconds per call, tokens per second (infinite where nothing depends on them), and the error of the fit."""
+    (per_call, per_token), error = fit_nonnegative(
+        [[float(c) for c in calls], [float(t) for t in tokens]], seconds, weights
     )
-    return float(per_call), 1.0 / float(per_token) if per_token > 0 else float("inf")
+    return float(per_call), 1.0 / float(per_token) if per_token > 0 else float("inf"), error

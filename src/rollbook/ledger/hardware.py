@@ -336,7 +336,7 @@ class MachineSpec:
     digest_bytes_per_s: float = 0.0
     """Digest of live parameters, and the copy into them, per byte published."""
     sync_base_s: float = 0.0
-    """Paid by every publication: open, commit, probe."""
+    """Paid by every publication whose replicas have a slot to spare: the probe."""
     reward_s: float = 0.0
     """Scoring one trajectory."""
     reward_base_s: float = 0.0

@@ -125,7 +125,14 @@ def predict_stages(model: ModelSpec, machine: MachineSpec, work: StepWork) -> di
     stages = {"rollout": rollout, "reward": _reward(machine, work)} | stages_after_rollout(
         model, machine, work
     )
-    return stages if not work.generates_beside else _side_by_side(stages, machine.contention or Contention())
+    if not work.generates_beside:
+        return stages
+    return _side_by_side(
+        stages,
+        machine.contention or Contention(),
+        has_full_slots=work.most_running - work.num_sequences >= work.num_slots * work.num_replicas,
+        probe_s=machine.sync_base_s,
+    )
 
 
 def stages_after_rollout(model: ModelSpec, machine: MachineSpec, work: StepWork) -> dict[str, Entry]:
@@ -151,15 +158,30 @@ def _source(machine: MachineSpec) -> str:
     return f"rollbook calibrate: {machine.name}, {machine.model}, {machine.dtype}"
 
 
-def _side_by_side(stages: dict[str, Entry], contention: Contention) -> dict[str, Entry]:
+def rollout_wait_s(generation_s: float, beside_s: float, contention: Contention) -> float:
+    """Seconds that the step loop waits for a step's responses, which engines alone generate in `generation_s`, after
+    it did something else for `beside_s`."""
+    return max(generation_s - beside_s / contention.engine, 0.0)
+
+
+def _side_by_side(
+    stages: dict[str, Entry], contention: Contention, *, has_full_slots: bool, probe_s: float
+) -> dict[str, Entry]:
     """What the step loop sees of sides that work at the same time. While the loop waits, the engines are alone. They do
-    not wait for requests to be made and responses scored: others run meanwhile."""
-    generating = ("rollout", "reward")
+    not wait for requests to be made and responses scored: others run meanwhile. Engines that are waited for and have
+    every slot taken by later steps are not probed."""
     slower = {name: stage.scaled(contention.of(name)) for name, stage in stages.items()}
-    trainer_s = sum(stage.seconds for name, stage in slower.items() if name not in generating)
     rollout = stages["rollout"]
-    beside_s = trainer_s / contention.engine  # of generating, in seconds of engines alone
-    wait_s = max(rollout.seconds - beside_s, 0.0)
+
+    def beside() -> float:
+        """Seconds of all other stages."""
+        return sum(stage.seconds for name, stage in slower.items() if name not in ("rollout", "reward"))
+
+    if has_full_slots and rollout_wait_s(rollout.seconds, beside(), contention) > 0:
+        slower["sync"] = slower["sync"].at(slower["sync"].seconds - probe_s * contention.publication)
+    trainer_s = beside()
+    wait_s = rollout_wait_s(rollout.seconds, trainer_s, contention)
+    beside_s = trainer_s / contention.engine
     slower["rollout"] = replace(
         rollout,
         seconds=wait_s,
