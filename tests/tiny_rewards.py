@@ -43,15 +43,15 @@ def words(response: str, task: Mapping[str, Any]) -> Any:
 
 
 def interrupts_once(
-    response: str, task: Mapping[str, Any], *, marker: str, whole_group: bool = False
+    response: str, task: Mapping[str, Any], *, marker: str, by: str = "SIGINT", whole_group: bool = False
 ) -> float:
-    """Ctrl-C at call number 12 of the first process: a call a byte of the file `marker`. A terminal sends it to the
-    whole process group."""
+    """Ctrl-C, or another signal, at call number 12 of the first process: a call a byte of the file `marker`. A
+    terminal sends it to the whole process group."""
     path = Path(marker)
     calls = path.stat().st_size if path.exists() else 0
     path.write_bytes(bytes(calls + 1))
     if calls + 1 == 12:
-        os.kill(0 if whole_group else os.getpid(), signal.SIGINT)
+        os.kill(0 if whole_group else os.getpid(), signal.Signals[by])
     return low_digits(response, task)
 
 

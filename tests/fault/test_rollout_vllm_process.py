@@ -202,43 +202,50 @@ async def test_the_weights_are_not_to_be_had_in_this_process(bench: Bench) -> No
         await bench.engine.live_weights()
 
 
-def test_ctrl_c_for_the_whole_process_group_ends_the_run_after_its_step(tmp_path: Path) -> None:
-    """As from a terminal: it reaches vLLM's process, too, while the step's other responses are decoded there."""
-    path, marker = write_tiny(tmp_path, num_steps=3, config={"model": RUN_MODEL}), tmp_path / "marker"
+def train_interrupted(folder: Path, **signalled: Any) -> subprocess.CompletedProcess[str]:
+    """A run as a shell starts it, with a signal in its second step. Returns when the last process that it started,
+    and that holds its output, is gone."""
+    path = write_tiny(folder, num_steps=3, config={"model": RUN_MODEL})
     term = {
         "function": "tiny_rewards:interrupts_once",
         "isolation": "inline",
         "is_tested": False,
-        "options": {"marker": str(marker), "whole_group": True},
+        "options": {"marker": str(folder / "marker"), **signalled},
     }
-    engine = {
+    overrides = {
+        "reward.terms": [term],
+        "run.max_failure_frac": 0.0,
         "rollout.engine": "vllm",
         "rollout.kv_pool_tokens": 2048,
         "rollout.num_slots": 2,
         "rollout.vllm.in_process": False,
         "sync.transport": "shm",
     }
-    overrides = as_set({"reward.terms": [term], "run.max_failure_frac": 0.0} | engine)
+    settings = [part for one in as_set(overrides) for part in ("--set", one)]
     tests = Path(__file__).parents[1]
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "rollbook.cli.main",
-            "train",
-            path,
-            *(p for o in overrides for p in ("--set", o)),
-        ],
+    return subprocess.run(
+        [sys.executable, "-m", "rollbook.cli.main", "train", path, *settings],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tests, tests.parent / "src")))},
         capture_output=True,
         text=True,
         timeout=300,
         start_new_session=True,
     )
+
+
+def test_ctrl_c_for_the_whole_process_group_ends_the_run_after_its_step(tmp_path: Path) -> None:
+    """As from a terminal: vLLM's process does not end before the step's other responses are decoded."""
+    run = train_interrupted(tmp_path, whole_group=True)
     assert f"`rollbook train --resume {tmp_path / 'run'}` continues" in run.stderr
     assert run.returncode == 130
     result = RunResult(tmp_path / "run")
     assert len(result.metrics) == result.state["num_steps_done"] == 2
+
+
+def test_vllms_process_does_not_outlive_a_run_that_was_killed(tmp_path: Path) -> None:
+    run = train_interrupted(tmp_path, by="SIGKILL")
+    assert run.returncode == -signal.SIGKILL
+    assert len(RunResult(tmp_path / "run").metrics) == 1
 
 
 async def test_death_of_vllms_process_fails_every_request(bench: Bench) -> None:
