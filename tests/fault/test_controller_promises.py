@@ -115,6 +115,13 @@ def test_weights_that_moved_and_arrive_unmoved_stop_the_run(tiny_run: TinyRun) -
         tiny_run(faults=[stale_export], **{"run.schedule": "separate_async"})
 
 
+def test_an_update_below_what_the_type_resolves_is_no_fault(tiny_run: TinyRun) -> None:
+    """The master weights keep it; in bfloat16 the same bits are published again."""
+    run = tiny_run(num_steps=2, **{"model.dtype": "bfloat16", "trainer.lr": 1e-12})
+    assert [m["training/weight_version"] for m in run.metrics] == [1, 2]
+    assert all(m["trainer/actor_unmoved_updates"] == m["trainer/actor_updates"] >= 1 for m in run.metrics)
+
+
 def test_steps_of_flat_rewards_move_nothing_and_are_no_fault(tiny_run: TinyRun) -> None:
     run = tiny_run(num_steps=2, **{"reward.terms.0.function": "tiny_rewards:zero"})
     assert [m["training/weight_version"] for m in run.metrics] == [1, 2]

@@ -42,7 +42,7 @@ def update(
         held = trainer.optimizer.gradients()
         gradients.update({n: g.clone() for n, g in zip(trainer.optimizer.names, held, strict=True)})
         trainer.optimizer.clear()
-        return UpdateReport(1.0, 0.0, is_applied=True, is_clipped=False)
+        return UpdateReport(1.0, 0.0, is_applied=True, is_clipped=False, has_moved=True)
 
     trainer.optimizer.step = keep  # type: ignore[method-assign]
     batch = trainer.make_batch(sequences, step=0, weight_version=0)

@@ -161,7 +161,7 @@ def test_gradients_agree_with_finite_differences_through_the_model() -> None:
 def _nothing() -> object:
     from rollbook.trainer.optimizer import UpdateReport
 
-    return UpdateReport(0.0, 0.0, is_applied=True, is_clipped=False)
+    return UpdateReport(0.0, 0.0, is_applied=True, is_clipped=False, has_moved=True)
 
 
 def _loss_of_ones(trainer: Trainer, sequences: list[TrainSequence]) -> float:

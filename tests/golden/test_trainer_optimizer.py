@@ -65,6 +65,25 @@ def test_small_updates_accumulate_in_master_weights_under_bfloat16() -> None:
     assert parameters["matrix"][0, 0].item() == pytest.approx(0.99, abs=2**-8)
 
 
+def test_a_report_says_whether_a_bit_of_the_compute_weights_moved() -> None:
+    """Weights of 1 under bfloat16: the first step of 0.001 rounds to nothing (half a spacing down is 2^-9), the second
+    does not."""
+    parameters = {"matrix": nn.Parameter(torch.ones(2, 2))}
+    optimizer = AdamW(
+        parameters, OptimizerFields(lr=1e-3), masters=lower_precision(parameters, torch.bfloat16)
+    )
+    moved = []
+    for _ in range(2):
+        before = parameters["matrix"].clone()
+        parameters["matrix"].sum().backward()  # type: ignore[no-untyped-call]
+        report = optimizer.step()
+        assert report.has_moved == (not torch.equal(before, parameters["matrix"]))
+        moved.append(report.has_moved)
+    assert moved == [False, True]
+    parameters["matrix"].sum().backward()  # type: ignore[no-untyped-call]
+    assert not optimizer.step(0.0).has_moved
+
+
 def test_gradients_of_micro_batches_are_summed_in_float32_under_bfloat16() -> None:
     """1 + 100 x 2^-9 is 1.1953; added one by one in bfloat16 it would stay 1."""
     parameters = {"matrix": nn.Parameter(torch.zeros(1, 1))}

@@ -480,9 +480,11 @@ class Controller:
         return report
 
     def note_movement(self, values: Values) -> None:
-        """An update whose gradient is not zero moves the weights: a publication of the same bits is then a fault."""
-        norm = values.get("actor/grad_norm")
-        self.has_moved |= isinstance(norm, Ratio) and norm.numerator > 0
+        """After an update that moved the weights, a publication of the same bits is a fault."""
+        done, unmoved = (values.get(f"trainer/actor_{name}updates") for name in ("", "unmoved_"))
+        self.has_moved |= (
+            isinstance(done, Total) and isinstance(unmoved, Total) and done.value > unmoved.value
+        )
 
     def _is_publication_due(self, step: int) -> bool:
         return self._is_last(step) or (step + 1) % self.config.sync.every_steps == 0

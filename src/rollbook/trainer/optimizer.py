@@ -36,6 +36,8 @@ class UpdateReport:
     is_applied: bool
     """False: the gradient was not finite, so weights and moments were left as they were."""
     is_clipped: bool
+    has_moved: bool
+    """A weight that the model computes with has another value: a small step can be less than its type resolves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class AdamW:
         if not math.isfinite(norm):
             self.num_skipped += 1
             self.clear()
-            return UpdateReport(norm, rate, is_applied=False, is_clipped=False)
+            return UpdateReport(norm, rate, is_applied=False, is_clipped=False, has_moved=False)
         limit = self.config.max_grad_norm
         is_clipped = 0 < limit < norm
         if is_clipped:
@@ -150,9 +152,10 @@ class AdamW:
             chosen = [i for i, m in enumerate(self.masters) if (m.ndim > 1) == decays and m.numel()]
             if chosen:
                 self._update(chosen, grads, rate, self.config.weight_decay if decays else 0.0)
+        has_moved = norm > 0 and rate > 0 and self._will_move()
         self.refresh()
         self.clear()
-        return UpdateReport(norm, rate, is_applied=True, is_clipped=is_clipped)
+        return UpdateReport(norm, rate, is_applied=True, is_clipped=is_clipped, has_moved=has_moved)
 
     def _global_norm(self, grads: list[Tensor]) -> float:
         """Of the whole gradient. Parameters held whole are summed over the ranks first, and count once."""
@@ -168,6 +171,13 @@ class AdamW:
         zero = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
         squares = [norm.double().square().view(1) for norm in torch._foreach_norm(counted)] if counted else []
         return float(self.ranks.sum_(torch.cat([zero, *squares]).sum()).sqrt())
+
+    def _will_move(self) -> bool:
+        """Whether `refresh` changes a bit; mostly the first tensor tells. A weight without a master moves always."""
+        pairs = ((self.parameters[i].detach(), self.masters[i]) for i in self._lower)
+        return len(self._lower) < len(self.masters) or any(
+            not torch.equal(lower, master.to(lower.dtype)) for lower, master in pairs
+        )
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -605,4 +605,5 @@ def _report(report: UpdateReport, prefix: str) -> Values:
         f"{prefix}/grad_clipped_frac": Ratio(report.is_clipped, 1),
         f"{prefix}/lr": Last(report.lr),
         f"trainer/{prefix}_updates": Total(1),
+        f"trainer/{prefix}_unmoved_updates": Total(not report.has_moved),
     }
