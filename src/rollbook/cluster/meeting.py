@@ -12,7 +12,6 @@ import torch
 from rollbook.config.run_config import RunConfig
 from rollbook.modeling.load import LoadedModel, ModelFacts
 from rollbook.sync.broadcast import BroadcastGroup
-from rollbook.sync.digest import digest, fold
 from rollbook.weights import TensorSpec
 
 
@@ -52,13 +51,6 @@ class RemoteFacts:
     """Of what adapters stand on, where they are published alone; else empty."""
     config_json: str
     """What an engine that starts from a config alone reads; empty where none does."""
-
-
-def base_digest(model: LoadedModel) -> str:
-    """Of the tensors that no publication carries: the base, where adapters are published alone. Else empty."""
-    published = model.published_shapes()
-    base = {name: digest(t) for name, t in model.named_tensors().items() if name not in published}
-    return fold(base) if model.lora is not None and model.lora.publish == "adapter" else ""
 
 
 def config_json(model: LoadedModel, dtype: str) -> str:

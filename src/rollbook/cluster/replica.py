@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from rollbook.cluster.meeting import EngineFacts, ReplicaAddress, base_digest, join_broadcast
+from rollbook.cluster.meeting import EngineFacts, ReplicaAddress, join_broadcast
 from rollbook.config.run_config import RunConfig
 from rollbook.errors import EngineError
 from rollbook.modeling.load import DTYPES, LoadedModel, load_model, load_tokenizer
-from rollbook.modeling.lora import adapter_tensors
+from rollbook.modeling.lora import adapter_tensors, base_digest
 from rollbook.modeling.tokenizer import Tokenizer
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.sync.broadcast import BroadcastReceiver
@@ -115,9 +115,8 @@ class ReplicaActor:
         if not facts.base_digest:
             whole = config.model_copy(update={"lora": None})  # adapters come merged
             return load_model(whole, dtype=facts.dtype, device=device, with_tokenizer=False)
-        model = load_model(
-            config, dtype="float32", device=device, with_tokenizer=False
-        )  # as the trainer does
+        # As the trainer does.
+        model = load_model(config, dtype="float32", device=device, with_tokenizer=False)
         found = base_digest(model)
         if found != facts.base_digest:
             raise EngineError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,17 @@ def adapted(module: nn.Module) -> dict[str, AdaptedLinear]:
 def adapter_tensors(model: LoadedModel) -> dict[str, Tensor]:
     """The adapters' parameters by name."""
     return {n: t for n, t in model.named_tensors().items() if n.rpartition(".")[2] in (DOWN, UP)}
+
+
+def base_digest(model: LoadedModel) -> str:
+    """Of the tensors that the adapters stand on: nothing changes them, no checkpoint holds them, and where adapters are
+    published alone no publication carries them."""
+    found = hashlib.sha256()
+    for name, tensor in model.named_tensors().items():
+        if not tensor.requires_grad and tensor.numel():
+            of_values = int(torch.hash_tensor(tensor).view(torch.int64))
+            found.update(f"{name} {tensor.dtype} {list(tensor.shape)} {of_values}\n".encode())
+    return found.hexdigest()[:16]
 
 
 def exported(model: LoadedModel, dtype: torch.dtype, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
