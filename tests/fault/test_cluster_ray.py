@@ -34,12 +34,13 @@ from rollbook.errors import (
     TrainerDownError,
 )
 from rollbook.modeling.load import load_model
+from rollbook.modeling.lora import base_digest
 from rollbook.sync.publisher import PublicationReport
 from tiny_run import RunResult, run_tiny, tiny_config
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
 
-from rollbook.cluster.meeting import EngineFacts, base_digest  # noqa: E402
+from rollbook.cluster.meeting import EngineFacts  # noqa: E402
 from rollbook.cluster.replica import ReplicaActor  # noqa: E402
 from rollbook.cluster.replicas import RayPool, RemoteEngine, RemotePublisher  # noqa: E402
 from rollbook.cluster.trainer import RemoteTrainer  # noqa: E402
@@ -247,8 +248,8 @@ def test_a_run_on_ray_is_calibrated_in_its_actors_and_its_numbers_stay_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor does the trainer's state come here and go back: the ranks keep what trials change."""
-    monkeypatch.delattr(RemoteTrainer, "state_dict")
-    monkeypatch.delattr(RemoteTrainer, "load_state_dict")
+    for method in ("state_dict", "load_state_dict"):
+        monkeypatch.setattr(RemoteTrainer, method, None)
     run = run_tiny(tmp_path, num_steps=3, **{**ON_RAY, "rollout.num_replicas": 1, "plan.is_on": True})
     assert_same_run(run, undisturbed)
     (event,) = run.events_of("plan")

@@ -398,17 +398,6 @@ def _load(folder: Path) -> dict[str, Tensor]:
     return dict(load_file(folder / "model.safetensors"))
 
 
-def test_offload_and_onload_change_nothing() -> None:
-    trainer, other = tiny_trainer(with_reference=True), tiny_trainer(with_reference=True)
-    for step in range(2):
-        _steps(trainer, range(step, step + 1))
-        trainer.offload()
-        trainer.onload()
-        _steps(other, range(step, step + 1))
-    for (name, tensor), (_, expected) in zip(trainer.export_weights(), other.export_weights()):
-        assert torch.equal(tensor, expected), name
-
-
 def test_initial_weights_are_a_function_of_the_seed() -> None:
     from rollbook.modeling.load import load_model
 

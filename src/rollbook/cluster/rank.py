@@ -12,15 +12,10 @@ import ray
 import torch
 from torch import Tensor
 
-from rollbook.cluster.meeting import (
-    RemoteFacts,
-    ReplicaAddress,
-    base_digest,
-    config_json,
-    join_broadcast,
-)
+from rollbook.cluster.meeting import RemoteFacts, ReplicaAddress, config_json, join_broadcast
 from rollbook.config.run_config import RunConfig
 from rollbook.errors import RunError, refuse
+from rollbook.modeling.lora import base_digest
 from rollbook.sync.broadcast import BroadcastSender
 from rollbook.sync.folders import folder_problems, uses_shm
 from rollbook.sync.publisher import PublicationReport, Publisher
@@ -80,6 +75,7 @@ class TrainerRank:
             ranks = Ranks(dist.group.WORLD, device)
         self.trainer = Trainer(**keywords, ranks=ranks)
         model, specs = self.trainer.model, self.trainer.weight_specs()
+        sends_adapters = model.lora is not None and model.lora.publish == "adapter"
         return RemoteFacts(
             facts=model.facts,
             source=model.source,
@@ -87,7 +83,7 @@ class TrainerRank:
             hf_config=model.hf_config(),
             specs=specs,
             num_trained_params=self.trainer.num_trained_params,
-            base_digest=base_digest(model),
+            base_digest=base_digest(model) if sends_adapters else "",
             config_json=config_json(model, specs[0].dtype) if tells_config else "",
         )
 
@@ -112,12 +108,6 @@ class TrainerRank:
         values = getattr(self.trainer, method)(batch, objective, **keywords)
         noted = objective.noted if isinstance(objective, NotingObjective) else {}
         return self._mine((values, {i: row.float().cpu().numpy() for i, row in noted.items()}))
-
-    def state_dict(self) -> Any:
-        return self._mine(_on_host(self.trainer.state_dict()))
-
-    def reset_moments(self) -> None:
-        self.trainer.optimizer.reset_moments()
 
     def _mine(self, answer: Any) -> Any:
         """Rank 0 answers for all."""
@@ -212,11 +202,3 @@ class FinishedStream:
     def finish(self) -> None:
         for _ in self._stream or self.trainer.export_weights():
             pass
-
-
-def _on_host(state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return state.detach().cpu()
-    if isinstance(state, Mapping):
-        return {name: _on_host(value) for name, value in state.items()}
-    return state

@@ -68,7 +68,6 @@ class RemoteTrainer(Trainer):
             config=facts.hf_config,
         )
         self.model = cast(LoadedModel, remote)
-        self.optimizer = cast(Any, _RemoteOptimizer(self))
         self._lock = threading.Lock()
         self._lost = ""
 
@@ -112,10 +111,7 @@ class RemoteTrainer(Trainer):
         self.call("do", "save_model", folder.absolute())
 
     def reset_moments(self) -> None:
-        self.call("reset_moments")
-
-    def state_dict(self) -> dict[str, Any]:
-        return cast(dict[str, Any], self.call("state_dict"))
+        self.call("do", "reset_moments")
 
     def write_state(self, folder: Path, readable: Callable[[State], State] = lambda state: state) -> Written:
         """Rank 0 writes: of what a rank holds nothing is parked, and nothing passes through Ray."""
@@ -123,9 +119,6 @@ class RemoteTrainer(Trainer):
 
     def read_state(self, checkpoint: Path) -> None:
         self.call("do", "read_state", checkpoint.absolute())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.call("do", "load_state_dict", ray.put(dict(state)))
 
     def freeze_reference(self) -> None:
         self.call("do", "freeze_reference")
@@ -148,12 +141,6 @@ class RemoteTrainer(Trainer):
 
     def carry(self, batch: TrainBatch) -> None:
         self.call("carry", ray.put(batch))
-
-    def offload(self) -> None:
-        self.call("do", "offload")
-
-    def onload(self) -> None:
-        self.call("do", "onload")
 
     def _fill_remote(self, method: str, batch: TrainBatch, name: str) -> Values:
         values, rows = self.call("fill", method, ray.put(batch), name)
@@ -228,11 +215,3 @@ class Asked:
 
     rank: int
     call: str
-
-
-class _RemoteOptimizer:
-    def __init__(self, trainer: RemoteTrainer) -> None:
-        self._trainer = trainer
-
-    def reset_moments(self) -> None:
-        self._trainer.reset_moments()

@@ -184,7 +184,7 @@ async def warm_up(controller: Controller) -> None:
                 await controller.publish(controller.weight_version + 1)
                 if await _is_warm(controller):
                     break
-        controller.trainer.optimizer.reset_moments()
+        controller.trainer.reset_moments()
         controller.trainer.freeze_reference()
 
 

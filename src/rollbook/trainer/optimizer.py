@@ -256,13 +256,6 @@ class AdamW:
             tensor.zero_()
         self.num_updates = 0
 
-    def to(self, device: torch.device) -> None:
-        """Move moments, and masters that are not the compute weights, to `device`."""
-        for held in (self.means, self.mean_squares):
-            held[:] = [tensor.to(device) for tensor in held]
-        for i in self._lower:
-            self.masters[i] = self.masters[i].to(device)
-
     def _add_gradient(self, i: int, parameter: Tensor) -> None:
         grad = parameter.grad
         assert grad is not None

@@ -10,7 +10,6 @@ arguments, and gets the same answer; where an answer is large (`state_dict`), ra
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import time
@@ -30,6 +29,7 @@ from rollbook.ledger.hardware import MachineSpec
 from rollbook.modeling.config import ModelConfig
 from rollbook.modeling.load import DTYPES, LoadedModel, load_model
 from rollbook.modeling.logprobs import token_logprobs
+from rollbook.modeling.lora import base_digest
 from rollbook.observe.values import Last, Low, Peak, Ratio, Total, Values, merge
 from rollbook.trainer.ceilings import measure_machine, wait_for
 from rollbook.trainer.config import CriticConfig, TrainerConfig
@@ -469,13 +469,7 @@ class Trainer:
 
     @cached_property
     def _base_digest(self) -> str:
-        """Of the tensors that adapters stand on, which no checkpoint holds and nothing changes."""
-        found = hashlib.sha256()
-        for name, tensor in self.model.named_tensors().items():
-            if not tensor.requires_grad and tensor.numel():
-                of_values = int(torch.hash_tensor(tensor).view(torch.int64))
-                found.update(f"{name} {tensor.dtype} {list(tensor.shape)} {of_values}\n".encode())
-        return found.hexdigest()[:16]
+        return base_digest(self.model)
 
     def freeze_reference(self) -> None:
         """The reference becomes the policy of this moment (after a warm-up)."""
@@ -524,23 +518,6 @@ class Trainer:
     def carry(self, batch: TrainBatch) -> None:
         """Take `batch` to where it is computed, and as much back as a forward writes into it; compute nothing. Within
         one process there is no way to go."""
-
-    # ---- host memory ---------------------------------------------------------------------------------------
-
-    def offload(self) -> None:
-        """Optimizer state and reference to host memory."""
-        self._move_aside(torch.device("cpu"))
-
-    def onload(self) -> None:
-        """Back to the device."""
-        self._move_aside(self.model.device)
-
-    def _move_aside(self, device: torch.device) -> None:
-        self.optimizer.to(device)
-        if self.critic is not None:
-            self.critic.optimizer.to(device)
-        if self.reference is not None:
-            self.reference.module.to(device)
 
 
 def _spread(values: Tensor, inputs: ModelInputs, micro: MicroBatch) -> Tensor:
