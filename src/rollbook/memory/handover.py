@@ -61,10 +61,6 @@ class MoveReport:
     fragmented_bytes: int
     """Reserved beyond that."""
 
-    @property
-    def gb_per_s(self) -> float:
-        return self.num_bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Expectation:

@@ -2,8 +2,7 @@
 
 Owners register once, with a function that returns their tensors as they are now; a reading calls all of them. Memory
 that two owners share (an engine that computes with the trainer's weights) counts for the one that registered first.
-What the allocator holds beyond all owners is shown as `unregistered` (activations, workspaces); what it has reserved
-beyond what it has allocated is fragmentation when it grows from switch to switch.
+What the allocator has reserved beyond what it has allocated is fragmentation when it grows from switch to switch.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Holding:
     owner: Owner
     device: str
     num_bytes: int
-    num_shared_bytes: int
-    """Bytes of this owner's tensors that an earlier owner already counts."""
+    """Without what an earlier owner already counts."""
     expected_bytes: float | None
 
 
@@ -53,7 +51,6 @@ class DeviceState:
     allocated_bytes: int
     reserved_bytes: int
     free_bytes: int
-    unregistered_bytes: int
 
     @property
     def fragmented_bytes(self) -> int:
@@ -112,23 +109,18 @@ class Register:
     def read(self, point: str) -> Reading:
         """Count every storage once, for the first owner that returns a tensor in it."""
         seen: set[tuple[str, int]] = set()
-        counts: dict[tuple[Owner, str], list[int]] = {
-            key: [0, 0] for key in self._expected
-        }  # expected owners are shown with 0 bytes when they hold nothing
+        counts = dict.fromkeys(self._expected, 0)  # an expected owner is shown when it holds nothing, too
         for owner, tensors in self._owners:
-            mine: set[tuple[str, int]] = set()
             for tensor in tensors():
                 storage = tensor.untyped_storage()
-                key = (str(tensor.device), storage.data_ptr())
-                if storage.nbytes() == 0 or key in mine:
-                    continue
-                mine.add(key)
-                count = counts.setdefault((owner, key[0]), [0, 0])
-                count[key in seen] += storage.nbytes()
-            seen |= mine
+                device, address = str(tensor.device), storage.data_ptr()
+                if storage.nbytes():
+                    is_new = (device, address) not in seen
+                    seen.add((device, address))
+                    counts[owner, device] = counts.get((owner, device), 0) + is_new * storage.nbytes()
         holdings = tuple(
-            Holding(owner, device, own, shared, self._expected.get((owner, device)))
-            for (owner, device), (own, shared) in counts.items()
+            Holding(owner, device, num_bytes, self._expected.get((owner, device)))
+            for (owner, device), num_bytes in counts.items()
         )
         return Reading(point, holdings, _device_states(holdings))
 
@@ -139,13 +131,12 @@ def _device_states(holdings: Iterable[Holding]) -> tuple[DeviceState, ...]:
         registered[holding.device] = registered.get(holding.device, 0) + holding.num_bytes
     states = []
     for device in sorted(registered | dict.fromkeys(_accelerators(), 0)):
-        own = registered.get(device, 0)
         if device.startswith("cuda"):
             allocated = torch.cuda.memory_allocated(device)
             free = torch.cuda.mem_get_info(device)[0]
-            state = DeviceState(device, allocated, torch.cuda.memory_reserved(device), free, allocated - own)
+            state = DeviceState(device, allocated, torch.cuda.memory_reserved(device), free)
         else:
-            state = DeviceState(device, own, own, 0, 0)
+            state = DeviceState(device, registered[device], registered[device], 0)
         states.append(state)
     return tuple(states)
 
