@@ -215,9 +215,7 @@ class GroupBuffer:
         with `refill` it gives its place back now, without it leaves with its step, which is then smaller."""
         entry = self._running(group.group_id)
         if group.scored:
-            self.staleness_steps(
-                group
-            )  # refuse versions nobody published before the group counts as finished
+            self.staleness_steps(group)  # refuses a version that nobody published
         entry.group = group
         if drop_reason is not None and refill:
             self._leave(entry, GroupState.EVICTED, drop_reason)
@@ -267,7 +265,6 @@ class GroupBuffer:
         taken = Taken([], [], [], self.num_refills, [], [], self.step, starved, dict(self._version_step))
         for entry in chosen:
             del self._entries[entry.group_id]
-            self._num_places_taken += 1
             if entry.state is GroupState.FAILED:
                 continue
             assert entry.group is not None
@@ -285,10 +282,7 @@ class GroupBuffer:
             self._end_prompt(entry, GroupState.TRAINED, "")
             taken.groups.append(entry.group)
             taken.staleness_steps.append(staleness_steps)
-        if (
-            len(chosen) < self.groups_per_step
-        ):  # a starved step is smaller; its places are used up all the same
-            self._num_places_taken += self.groups_per_step - len(chosen)
+        self._num_places_taken += self.groups_per_step  # by a step with fewer groups as well
         taken.evictions, self._evictions = self._evictions, []
         taken.dropped, self._dropped = self._dropped, []
         taken.prompts_done, self._prompts_done = self._prompts_done, []
