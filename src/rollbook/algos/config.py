@@ -353,11 +353,6 @@ class AlgorithmConfig(Section):
     def needs_teacher(self) -> bool:
         return self.distill.placement != "none"
 
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the entropy must carry a gradient; as a metric it is welcome anyway."""
-        return self.entropy_coef > 0
-
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` wins; tables are merged key by key."""

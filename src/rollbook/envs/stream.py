@@ -213,10 +213,9 @@ class PromptStream:
         key = (pool_idx, epoch)
         if key not in self._orders:
             size = len(self._pools[pool_idx].prompts)
+            # Positions are drawn in order: an epoch once left is never needed again.
             for old in [k for k in self._orders if k[0] == pool_idx]:
-                del self._orders[
-                    old
-                ]  # positions are drawn in order: an epoch once left is never needed again
+                del self._orders[old]
             draw = np.random.default_rng([self._seed, pool_idx, epoch])
             self._orders[key] = draw.permutation(size) if self._shuffle else np.arange(size)
         return self._orders[key]

@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 
 from rollbook.section import Section
 
-DtypeName = Literal["float32", "bfloat16"]
-
 
 class NewModelConfig(Section):
     """A tiny model made on the spot, with random weights and a character tokenizer: no download."""

@@ -239,9 +239,10 @@ def _finished(model: LoadedModel, config: ModelConfig, attention: str) -> Loaded
     return model
 
 
-def wrap_transformers(module: nn.Module, source: str = "a transformers model") -> LoadedModel:
+def wrap_transformers(module: nn.Module) -> LoadedModel:
     """A transformers causal LM made elsewhere, behind the same face."""
-    return LoadedModel(module=module, facts=_facts(module.config), tokenizer=None, source=source)
+    facts = _facts(module.config)
+    return LoadedModel(module=module, facts=facts, tokenizer=None, source="a transformers model")
 
 
 def load_tokenizer(
@@ -270,9 +271,8 @@ def load_tokenizer(
                 "put the tokenizer's files beside the model, or set model.tokenizer_path",
             ) from None
         vocab = inner.get_vocab()
-        if not set(vocab) - set(
-            inner.all_special_tokens
-        ):  # what transformers makes of a folder without its files
+        # What transformers makes of a folder without its files.
+        if not set(vocab) - set(inner.all_special_tokens):
             raise ConfigError(
                 f"the tokenizer of {name} knows no text: its vocabulary holds {len(vocab)} special tokens and nothing "
                 "else, as if tokenizer.json were missing",

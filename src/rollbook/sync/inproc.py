@@ -188,9 +188,8 @@ class InprocPort:
             await swapping
         except BaseException as error:
             if transaction.state is State.BROKEN or not isinstance(error, SyncError):
-                self._blocking = asyncio.ensure_future(
-                    self._block(labeled)
-                )  # not awaited: the engine may hang
+                # Not awaited: the engine may hang.
+                self._blocking = asyncio.ensure_future(self._block(labeled))
             raise
         await self._end_pause()
         return report

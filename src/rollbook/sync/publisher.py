@@ -412,9 +412,8 @@ class Publisher:
                 bucket = next(buckets, None)
                 publication.packing_ends_at_s = math.inf
                 publication.export_s += time.perf_counter() - began_at_s
-                if (
-                    bucket is None or publication.is_over
-                ):  # given up while it was packed: it is sent to nobody
+                # Given up while it was packed, a bucket is sent to nobody.
+                if bucket is None or publication.is_over:
                     break
                 publication.num_buckets += 1
                 travelling.append(self._send(publication, bucket, loop))

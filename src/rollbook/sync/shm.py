@@ -34,9 +34,8 @@ class _Mapping:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             if num_bytes is not None:
-                os.posix_fallocate(
-                    descriptor, 0, num_bytes
-                )  # a full /dev/shm is an error here, not a crash later
+                # A full /dev/shm is an error here, not a crash later.
+                os.posix_fallocate(descriptor, 0, num_bytes)
             self._map = mmap.mmap(descriptor, 0)
         finally:
             os.close(descriptor)

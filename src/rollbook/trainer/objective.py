@@ -72,7 +72,7 @@ class Objective(Protocol):
         Args:
             micro: the packed tokens.
             logprobs: [T] float32 of the current policy, with a gradient.
-            entropy: [T] float32, nats, with a gradient; None unless it is measured or `needs_entropy`.
+            entropy: [T] float32, nats, with a gradient; None unless `trainer.measure_entropy`.
             denominators: of the mini batch.
         """
 

@@ -27,10 +27,6 @@ class SelfTest:
     """Prompts whose reference answer was scored; 0: the source has none, and nothing is proven."""
     problems: tuple[str, ...]
 
-    @property
-    def is_proven(self) -> bool:
-        return self.num_prompts > 0 and not self.problems
-
 
 async def self_test(scorer: Scorer, prompts: Iterable[Prompt]) -> list[SelfTest]:
     """Score reference answers (`task["answer"]`) and those of other prompts, a few of each source."""

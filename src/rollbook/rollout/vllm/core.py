@@ -492,9 +492,8 @@ def _core_step(outputs: Any) -> CoreStep:
 
 def _core_output(output: Any) -> CoreOutput:
     token_ids = output.new_token_ids
-    logprobs = (
-        output.new_logprobs.logprobs[:, 0].tolist() if token_ids else []
-    )  # column 0: the sampled token's
+    # Column 0: the sampled token's.
+    logprobs = output.new_logprobs.logprobs[:, 0].tolist() if token_ids else []
     prefill, events = output.prefill_stats, output.events
     return CoreOutput(
         output.request_id,
