@@ -279,10 +279,12 @@ def _end_of(clean: Series, at: int, base: float, direction: Direction) -> int:
         return len(clean)
     first = int(there[0])
     back = smooth[first:] < 0.3 * size
-    if len(back) < width:
-        return len(clean)
-    runs = np.flatnonzero(np.convolve(back.astype(np.int64), np.ones(width, np.int64), "valid") == width)
-    return at + first + int(runs[0]) if len(runs) else len(clean)
+    if len(back) >= width:
+        runs = np.flatnonzero(np.convolve(back.astype(np.int64), np.ones(width, np.int64), "valid") == width)
+        if len(runs):
+            return at + first + int(runs[0])
+    last = len(back) - len(back[::-1].cumprod().nonzero()[0])  # all from here on are back, when the log ends
+    return at + first + last if len(back) - last >= changes.MIN_POINTS else len(clean)
 
 
 def _early_share(after: Series, base: float) -> float:

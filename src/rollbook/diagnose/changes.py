@@ -261,11 +261,19 @@ def _describe(
 
 
 def spearman(a: Series, b: Series) -> float:
-    """Rank correlation of two series where both have values; 0 with fewer than 8 of them."""
+    """Rank correlation of two series where both have values; 0 with fewer than 8 of them, or where one stands still.
+
+    >>> round(spearman(np.arange(8.0), np.array([0.0, 0, 0, 0, 0, 0, 0, 1])), 2)  # equal values share a rank
+    0.58
+    """
     both = np.isfinite(a) & np.isfinite(b)
-    if both.sum() < 8:
+    if both.sum() < 8 or any(np.ptp(x[both]) == 0 for x in (a, b)):
         return 0.0
-    ranks = [np.argsort(np.argsort(x[both])).astype(np.float64) for x in (a, b)]
-    if any(np.ptp(x[both]) == 0 for x in (a, b)):
-        return 0.0
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    return float(np.corrcoef(_ranks(a[both]), _ranks(b[both]))[0, 1])
+
+
+def _ranks(values: Series) -> Series:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    middle = np.cumsum(counts) - 0.5 * (counts + 1)
+    ranks: Series = middle[place]
+    return ranks

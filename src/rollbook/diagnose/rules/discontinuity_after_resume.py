@@ -12,6 +12,7 @@ from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import many, num, share
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.gap import GAP, gap_of
+from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.signs.rewards import lowest_reward, other_prompts, reward_of
 from rollbook.diagnose.view import View
 
@@ -333,7 +334,7 @@ def _at(view: View, restart: Restart) -> Finding | None:
         evidence.append(item)
         meanings["the schedule began anew" if item.metric == "actor/lr" else "the data began anew"] = None
         surest = max(surest, LONE_JUMP)
-    if not restart.is_certain and other_prompts(view, restart.idx):
+    if not restart.is_certain and (other_prompts(view, restart.idx) or _runs_away(view, restart.idx)):
         return None
     num_jumps = len(evidence) - 1
     if num_jumps < (1 if restart.is_certain else 2):
@@ -360,6 +361,12 @@ def _at(view: View, restart: Restart) -> Finding | None:
         action=ACTION,
         next_check=CHECK,
     )
+
+
+def _runs_away(view: View, idx: int) -> bool:
+    """Whether the policy had left its range before a position: what jumps then goes on from there."""
+    since = policy_of(view).blow_up_idx
+    return since is not None and since < idx - 2
 
 
 def _begins_anew(view: View, idx: int) -> list[Evidence]:

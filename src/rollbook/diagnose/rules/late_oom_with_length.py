@@ -8,6 +8,7 @@ from rollbook.diagnose.changes import spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.series import Series
 from rollbook.diagnose.view import View
 
 RULE = "late_oom_with_length"
@@ -16,7 +17,7 @@ RULE = "late_oom_with_length"
 def judge(view: View) -> Finding | NotJudged | None:
     said = [e for e in view.events("out_of_memory") if e.fields.get("stage") != "sync"]
     used = memory.allocated(view)
-    length = _longest_grown(view)
+    length = _grown_with(view, used)
     if used is None and not said:
         return NotJudged(
             rule=RULE,
@@ -30,14 +31,9 @@ def judge(view: View) -> Finding | NotJudged | None:
         evidence.append(Evidence(metric="log", step=step, says=said[0].text))
     grown, _ = view.trend(length)
     fuller, steadiness = view.trend(used)
-    coupled = 0.0
-    if used is not None and length is not None:
-        coupled = spearman(view.values[used], np.fmax.accumulate(view.values[length]))
     capacity = memory.device_gib(view)
     is_full = capacity is not None and used is not None and memory.is_full(view, used, capacity)
-    grows = (
-        grown >= 1.3 and fuller >= 1.12 and steadiness >= 0.7 and coupled >= 0.7 and not _at_once(view, used)
-    )
+    grows = grown >= 1.3 and fuller >= 1.12 and steadiness >= 0.7 and not _at_once(view, used)
     if used is not None and grows and length is not None:
         first, last = view.level(used, 0, max(3, view.n // 10)), view.last(used, 3)
         short, long = view.level(length, 0, max(3, view.n // 10)), view.last(length, 3)
@@ -53,9 +49,12 @@ def judge(view: View) -> Finding | NotJudged | None:
         confidence = 0.97
     elif said:
         confidence = 0.7
-    elif grows and is_full:
+    elif grows and is_full and not _lives_with_it(view, used, capacity):
         confidence = 0.85
-    elif (brim := _ends_at_the_brim(view, used, capacity)) is not None:
+    elif (
+        not _lives_with_it(view, used, capacity)
+        and (brim := _ends_at_the_brim(view, used, capacity)) is not None
+    ):
         confidence = 0.78
         evidence += brim
     elif grows and view.run.seams and any(seam.num_replaced for seam in view.run.seams) and fuller >= 1.3:
@@ -74,6 +73,31 @@ def judge(view: View) -> Finding | NotJudged | None:
         "response length; plan for the longest batch, not the mean",
         next_check="peak memory against the tokens of the largest micro batch, step by step",
     )
+
+
+def _goes_with(peaks: Series, longest: Series) -> bool:
+    """Whether memory goes with the longest responses so far: step by step, or where both stand until both rise."""
+    both = np.isfinite(peaks) & np.isfinite(longest)
+    if spearman(peaks, longest) >= 0.7:
+        return True
+    moves = both.sum() >= 8 and all(np.ptp(x[both]) > 0 for x in (peaks, longest))
+    return bool(moves and np.corrcoef(peaks[both], longest[both])[0, 1] >= 0.9)
+
+
+LIVED_FRAC = 1 / 3
+"""Share of the steps that memory must have been full for, up to the end, to show that the longest batches fit."""
+STILL_GROWS = 0.02
+"""Share of the device by which it must have grown over those steps to be on its way out all the same."""
+
+
+def _lives_with_it(view: View, used: str | None, capacity: float | None) -> bool:
+    """Whether memory came near the brim long ago and hardly moved since: what has fitted for so long will fit."""
+    if used is None or capacity is None:
+        return False
+    values = view.values[used]
+    known = values[np.isfinite(values)]
+    below = np.flatnonzero(known < known[-1] - STILL_GROWS * capacity)
+    return len(known) - (int(below[-1]) + 1 if len(below) else 0) >= LIVED_FRAC * len(known)
 
 
 BRIM = 0.93
@@ -111,14 +135,17 @@ def _ends_at_the_brim(view: View, used: str | None, capacity: float | None) -> l
     ]
 
 
-def _longest_grown(view: View) -> str | None:
-    """The measure of length that grew most, steadily."""
-    known = [
+def _grown_with(view: View, used: str | None) -> str | None:
+    """The measure of length that grew most, of those that memory goes with."""
+    lengths = ("response_length/mean", "perf/total_num_tokens", "global_seqlen/max", "response_length/max")
+    together = (
         m
-        for m in ("response_length/mean", "perf/total_num_tokens", "global_seqlen/max", "response_length/max")
-        if view.has(m)
-    ]
-    return max(known, key=lambda m: view.trend(m)[0] if view.trend(m)[1] >= 0.6 else 0.0, default=None)
+        for m in lengths
+        if used is not None
+        and view.has(m)
+        and _goes_with(view.values[used], np.fmax.accumulate(view.values[m]))
+    )
+    return max(together, key=lambda m: view.trend(m)[0], default=None)
 
 
 def _at_once(view: View, used: str | None) -> bool:

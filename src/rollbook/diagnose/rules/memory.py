@@ -60,6 +60,13 @@ TAKEN = 0.97
 
 def is_full(view: View, used: str, capacity: float) -> bool:
     """Whether the next larger allocation does not fit: by what is used, or by what the allocator has taken."""
-    top, kept = view.last(used, 3), reserved(view)
-    taken = view.last(kept, 3) if kept is not None else np.nan
+    kept = reserved(view)
+    top = _last_peak(view, used)
+    taken = _last_peak(view, kept) if kept is not None else np.nan
     return top >= FULL * capacity or (top >= NEARLY_FULL * capacity and taken >= TAKEN * capacity)
+
+
+def _last_peak(view: View, metric: str) -> float:
+    """The largest of the last three values: each is a peak already, and where they grow the last one counts."""
+    values = view.values[metric]
+    return float(np.max(values[np.isfinite(values)][-3:]))

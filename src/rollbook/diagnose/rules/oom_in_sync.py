@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, of_break, share
@@ -33,9 +34,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     is_slow = slower is not None and slower.peak_ratio >= 1.4 and slower.score >= 5
     grew = fuller is not None and fuller.ratio >= 1.06 and fuller.score >= 4
     together = slower is not None and fuller is not None and view.near(slower.idx, fuller.idx, least=6)
-    grows_with_length = (
-        view.moved("response_length/mean", fuller.idx, 1, factor=1.25) if fuller is not None else False
-    )
+    grows_with_length = fuller is not None and _is_by_length(view, fuller, "response_length/mean", 1.25)
     if slower is not None and is_slow:
         evidence.append(of_break(slower, "seconds of the hand-over"))
         step = min(step, slower.step) if not said else step
@@ -58,7 +57,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         and fuller.rise_steps <= 2
         and _is_brim(view, used, capacity)
     ):
-        if grows_with_length or view.moved("response_length/max", fuller.idx, 1, factor=1.3):
+        if grows_with_length or _is_by_length(view, fuller, "response_length/max", 1.3):
             return None
         confidence, step = 0.6, fuller.step
     else:
@@ -77,6 +76,14 @@ def judge(view: View) -> Finding | NotJudged | None:
         next_check="memory by owner at the three points of the hand-over: who had not given back what "
         "the plan expected?",
     )
+
+
+def _is_by_length(view: View, fuller: Break, length: str, factor: float) -> bool:
+    """Whether responses grew where memory did, and as it did: lengths that climb over many steps explain no leap."""
+    if not view.moved(length, fuller.idx, 1, factor=factor):
+        return False
+    c = view.contrast(length, fuller.idx)
+    return fuller.rise_steps > 2 or (c is not None and c.is_at_once)
 
 
 LEAP = 1.15

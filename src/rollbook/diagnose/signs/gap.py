@@ -74,6 +74,7 @@ def gap_of(view: View) -> Gap | None:
     """The disagreement of trainer and engine, None when nothing of it was logged."""
     parts: list[Series] = []
     used: list[str] = []
+    stands: list[bool] = []
     for metric, power, rounding in _freed_of_age(view):
         values = view.values.get(metric)
         if values is None:
@@ -83,7 +84,9 @@ def gap_of(view: View) -> Gap | None:
         if known.sum() < 5:
             continue
         resolution = view.resolution(metric)
-        amplitude = np.maximum(amplitude, max(4.0 * resolution, rounding))
+        floor = max(resolution, rounding)
+        at_floor = float((amplitude[known] <= floor * (1 + 1e-9)).mean()) >= 0.5
+        amplitude = np.maximum(amplitude, floor)
         typical = float(np.median(amplitude[known]))
         away = amplitude - typical  # a unit of the last decimal that was printed is no movement
         amplitude = typical + np.sign(away) * np.maximum(np.abs(away) - 1.2 * resolution, 0.0)
@@ -95,13 +98,14 @@ def gap_of(view: View) -> Gap | None:
         scaled[known] = power * np.log(np.maximum(amplitude[known] / typical, 1e-3))
         parts.append(scaled)
         used.append(metric)
+        stands.append(at_floor)
     if not parts:
         return None
     most = max(int(np.isfinite(p).sum()) for p in parts)
     by_age = used[0].startswith("training/logprob_gap_by_staleness/")
     keep = [i for i, p in enumerate(parts) if by_age or np.isfinite(p).sum() >= 0.8 * most]
     if not by_age:
-        keep = _telling(parts, keep)
+        keep = _telling(parts, keep, stands)
     stack = np.stack([parts[i] for i in keep])
     some = np.isfinite(stack).any(axis=0)
     amplitude = np.full(view.n, np.nan)
@@ -124,15 +128,14 @@ def gap_of(view: View) -> Gap | None:
     )
 
 
-def _telling(parts: list[Series], among: list[int]) -> list[int]:
+def _telling(parts: list[Series], among: list[int], stands: list[bool]) -> list[int]:
     """Which amplitudes to listen to: not those whose own noise is several times that of the quietest (a correlation
     near 1, a divergence near nothing), nor those that mostly stand where rounding holds them, if there are others."""
     noises = []
     for i in among:
         known = parts[i][np.isfinite(parts[i])]
-        stands = float((known <= known.min() + 1e-9).mean()) >= 0.5
         noisiest = max(noise_scale(third) for third in np.array_split(known, 3))
-        noises.append(np.inf if stands else max(noisiest, LEAST_GAP_NOISE))
+        noises.append(np.inf if stands[i] else max(noisiest, LEAST_GAP_NOISE))
     least = min(noises)
     return [i for i, noise in zip(among, noises) if noise <= 3 * least]
 

@@ -35,12 +35,12 @@ def policy_of(view: View) -> Policy:
     ratios: list[float] = []
     with_gap: list[Break] = []
     is_bypass = _trains_on_the_engines_logprobs(view)
-    for metric, least, power, into in (
-        ("actor/ppo_kl", 3.0, 0.5, own),
-        ("actor/pg_clipfrac", 2.2, 1.0, shared),
-        ("actor/grad_norm", 2.2, 1.0, shared),
+    for metric, least, power, of_lr, into in (
+        ("actor/ppo_kl", 3.0, 0.5, 2.0, own),
+        ("actor/pg_clipfrac", 2.2, 1.0, 1.0, shared),
+        ("actor/grad_norm", 2.2, 1.0, 0.0, shared),
     ):
-        rise = view.rise(_after_warmup(view, metric))
+        rise = view.rise(_freed_of_warmup(view, metric, of_lr))
         # A step KL scatters around nothing: a rise to many times that is one, though single steps say little.
         if rise is not None and (
             (rise.peak_ratio >= least and rise.score >= 4)
@@ -94,20 +94,24 @@ def _is_coarse(view: View, metric: str) -> bool:
     return float(np.nanquantile(values, 0.9)) <= 12.0 * view.resolution(metric)
 
 
-def _after_warmup(view: View, metric: str) -> str | None:
-    """Name of the metric's size once the learning rate has warmed up: before, a step's movement only follows it."""
+WARM_FRAC = 0.25
+"""Share of the full learning rate below which a step's movement says nothing."""
+
+
+def _freed_of_warmup(view: View, metric: str, power: float) -> str | None:
+    """Name of the metric's size at the full learning rate: while that warms up, a movement that goes with its `power`
+    is scaled up to what it would be, and the first steps are left out."""
     if not view.has(metric):
         return None
     values = np.abs(view.values[metric])
-    begin = 3
+    values[:3] = np.nan
     lr = view.values.get("actor/lr")
-    if lr is not None and np.isfinite(lr).any():
-        early = lr[: max(5, view.n // 3)]
-        top = float(np.nanmax(early)) if np.isfinite(early).any() else 0.0
-        warm = np.flatnonzero(np.nan_to_num(early, nan=0.0) >= 0.95 * top)
-        begin = max(begin, int(warm[0]) + 1) if top > 0 and len(warm) else begin
-    values[:begin] = np.nan
-    return view.derive(f"abs({metric}) after the warm-up", values)
+    if lr is not None and np.isfinite(lr).any() and (top := float(np.nanmax(lr))) > 0:
+        until = int(np.flatnonzero(np.nan_to_num(lr, nan=0.0) >= 0.95 * top)[0])
+        warmth = np.nan_to_num(lr[:until], nan=0.0) / top
+        values[:until][warmth < WARM_FRAC] = np.nan
+        values[:until] /= np.maximum(warmth, WARM_FRAC) ** power
+    return view.derive(f"abs({metric}) at the full learning rate", values)
 
 
 _MUST_BE_FINITE = (

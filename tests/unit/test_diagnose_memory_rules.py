@@ -1,0 +1,65 @@
+"""Memory near the brim: what grows into it, what leaps into it, and what has long fitted."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from diagnose_runs import ALLOCATED, RESERVED, noisy, run_of
+from rollbook.diagnose.tree import diagnose
+
+N = 120
+T = np.arange(N, dtype=np.float64)
+
+
+def _grown(start: float, end: float, over: tuple[int, int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return start + (end - start) * np.clip((T - over[0]) / (over[1] - over[0]), 0, 1)
+
+
+def test_memory_that_grew_long_ago_and_fits_since_is_no_fault() -> None:
+    """Both reach 75 of 80 GiB with lengths twice as long; one at its end, the other for two thirds of it."""
+    for over, verdict in (((60, 119), "late_oom_with_length"), ((5, 40), "well")):
+        lengths = {
+            f"response_length/{k}": noisy(_grown(v, 2 * v, over), 8)
+            for k, v in (("mean", 800.0), ("max", 3000.0))
+        }
+        peak = np.maximum.accumulate(_grown(50, 75, over) + np.random.default_rng(0).normal(0, 0.05, N))
+        assert diagnose(run_of({**lengths, ALLOCATED: peak, RESERVED: peak + 4})).verdict == verdict
+
+
+def test_the_last_peak_tells_whether_growing_memory_is_full() -> None:
+    """It passes 92 % of 80 GiB in the last of 120 steps only; lengths scatter as they grow."""
+    lengths = {
+        f"response_length/{k}": noisy(_grown(v, 2.4 * v, (40, 119)), 8, 0.1)
+        for k, v in (("mean", 300.0), ("max", 800.0))
+    }
+    peak = np.maximum.accumulate(_grown(30, 74, (40, 119)))
+    assert (
+        diagnose(run_of({**lengths, ALLOCATED: peak, RESERVED: peak + 1})).verdict == "late_oom_with_length"
+    )
+
+
+def test_memory_and_lengths_that_both_stand_until_they_step_go_together() -> None:
+    """A curriculum twenty steps before the end: in ranks most of both are ties."""
+    step = np.clip((T - 100) / 8, 0, 1)
+    lengths = {
+        "response_length/mean": noisy(800 * (1 + 1.8 * step), 8, 0.02),
+        "response_length/max": np.where((T % 40 == 7) | (T > 104), 6144.0, 3300.0),
+    }
+    peak = np.maximum.accumulate(44 + 34 * step)
+    assert (
+        diagnose(run_of({**lengths, ALLOCATED: peak, RESERVED: np.maximum(peak + 1, 60)})).verdict
+        == "late_oom_with_length"
+    )
+
+
+def test_a_leap_of_memory_and_of_the_hand_over_is_not_explained_by_lengths_that_climb() -> None:
+    """70 to 134 of 141 GiB at one step, with the publication twice as long; lengths climb by a third all along."""
+    climbs = noisy(3500 * (1 + 0.5 * T / N), 8, 0.02)
+    leaps = {
+        ALLOCATED: np.where(T >= 95, 134.0, 70.0),
+        RESERVED: np.where(T >= 95, 140.7, 92.0),
+        "timing_s/update_weights": noisy(np.where(T >= 95, 10.0, 5.0), 13),
+        "response_length/mean": climbs,
+        "response_length/max": 4 * climbs,
+    }
+    assert diagnose(run_of(leaps)).verdict == "oom_in_sync"

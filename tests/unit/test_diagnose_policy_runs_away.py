@@ -1,0 +1,41 @@
+"""A learning rate that is too high, met while it still warms up."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from diagnose_runs import DIFF, KL, noisy, run_of
+from rollbook.diagnose.signs.policy import policy_of
+from rollbook.diagnose.tree import diagnose
+from rollbook.diagnose.view import View
+
+N = 42
+T = np.arange(N, dtype=np.float64)
+LR = 2e-5 * np.minimum((T + 1) / 16, 1)
+
+
+def _runs_away(since: int = 9, over: int = 6) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    up = np.clip((T - since) / over, 0, 1)
+    return {
+        "actor/lr": LR,
+        "actor/ppo_kl": noisy(3e-4 * (LR / LR[-1]) ** 2 * (1 + 80 * up), 6, 0.3, n=N),
+        "actor/pg_clipfrac": noisy(8e-4 * (LR / LR[-1]) * (1 + 8 * up), 7, 0.1, n=N),
+        "actor/grad_norm": noisy(0.8 * (1 + 4 * up), 4, 0.1, n=N),
+        "actor/entropy": noisy(0.6 * (1 + 2 * up), 5, 0.03, n=N),
+        "critic/score/mean": 0.65 - 0.4 * up + np.random.default_rng(1).normal(0, 0.01, N),
+    }
+
+
+def test_a_policy_that_runs_away_in_the_warm_up_is_no_restart_and_no_mismatch() -> None:
+    """The gap follows, to twice what it was."""
+    up = np.clip((T - 11) / 6, 0, 1)
+    gap = {DIFF: noisy(0.0045 * (1 + up), 2, n=N), KL: noisy(0.001 * (1 + up) ** 2, 3, 0.1, n=N)}
+    diagnosis = diagnose(run_of(_runs_away() | gap, n=N))
+    assert diagnosis.verdict == "well"
+    assert [state.name for state in diagnosis.states] == ["learning_rate_too_high"]
+
+
+def test_movement_that_only_warms_up_with_the_learning_rate_is_no_blow_up() -> None:
+    """Step KL with the square of the rate, clip fraction with the rate: both grow many times in sixteen steps."""
+    warms = {name: series for name, series in _runs_away(since=1000).items() if name != "critic/score/mean"}
+    assert policy_of(View.of(run_of(warms, n=N))).blow_up_idx is None
