@@ -83,7 +83,6 @@ class FailureKind(enum.StrEnum):
     TIMEOUT = "timeout"
     OUT_OF_MEMORY = "out_of_memory"
     SANDBOX_LOST = "sandbox_lost"
-    PROMPT_TOO_LONG = "prompt_too_long"
     CANCELLED = "cancelled"
 
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from rollbook.algos.aggregate import LossCounts
 from rollbook.algos.config import AlgorithmConfig
 from rollbook.controller.objective import PolicyObjective
 from rollbook.observe.values import Values
-from rollbook.trainer.objective import Denominators, MicroBatch
+from rollbook.trainer.objective import MicroBatch
 from rollbook.trainer.optimizer import UpdateReport
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import TrainSequence
@@ -24,9 +25,9 @@ class Summed:
         self.total, self.num_shares = 0.0, 0
 
     def loss(
-        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators
+        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, counts: LossCounts
     ) -> tuple[Tensor, Values]:
-        loss, values = self.inner.loss(micro, logprobs, entropy, denominators)
+        loss, values = self.inner.loss(micro, logprobs, entropy, counts)
         self.total += loss.item()
         self.num_shares += 1
         return loss, values

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollbook.algos.aggregate import AGGREGATIONS, LossCounts, aggregate
 from rollbook.observe.values import Ratio, Values
-from rollbook.trainer.objective import Denominators, MicroBatch, SupervisedObjective
+from rollbook.trainer.objective import MicroBatch, SupervisedObjective
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import TrainSequence
 from trainer_tiny import groups, sequence, tiny_trainer
@@ -28,15 +28,10 @@ class Surrogate:
     """Sum of the shares."""
 
     def loss(
-        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators
+        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, counts: LossCounts
     ) -> tuple[Tensor, Values]:
         assert entropy is not None
         per_token = -torch.exp(logprobs - micro.behavior_logprobs) * micro.advantages - 0.1 * entropy
-        counts = LossCounts(
-            num_loss_tokens=denominators.num_loss_tokens,
-            num_loss_sequences=denominators.num_loss_sequences,
-            max_response_tokens=denominators.max_response_tokens,
-        )
         loss = aggregate(per_token, micro.loss_mask, micro.cu_seqlens, mode=self.mode, counts=counts)
         self.losses += loss.item()
         return loss, {}
@@ -46,10 +41,10 @@ class Ones:
     """A loss of 1 on each loss token."""
 
     def loss(
-        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators
+        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, counts: LossCounts
     ) -> tuple[Tensor, Values]:
         ones = (logprobs * 0 + 1).where(micro.loss_mask, 0.0).sum()
-        share = ones / max(denominators.num_loss_tokens, 1)
+        share = ones / max(counts.num_loss_tokens, 1)
         return share, {"loss": Ratio(share.item(), 0)}
 
 
@@ -118,7 +113,7 @@ def test_shares_of_two_ranks_add_up_to_the_whole(mode: str) -> None:
     for members in ([0, 1], [2, 3, 4, 5], []):
         trainer = tiny_trainer(float64=True)
         batch = trainer.make_batch(sequences, step=0, weight_version=0)
-        counts = trainer._denominators(sequences, range(6))
+        counts = trainer._counts(sequences, range(6))
         inputs, micro = trainer._pack(batch, members)
         logprobs, entropy = trainer._predict(trainer.model, inputs, with_entropy=True)
         assert entropy is not None
@@ -212,10 +207,10 @@ def test_two_micro_batches_of_six_and_two_tokens_give_the_token_mean() -> None:
 
     class ByGroup:
         def loss(
-            self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators
+            self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, counts: LossCounts
         ) -> tuple[Tensor, Values]:
             amount = 1.0 if int(micro.loss_mask.sum()) == 6 else 3.0
-            total = (logprobs * 0 + amount).where(micro.loss_mask, 0.0).sum() / denominators.num_loss_tokens
+            total = (logprobs * 0 + amount).where(micro.loss_mask, 0.0).sum() / counts.num_loss_tokens
             return total, {"loss": Ratio(total.item(), 0)}
 
     trainer = tiny_trainer(micro_batch_tokens=1)
@@ -245,7 +240,7 @@ def test_every_scoring_path_gives_the_same_logprobs(temperature: float) -> None:
 
     class Note:
         def loss(
-            self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators
+            self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, counts: LossCounts
         ) -> tuple[Tensor, Values]:
             bounds = micro.cu_seqlens.tolist()
             for i, start, end in zip(micro.sequence_idx.tolist(), bounds, bounds[1:]):

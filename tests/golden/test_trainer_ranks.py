@@ -26,7 +26,7 @@ from rollbook.modeling.load import LoadedModel, wrap_transformers
 from rollbook.observe.values import Total, Values
 from rollbook.sync.bucket import Packer, SlotBuffers
 from rollbook.trainer.config import CriticConfig, TrainerConfig
-from rollbook.trainer.objective import Denominators, MicroBatch, SupervisedObjective
+from rollbook.trainer.objective import MicroBatch, SupervisedObjective
 from rollbook.trainer.packing import deal_micro_batches
 from rollbook.trainer.parallel import ALONE, Ranks
 from rollbook.trainer.trainer import Trainer
@@ -57,7 +57,7 @@ class Surrogate:
     num_calls: int = 0
 
     def loss(
-        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators
+        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, counts: LossCounts
     ) -> tuple[Tensor, Values]:
         assert entropy is not None
         self.num_calls += 1
@@ -65,11 +65,6 @@ class Surrogate:
         for i, start, end in zip(micro.sequence_idx.tolist(), bounds, bounds[1:]):
             self.noted.setdefault(i, logprobs.detach()[start:end])
         per_token = -torch.exp(logprobs - micro.behavior_logprobs) * micro.advantages - 0.1 * entropy
-        counts = LossCounts(
-            num_loss_tokens=denominators.num_loss_tokens,
-            num_loss_sequences=denominators.num_loss_sequences,
-            max_response_tokens=denominators.max_response_tokens,
-        )
         loss = aggregate(per_token, micro.loss_mask, micro.cu_seqlens, mode=self.mode, counts=counts)
         return loss, {"loss": Total(loss.item())}
 
@@ -77,8 +72,8 @@ class Surrogate:
 class SquaredReturns:
     """A critic's loss."""
 
-    def loss(self, micro: MicroBatch, values: Tensor, denominators: Denominators) -> tuple[Tensor, Values]:
-        loss = (values - 1.0).square().where(micro.loss_mask, 0.0).sum() / denominators.num_loss_tokens
+    def loss(self, micro: MicroBatch, values: Tensor, counts: LossCounts) -> tuple[Tensor, Values]:
+        loss = (values - 1.0).square().where(micro.loss_mask, 0.0).sum() / counts.num_loss_tokens
         return loss, {}
 
 

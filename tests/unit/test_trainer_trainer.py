@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollbook.algos.aggregate import LossCounts
 from rollbook.errors import CheckpointError, ConfigError, DataError
 from rollbook.observe.values import Ratio, Values
 from rollbook.trainer.config import CriticConfig
-from rollbook.trainer.objective import Denominators, MicroBatch, SupervisedObjective
+from rollbook.trainer.objective import MicroBatch, SupervisedObjective
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import TrainSequence
 from trainer_tiny import groups, sequence, tiny_config, tiny_trainer
@@ -26,10 +27,10 @@ from trainer_tiny import groups, sequence, tiny_config, tiny_trainer
 class SquaredError:
     """The critic's loss: mean squared distance to the returns."""
 
-    def loss(self, micro: MicroBatch, values: Tensor, denominators: Denominators) -> tuple[Tensor, Values]:
+    def loss(self, micro: MicroBatch, values: Tensor, counts: LossCounts) -> tuple[Tensor, Values]:
         assert micro.returns is not None
         total = ((values - micro.returns).square()).where(micro.loss_mask, 0.0).sum()
-        share = total / denominators.num_loss_tokens
+        share = total / counts.num_loss_tokens
         return share, {"critic/vf_loss": Ratio(total.item(), int(micro.loss_mask.sum()))}
 
 
@@ -37,10 +38,10 @@ class PolicyGradient:
     """-logprob x advantage, token mean."""
 
     def loss(
-        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators
+        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, counts: LossCounts
     ) -> tuple[Tensor, Values]:
         total = -(logprobs * micro.advantages).where(micro.loss_mask, 0.0).sum()
-        return total / denominators.num_loss_tokens, {}
+        return total / counts.num_loss_tokens, {}
 
 
 def _steps(trainer: Trainer, steps: range) -> None:
@@ -297,9 +298,9 @@ def test_exported_weights_follow_the_updates() -> None:
 def test_a_poisoned_update_is_skipped_counted_and_leaves_the_policy() -> None:
     class Poison(PolicyGradient):
         def loss(
-            self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators
+            self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, counts: LossCounts
         ) -> tuple[Tensor, Values]:
-            loss, values = super().loss(micro, logprobs, entropy, denominators)
+            loss, values = super().loss(micro, logprobs, entropy, counts)
             return loss * float("nan"), values
 
     trainer = tiny_trainer()
@@ -317,12 +318,12 @@ def test_an_objective_that_raises_leaves_no_gradient_behind() -> None:
         calls = 0
 
         def loss(
-            self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators
+            self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, counts: LossCounts
         ) -> tuple[Tensor, Values]:
             self.calls += 1
             if self.calls == 2:
                 raise DataError("a logprob is not finite", "look at it")
-            return super().loss(micro, logprobs, entropy, denominators)
+            return super().loss(micro, logprobs, entropy, counts)
 
     trainer = tiny_trainer(micro_batch_tokens=1)
     batch = trainer.make_batch(groups(2, 2), step=0, weight_version=0)

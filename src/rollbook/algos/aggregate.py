@@ -21,9 +21,9 @@ from rollbook.errors import DataError
 class LossCounts:
     """What the denominators are made of, over the mini batch and all ranks (or over one micro batch)."""
 
-    num_loss_tokens: float
+    num_loss_tokens: int
     """Tokens with `loss_mask`."""
-    num_loss_sequences: float
+    num_loss_sequences: int
     """Sequences with at least one loss token."""
     max_response_tokens: int
     """The token limit of a response: a constant of the run."""
@@ -99,7 +99,7 @@ def loss_counts(loss_mask: Tensor, cu_seqlens: Tensor, *, max_response_tokens: i
     """Counts of one packed [T] batch; add them over micro batches and ranks for the whole."""
     per_sequence = sequence_counts(loss_mask, cu_seqlens)
     return LossCounts(
-        num_loss_tokens=float(per_sequence.sum()),
-        num_loss_sequences=float((per_sequence > 0).sum()),
+        num_loss_tokens=int(per_sequence.sum()),
+        num_loss_sequences=int((per_sequence > 0).sum()),
         max_response_tokens=max_response_tokens,
     )

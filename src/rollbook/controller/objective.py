@@ -15,15 +15,7 @@ from rollbook.algos.aggregate import LossCounts
 from rollbook.algos.config import AlgorithmConfig
 from rollbook.algos.policy import PolicyTensors, ValueTensors, policy_objective, value_objective
 from rollbook.observe.values import Values
-from rollbook.trainer.objective import Denominators, MicroBatch
-
-
-def _counts(denominators: Denominators) -> LossCounts:
-    return LossCounts(
-        num_loss_tokens=denominators.num_loss_tokens,
-        num_loss_sequences=denominators.num_loss_sequences,
-        max_response_tokens=denominators.max_response_tokens,
-    )
+from rollbook.trainer.objective import MicroBatch
 
 
 @dataclass(slots=True)
@@ -37,7 +29,7 @@ class PolicyObjective:
     """sequence_idx -> [n] logprobs before the update, on the shortcut."""
 
     def loss(
-        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators
+        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, counts: LossCounts
     ) -> tuple[Tensor, Values]:
         proximal = micro.proximal_logprobs
         if self.proximal_is_current:
@@ -58,7 +50,7 @@ class PolicyObjective:
             teacher_logprobs=micro.teacher_logprobs,
             entropy_nats=entropy,
         )
-        return policy_objective(tensors, self.config, _counts(denominators))
+        return policy_objective(tensors, self.config, counts)
 
 
 @dataclass(slots=True)
@@ -67,7 +59,7 @@ class ValueObjective:
 
     config: AlgorithmConfig
 
-    def loss(self, micro: MicroBatch, values: Tensor, denominators: Denominators) -> tuple[Tensor, Values]:
+    def loss(self, micro: MicroBatch, values: Tensor, counts: LossCounts) -> tuple[Tensor, Values]:
         assert micro.values is not None and micro.returns is not None
         tensors = ValueTensors(
             values=values,
@@ -76,4 +68,4 @@ class ValueObjective:
             loss_mask=micro.loss_mask,
             cu_seqlens=micro.cu_seqlens,
         )
-        return value_objective(tensors, self.config, _counts(denominators))
+        return value_objective(tensors, self.config, counts)

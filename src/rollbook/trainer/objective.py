@@ -1,7 +1,7 @@
 """What the trainer asks of a loss: one packed micro batch in, its share of the mini batch's loss out.
 
-Shares are added over micro batches and ranks, never averaged: an objective divides by `Denominators`, which count
-the whole mini batch, and never by what it counts in the micro batch.
+Shares are added over micro batches and ranks, never averaged: an objective divides by `LossCounts` of the whole mini
+batch, and never by what it counts in the micro batch.
 """
 
 from __future__ import annotations
@@ -11,21 +11,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from rollbook.algos.aggregate import LossCounts
 from rollbook.observe.values import Ratio, Values
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Denominators:
-    """Counts over a mini batch: all its micro batches and all ranks, after every mask was applied."""
-
-    num_loss_tokens: int
-    """Tokens with `loss_mask`."""
-    num_loss_sequences: int
-    """Sequences with at least one loss token."""
-    num_groups: int
-    """Groups with at least one loss token."""
-    max_response_tokens: int
-    """The token limit of a response: a constant of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +52,7 @@ class Objective(Protocol):
     """The policy's loss."""
 
     def loss(
-        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators
+        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, counts: LossCounts
     ) -> tuple[Tensor, Values]:
         """This micro batch's share of the mini batch's loss, [], and metrics that merge by `+`.
 
@@ -73,7 +60,7 @@ class Objective(Protocol):
             micro: the packed tokens.
             logprobs: [T] float32 of the current policy, with a gradient.
             entropy: [T] float32, nats, with a gradient; None unless `trainer.measure_entropy`.
-            denominators: of the mini batch.
+            counts: of the mini batch, all its micro batches and all ranks, after every mask was applied.
         """
 
 
@@ -88,7 +75,7 @@ class NotingObjective(Protocol):
 class CriticObjective(Protocol):
     """The critic's loss."""
 
-    def loss(self, micro: MicroBatch, values: Tensor, denominators: Denominators) -> tuple[Tensor, Values]:
+    def loss(self, micro: MicroBatch, values: Tensor, counts: LossCounts) -> tuple[Tensor, Values]:
         """As `Objective.loss`; `values` [T] float32 has the gradient."""
 
 
@@ -96,7 +83,7 @@ class SupervisedObjective:
     """Mean cross-entropy of the loss tokens: the warm-up on reference answers."""
 
     def loss(
-        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, denominators: Denominators
+        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, counts: LossCounts
     ) -> tuple[Tensor, Values]:
         """See Objective.
 
@@ -105,7 +92,7 @@ class SupervisedObjective:
         ...     cu_seqlens=torch.tensor([0, 3]), sequence_idx=torch.tensor([0]),
         ...     action_mask=torch.tensor([False, True, True]), loss_mask=torch.tensor([False, True, True]),
         ...     advantages=torch.zeros(3), behavior_logprobs=torch.zeros(3))
-        >>> four = Denominators(num_loss_tokens=4, num_loss_sequences=2, num_groups=2, max_response_tokens=9)
+        >>> four = LossCounts(num_loss_tokens=4, num_loss_sequences=2, max_response_tokens=9)
         >>> loss, _ = SupervisedObjective().loss(micro, torch.tensor([0.0, -1.0, -3.0]), None, four)
         >>> loss.item()  # two of the mini batch's four tokens
         1.0
@@ -113,4 +100,4 @@ class SupervisedObjective:
         total = -logprobs.where(micro.loss_mask, 0.0).sum()
         num_tokens = int(micro.loss_mask.sum())
         values: Values = {"warmup/loss": Ratio(total.item(), num_tokens)}
-        return total / max(denominators.num_loss_tokens, 1), values
+        return total / max(counts.num_loss_tokens, 1), values

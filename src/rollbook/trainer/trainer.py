@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollbook.algos.aggregate import LossCounts
 from rollbook.checkpoint.checkpoint import State, Written, load_checkpoint, write_arrays
 from rollbook.errors import CheckpointError, ConfigError, DataError
 from rollbook.ledger.hardware import MachineSpec
@@ -36,13 +37,7 @@ from rollbook.trainer.config import CriticConfig, TrainerConfig
 from rollbook.trainer.critic import Critic
 from rollbook.trainer.expert_load import ExpertLoad
 from rollbook.trainer.export import gathered
-from rollbook.trainer.objective import (
-    CriticObjective,
-    Denominators,
-    MicroBatch,
-    NotingObjective,
-    Objective,
-)
+from rollbook.trainer.objective import CriticObjective, MicroBatch, NotingObjective, Objective
 from rollbook.trainer.optimizer import AdamW, Kept, UpdateReport, lower_precision
 from rollbook.trainer.packing import ModelInputs, computed_tokens, deal_micro_batches, pack
 from rollbook.trainer.parallel import ALONE, Ranks
@@ -272,7 +267,7 @@ class Trainer:
             DataError: what the objective raises; gradients of the mini batch are dropped, weights untouched.
         """
 
-        def share(inputs: ModelInputs, micro: MicroBatch, counts: Denominators) -> tuple[Tensor, Values]:
+        def share(inputs: ModelInputs, micro: MicroBatch, counts: LossCounts) -> tuple[Tensor, Values]:
             logprobs, entropies = self._predict(self.model, inputs, with_entropy=self.config.measure_entropy)
             whole = _spread(logprobs, inputs, micro)
             entropy = None if entropies is None else _spread(entropies, inputs, micro)
@@ -297,7 +292,7 @@ class Trainer:
         """
         critic = self._critic()
 
-        def share(inputs: ModelInputs, micro: MicroBatch, counts: Denominators) -> tuple[Tensor, Values]:
+        def share(inputs: ModelInputs, micro: MicroBatch, counts: LossCounts) -> tuple[Tensor, Values]:
             return objective.loss(micro, _spread(critic.values(inputs), inputs, micro), counts)
 
         return self._update(batch, share, critic.values, critic.optimizer, "critic", None)
@@ -305,7 +300,7 @@ class Trainer:
     def _update(
         self,
         batch: TrainBatch,
-        share: Callable[[ModelInputs, MicroBatch, Denominators], tuple[Tensor, Values]],
+        share: Callable[[ModelInputs, MicroBatch, LossCounts], tuple[Tensor, Values]],
         predict: Callable[[ModelInputs], Tensor],
         optimizer: AdamW,
         prefix: str,
@@ -319,7 +314,7 @@ class Trainer:
         rank_tokens = np.zeros(self.ranks.size)
         for mini_batch in batch.mini_batches:
             members = [i for i in mini_batch if batch.sequences[i].loss_mask.any()]
-            counts = self._denominators(batch.sequences, members)
+            counts = self._counts(batch.sequences, members)
             dealt = self._deal(batch, members, prefix)
             rank_tokens += [
                 sum(computed_tokens(batch.sequences[i]) for micro in own for i in micro) for own in dealt
@@ -351,12 +346,11 @@ class Trainer:
         merge(values, reports)
         return values | (_balance(rank_tokens) if prefix == "actor" and rank_tokens.any() else {})
 
-    def _denominators(self, sequences: Sequence[TrainSequence], members: Iterable[int]) -> Denominators:
+    def _counts(self, sequences: Sequence[TrainSequence], members: Iterable[int]) -> LossCounts:
         chosen = [sequences[i] for i in members]
-        return Denominators(
+        return LossCounts(
             num_loss_tokens=sum(int(s.loss_mask.sum()) for s in chosen),
             num_loss_sequences=len(chosen),
-            num_groups=len({s.group_id for s in chosen}),
             max_response_tokens=self.max_response_tokens,
         )
 
