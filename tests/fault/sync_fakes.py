@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from rollbook.sync.bucket import Packer, SlotBuffers
 from rollbook.sync.delta import AcknowledgedWeights
 from rollbook.sync.digest import digests
-from rollbook.sync.layout import MappedWeights, Place, fused, stacked
+from rollbook.sync.layout import MappedWeights, Place
 from rollbook.sync.transaction import ReplicaTransaction
 from rollbook.weights import Bucket, Manifest, TensorSpec
 
@@ -36,6 +36,23 @@ def tiny_tensors(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str
     tensors = {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     return tensors
+
+
+def fused(parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+    """Tensors laid end to end along the rows of one parameter, as in fused q, k, v."""
+    places, start = {}, 0
+    for name, shape in shapes.items():
+        places[name] = Place(parameter=parameter, box=(slice(start, start + shape[0]),), shape=shape)
+        start += shape[0]
+    return places
+
+
+def stacked(parameter: str, names: Sequence[str], shape: tuple[int, ...], *, rows: slice) -> dict[str, Place]:
+    """One tensor per expert: expert i fills `rows` of `parameter[i]`."""
+    return {
+        name: Place(parameter=parameter, box=(slice(i, i + 1), rows), shape=shape)
+        for i, name in enumerate(names)
+    }
 
 
 def fused_engine(dtype: torch.dtype = torch.bfloat16, *, is_tied: bool = True) -> MappedWeights:

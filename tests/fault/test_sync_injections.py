@@ -10,12 +10,12 @@ from functools import cache
 
 import pytest
 import torch
-from sync_fakes import FakeSource, live_digests, manifest_of, packed, tiny_tensors
+from sync_fakes import FakeSource, fused, live_digests, manifest_of, packed, tiny_tensors
 
 from rollbook.errors import SyncError
 from rollbook.sync.delta import AcknowledgedWeights
 from rollbook.sync.digest import fold
-from rollbook.sync.layout import MappedWeights, Place, fused
+from rollbook.sync.layout import MappedWeights, Place
 from rollbook.sync.transaction import ReplicaTransaction, Staging, State
 from rollbook.weights import Bucket, BucketEntry, Manifest
 

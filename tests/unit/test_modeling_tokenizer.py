@@ -14,7 +14,7 @@ from rollbook.errors import DataError
 from rollbook.modeling.char_tokenizer import SPECIAL_TOKENS, CharTokenizer
 from rollbook.modeling.config import ModelConfig
 from rollbook.modeling.load import load_tokenizer
-from rollbook.modeling.tokenizer import DIRECT_CLASSES, HubTokenizer, load_inner, render_prompt
+from rollbook.modeling.tokenizer import DIRECT_CLASSES, HubTokenizer, load_inner
 
 ALPHABET = "0123456789+= \nab<>"
 CHAT = [
@@ -79,19 +79,9 @@ def test_unknown_characters_and_roles_are_named() -> None:
         CharTokenizer(ALPHABET).encode_chat([{"role": "robot", "content": "a"}])
 
 
-def test_messages_without_a_chat_template_are_refused(twin: HubTokenizer) -> None:
-    inner = PreTrainedTokenizerFast(tokenizer_object=twin.inner.backend_tokenizer, eos_token="<eos>")
-    with pytest.raises(DataError, match="row 3 is a list of chat messages"):
-        render_prompt(HubTokenizer(inner), CHAT, name="row 3")
-
-
-def test_a_prompt_longer_than_the_model_is_refused_with_both_lengths() -> None:
-    with pytest.raises(DataError, match="row 7 has 6 tokens and the model takes at most 5"):
-        render_prompt(CharTokenizer(ALPHABET), "12+34", max_tokens=5, name="row 7")
-
-
-def test_text_prompts_begin_with_the_first_token_of_a_document() -> None:
-    assert render_prompt(CharTokenizer(ALPHABET), "1").tolist() == [1, len(SPECIAL_TOKENS) + 1]
+def test_a_document_begins_with_the_first_token() -> None:
+    ids = CharTokenizer(ALPHABET).encode("1", add_special_tokens=True)
+    assert ids.tolist() == [1, len(SPECIAL_TOKENS) + 1]
 
 
 def _write_byte_level(folder: Path, model_type: str, tokenizer_class: str) -> None:

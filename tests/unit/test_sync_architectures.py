@@ -24,7 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rollbook.sync.layout import module_weights
+from rollbook.sync.layout import MappedWeights, Place
 from rollbook.sync.transaction import ReplicaTransaction
 
 SMALL = {
@@ -55,6 +55,14 @@ def model(config: Any, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     made: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     return made
+
+
+def module_weights(module: torch.nn.Module) -> MappedWeights:
+    """Every parameter once; tied names are dropped."""
+    parameters: dict[str, torch.Tensor] = dict(module.named_parameters())
+    every_name = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    places = {name: Place(parameter=name, shape=tuple(p.shape)) for name, p in parameters.items()}
+    return MappedWeights(parameters, places, dropped=every_name - set(parameters))
 
 
 @torch.no_grad()

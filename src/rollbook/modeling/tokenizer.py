@@ -1,4 +1,4 @@
-"""The tokenizer as the rest of rollbook sees it, and prompts from text or chat messages.
+"""The tokenizer as the rest of rollbook sees it.
 
 Tokens cross the engine's boundary, text does not: only prompt files, rewards and environments come here.
 """
@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollbook.errors import DataError
 from rollbook.types import Ids
 
 Message = Mapping[str, Any]
@@ -40,48 +39,6 @@ class Tokenizer(Protocol):
 
     def save(self, folder: Path) -> None:
         """Files that Hugging Face's AutoTokenizer reads."""
-
-
-def render_prompt(
-    tokenizer: Tokenizer,
-    prompt: str | Sequence[Message],
-    *,
-    max_tokens: int | None = None,
-    name: str = "prompt",
-    tools: Sequence[Any] | None = None,
-) -> Ids:
-    """Ids of a prompt given as text or as chat messages.
-
-    Args:
-        tokenizer: the model's.
-        prompt: text is encoded as a document; messages go through the chat template.
-        max_tokens: most tokens the model can take before its first response token; None: no limit.
-        name: what error messages call this prompt, e.g. "prompts.jsonl:17".
-        tools: schemas for the chat template.
-    Returns:
-        [n] int32, at least one token.
-    Raises:
-        DataError: no chat template, nothing to encode, or longer than `max_tokens`.
-    """
-    if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt, add_special_tokens=True)
-    else:
-        if not tokenizer.has_chat_template:
-            raise DataError(
-                f"{name} is a list of chat messages and the tokenizer has no chat template",
-                "give the prompt as text, or point model.tokenizer_path at a tokenizer with a chat template",
-            )
-        ids = tokenizer.encode_chat(prompt, tools=tools)
-    if len(ids) == 0:
-        raise DataError(
-            f"{name} is empty after tokenization", "a prompt needs at least one token: drop the row"
-        )
-    if max_tokens is not None and len(ids) > max_tokens:
-        raise DataError(
-            f"{name} has {len(ids)} tokens and the model takes at most {max_tokens} before a response",
-            "shorten or drop it, or use a model with a longer context",
-        )
-    return ids
 
 
 DIRECT_CLASSES = {

@@ -4,7 +4,7 @@
 
 A tensor that travels whole and plain keeps its Hugging Face name, so that any loader can read the folder; a part is
 called `name@<offset>` and a delta `name@<offset>+<encoding>`. The reader maps the file and never copies it. Which
-version is proven is said over the connection, not by the files; the folders of the newest `keep` versions stay.
+version is proven is said over the connection, not by the files; the folders of the two newest versions stay.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ class DiskSender:
 
     is_quick = False
 
-    def __init__(self, folder: str, specs: Iterable[TensorSpec], *, keep: int = 2) -> None:
+    def __init__(self, folder: str, specs: Iterable[TensorSpec]) -> None:
         self._folder = Path(folder)
         self._specs = {spec.name: spec for spec in specs}
-        self._keep = keep
         self._buffers = SlotBuffers()
         self._once = Once()
 
@@ -86,7 +85,7 @@ class DiskSender:
 
     def _remove_old(self, weight_version: int) -> None:
         versions = sorted(int(p.name[1:]) for p in self._folder.glob("v*") if p.name[1:].isdigit())
-        for old in [v for v in versions if v < weight_version][: -(self._keep - 1) or None]:
+        for old in [v for v in versions if v < weight_version][:-1]:
             shutil.rmtree(self._folder / f"v{old}", ignore_errors=True)
 
     def payload(self, bucket: Bucket) -> Tensor | None:

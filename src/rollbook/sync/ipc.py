@@ -22,24 +22,22 @@ from rollbook.weights import Bucket
 
 
 class IpcSender:
-    """The trainer's half. `device` holds the slots; None takes the device of the exported tensors."""
+    """The trainer's half: slots on the device of the exported tensors."""
 
     is_quick = True
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._slots: dict[int, tuple[Tensor, Json]] = {}
 
     def buffer(self, slot_idx: int, num_bytes: int, device: torch.device) -> Tensor:
         held = self._slots.get(slot_idx)
         if held is None or held[0].numel() < num_bytes:
-            target = self._device if self._device is not None else device
-            if target.type != "cuda":
+            if device.type != "cuda":
                 raise SyncError(
-                    f"the ipc transport was to pack into memory of {target}",
+                    f"the ipc transport was to pack into memory of {device}",
                     'export from a CUDA device, or use sync.transport = "shm"',
                 )
-            slot = torch.empty(num_bytes, dtype=torch.uint8, device=target)
+            slot = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             held = self._slots[slot_idx] = (slot, _handle_of(slot, slot_idx))
         return held[0][:num_bytes]
 
@@ -68,17 +66,11 @@ class IpcSender:
 
 
 class IpcReceiver:
-    """The engine's half.
-
-    Args:
-        device_of: the trainer's device index -> this process's index of the same GPU; needed only where
-            CUDA_VISIBLE_DEVICES differs between the two processes.
-    """
+    """The engine's half. Both processes must number the GPUs alike (CUDA_VISIBLE_DEVICES)."""
 
     is_quick = True
 
-    def __init__(self, device_of: dict[int, int] | None = None) -> None:
-        self._device_of = device_of or {}
+    def __init__(self) -> None:
         self._slots: dict[int, tuple[str, Tensor]] = {}
 
     def take(self, bucket: Bucket, place: Json) -> Bucket:
@@ -90,9 +82,8 @@ class IpcReceiver:
         return replace(bucket, data=announced(held[1], bucket, place))
 
     def _opened(self, place: Json) -> Tensor:
-        device = field(place, "device", int)
         fields: tuple[Any, ...] = (
-            self._device_of.get(device, device),
+            field(place, "device", int),
             _bytes(place, "handle"),
             field(place, "storage_bytes", int),
             field(place, "storage_offset_bytes", int),

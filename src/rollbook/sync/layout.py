@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollbook.errors import SyncError
 from rollbook.weights import TensorSpec
@@ -32,29 +32,6 @@ class Place:
     """Shape of the whole Hugging Face tensor."""
     part: Box = ()
     """The part of the tensor this rank holds (tensor parallelism); () is all of it."""
-
-
-def fused(parameter: str, shapes: Mapping[str, tuple[int, ...]], *, dim: int = 0) -> dict[str, Place]:
-    """Tensors laid end to end along `dim` of one parameter, as in fused q, k, v or gate and up.
-
-    >>> places = fused("qkv.weight", {"q.weight": (4, 8), "k.weight": (2, 8), "v.weight": (2, 8)})
-    >>> places["k.weight"].box
-    (slice(4, 6, None),)
-    """
-    places, start = {}, 0
-    for name, shape in shapes.items():
-        box = (slice(None),) * dim + (slice(start, start + shape[dim]),)
-        places[name] = Place(parameter=parameter, box=box, shape=shape)
-        start += shape[dim]
-    return places
-
-
-def stacked(parameter: str, names: Sequence[str], shape: tuple[int, ...], *, rows: slice) -> dict[str, Place]:
-    """One tensor per expert: expert i fills `rows` of `parameter[i]`."""
-    return {
-        name: Place(parameter=parameter, box=(slice(i, i + 1), rows), shape=shape)
-        for i, name in enumerate(names)
-    }
 
 
 class MappedWeights:
@@ -155,11 +132,3 @@ def _cover_counts(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, in
     for span in spans:
         counts[tuple(slice(e.index(lo), e.index(hi)) for e, (lo, hi) in zip(edges, span, strict=True))] += 1
     return int(counts.min()), int(counts.max())
-
-
-def module_weights(module: nn.Module) -> MappedWeights:
-    """The live weights of a Hugging Face module: every parameter once, tied names counted as dropped."""
-    parameters: dict[str, Tensor] = dict(module.named_parameters())
-    every_name = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    places = {name: Place(parameter=name, shape=tuple(p.shape)) for name, p in parameters.items()}
-    return MappedWeights(parameters, places, dropped=every_name - set(parameters))

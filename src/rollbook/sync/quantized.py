@@ -14,7 +14,7 @@ Names and shapes of the scales are those of Hugging Face checkpoints in these sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -36,7 +36,7 @@ CODE_DTYPE = {"int8": torch.int8, "fp8_block": torch.float8_e4m3fn}
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """The usual choice: linear layers, not norms, embeddings, heads or routers."""
+    """What is quantized: linear layers, not norms, embeddings, heads or routers."""
     is_special = any(part in name for part in ("embed", "lm_head", "norm", "mlp.gate."))
     return len(shape) == 2 and name.endswith(".weight") and not is_special
 
@@ -47,25 +47,18 @@ class QuantizedSource:
     Args:
         source: the trainer's export.
         scheme: of the engine.
-        chosen: (name, shape) -> True for the tensors to quantize.
     """
 
-    def __init__(
-        self,
-        source: WeightSource,
-        scheme: Scheme,
-        chosen: Callable[[str, tuple[int, ...]], bool] = is_matrix,
-    ) -> None:
+    def __init__(self, source: WeightSource, scheme: Scheme) -> None:
         self._source = source
         self._scheme: Scheme = scheme
-        self._chosen = chosen
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
-        return quantized_specs(self._source.weight_specs(), self._scheme, self._chosen)
+        return quantized_specs(self._source.weight_specs(), self._scheme)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._source.export_weights():
-            if not self._chosen(name, tuple(tensor.shape)):
+            if not is_matrix(name, tuple(tensor.shape)):
                 yield name, tensor
                 continue
             if not bool(torch.isfinite(tensor).all()):
@@ -86,14 +79,12 @@ class QuantizedWeights:
     that no trainer sent, and the proof fails by name.
     """
 
-    def __init__(
-        self, live: LiveWeights, scheme: Scheme, chosen: Callable[[str, tuple[int, ...]], bool] = is_matrix
-    ) -> None:
+    def __init__(self, live: LiveWeights, scheme: Scheme) -> None:
         self._live = live
         self._scheme: Scheme = scheme
-        self._matrices = {name for name, spec in live.specs().items() if chosen(name, spec.shape)}
+        self._matrices = {name for name, spec in live.specs().items() if is_matrix(name, spec.shape)}
         self._matrix_of = {name + SCALE_SUFFIX[scheme]: name for name in self._matrices}
-        self._specs = {spec.name: spec for spec in quantized_specs(live.specs().values(), scheme, chosen)}
+        self._specs = {spec.name: spec for spec in quantized_specs(live.specs().values(), scheme)}
         self._held: dict[str, Tensor] = {}
         """Codes and scales, by their names in the manifest."""
         self._is_stale: set[str] = set()
@@ -145,13 +136,11 @@ class QuantizedWeights:
             self._held[matrix], self._held[matrix + SCALE_SUFFIX[self._scheme]] = codes, scales
 
 
-def quantized_specs(
-    specs: Iterable[TensorSpec], scheme: Scheme, chosen: Callable[[str, tuple[int, ...]], bool] = is_matrix
-) -> tuple[TensorSpec, ...]:
-    """A manifest's tensors, with codes and scales in the place of the chosen ones."""
+def quantized_specs(specs: Iterable[TensorSpec], scheme: Scheme) -> tuple[TensorSpec, ...]:
+    """A manifest's tensors, with codes and scales in the place of the matrices."""
     made: list[TensorSpec] = []
     for spec in specs:
-        if not chosen(spec.name, spec.shape):
+        if not is_matrix(spec.name, spec.shape):
             made.append(spec)
             continue
         rows, columns = spec.shape

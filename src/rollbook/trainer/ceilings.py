@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,15 +15,16 @@ from rollbook.ledger.hardware import MachineSpec
 
 GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
+DTYPES = ("float32", "bfloat16")
 REPEATS = 5
 
 
-def measure_machine(device: torch.device, *, dtypes: Sequence[str] = ("float32", "bfloat16")) -> MachineSpec:
+def measure_machine(device: torch.device) -> MachineSpec:
     """GEMM and copy rates of `device`, and the time of one small operation; medians of a few repeats after one
     warm-up."""
     size = GEMM_SIZE[device.type]
     gemm: dict[str, float] = {}
-    for name in dtypes:
+    for name in DTYPES:
         a = torch.randn(size, size, device=device).to(getattr(torch, name))
         gemm[name] = 2 * size**3 / _median_s(device, partial(torch.matmul, a, a))
     source = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
