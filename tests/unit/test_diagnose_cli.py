@@ -85,7 +85,7 @@ def test_the_page_is_self_contained_and_draws_the_evidence(
     [
         (["/no/such/log"], "there is no /no/such/log"),
         (["{log}", "--format", "verl"], "unknown log format 'verl'"),
-        (["{log}", "--run", "7"], "holds 1 runs, and run 7 was asked for"),
+        (["{log}", "--run", "7"], "holds one run, and run 7 was asked for"),
         (["{log}", "--run", "-2"], "--run is -2"),
         (["http://127.0.0.1:9", "--hours", "0"], "--hours is 0.0"),
         (["http://127.0.0.1:9", "--hours", "nan"], "--hours is nan"),

@@ -75,10 +75,12 @@ def test_what_one_step_counted_is_gone_with_the_next_and_what_became_nan_at_once
         with recorder.step(step):
             recorder.metrics({"actor/loss": Ratio(float("nan") if step == 1 else 3.0, 4)})
             if step == 0:
-                recorder.metrics({"sync/num_failed": Total(1), "val/add/reward": Ratio(1, 2)})
+                shares = {"waterfall/checkpoint": Ratio(1, 9)}  # the step that saved
+                recorder.metrics({"sync/num_failed": Total(1), "val/add/reward": Ratio(1, 2)} | shares)
         served = {line.partition("{")[0] for line in scrape(recorder).splitlines() if line[0] != "#"}
         assert "rollbook_val_by_source_reward" in served
         assert ("rollbook_sync_num_failed" in served) is (step == 0)
+        assert ("rollbook_waterfall_by_loss" in served) is (step == 0)
         assert ("rollbook_observe_nonfinite_metrics" in served) is (step == 1)
         assert ("rollbook_actor_loss" in served) is (step != 1)
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.observe.catalogue import ELSEWHERE, STAGES, catalogue
+from rollbook.controller.expectation import FORWARDS
+from rollbook.observe.catalogue import ELSEWHERE, STAGES, STAGES_ELSEWHERE, catalogue
 
 SOURCE = Path(__file__).parents[2] / "src" / "rollbook"
 READERS = (
@@ -88,6 +89,25 @@ def _examples(name: str) -> set[str]:
 def test_each_metric_is_written_or_marked_as_foreign() -> None:
     texts = list(_texts())
     stages = {f"{kind}_s/{suffix}" for kind in ("timing", "expected") for suffix in STAGES.values()}
-    names = {metric.name for metric in catalogue()} - stages  # spans write those
+    names = {metric.name for metric in catalogue()} - stages  # spans write those: the next test
     unwritten = {n for n in names if not any(t.fullmatch(e) for t in texts for e in _examples(n))}
-    assert unwritten == {metric.name for metric in catalogue() if metric.owner == ELSEWHERE}
+    assert unwritten == {metric.name for metric in catalogue() if metric.owner == ELSEWHERE} - stages
+
+
+def test_each_stage_is_named_where_the_loop_opens_its_span_or_marked_as_foreign() -> None:
+    """`span("sync")`, or the table of forward passes."""
+    calls = set[str]()
+    for path in (SOURCE / "controller").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "span"
+            ):
+                calls |= _first_word(node.args)
+    assert STAGES.keys() - calls - set(FORWARDS) == STAGES_ELSEWHERE
+
+
+def _first_word(nodes: list[ast.expr]) -> set[str]:
+    first = nodes[0] if nodes else None
+    return {first.value} if isinstance(first, ast.Constant) and isinstance(first.value, str) else set()

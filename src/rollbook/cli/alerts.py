@@ -18,6 +18,9 @@ def command(
     max_logprob_gap_nats: Annotated[
         float, typer.Option(help="Mean gap that wakes somebody: 0.05 suits bf16, 0.001 fp32.")
     ] = 0.05,
+    max_failed_frac: Annotated[
+        float, typer.Option(help="Share of failed trajectories that wakes somebody, 0 to 1.")
+    ] = 0.05,
 ) -> None:
     """Write Prometheus alert rules and a Grafana dashboard for rollbook's metrics.
 
@@ -33,8 +36,14 @@ def command(
             f"--max-logprob-gap-nats is {max_logprob_gap_nats}",
             "give a number above 0: 0.05 suits bf16, 0.001 fp32",
         )
+    if not 0.0 <= max_failed_frac < 1.0:
+        raise ConfigError(
+            f"--max-failed-frac is {max_failed_frac}", "give a share from 0 to below 1: 0.05 is usual"
+        )
     thresholds = Thresholds(
-        max_staleness_steps=max_staleness_steps, max_logprob_gap_nats=max_logprob_gap_nats
+        max_staleness_steps=max_staleness_steps,
+        max_logprob_gap_nats=max_logprob_gap_nats,
+        max_failed_frac=max_failed_frac,
     )
     for name, text in (
         ("rollbook.rules.yml", to_rules(thresholds)),

@@ -118,6 +118,7 @@ class Controller:
     async def run(self) -> None:
         """Every step of the run. On an error the run directory stays whole and resumable."""
         self.is_stepping = True
+        self._engine_stats, self._engine_stats_at_s = await self._read_engines(), time.monotonic()
         try:
             first = self.num_steps_done
             for step in range(first, self.config.run.num_steps):
@@ -536,9 +537,12 @@ class Controller:
     def _of_switch(self, half: Half) -> Expected:
         return as_expected(self.switch.expected(half))
 
+    async def _read_engines(self) -> dict[int, EngineStats]:
+        return {engine.replica_id: await engine.stats() for engine in self.router.engines}
+
     async def _engine_values(self) -> Values:
         now_s = time.monotonic()
-        now = {engine.replica_id: await engine.stats() for engine in self.router.engines}
+        now = await self._read_engines()
         values = engine_values(
             self._engine_stats,
             now,

@@ -281,7 +281,8 @@ def _commands(job: Job, thresholds: Thresholds) -> list[str]:
         (f"`rollbook train --resume {job.run_dir}`", "take the run up from its newest whole checkpoint"),
         (
             f"`rollbook alerts -o alerts --max-staleness-steps {job.max_staleness_steps} "
-            f"--max-logprob-gap-nats {thresholds.max_logprob_gap_nats:g}`",
+            f"--max-logprob-gap-nats {thresholds.max_logprob_gap_nats:g} "
+            f"--max-failed-frac {thresholds.max_failed_frac:g}`",
             "these alerts as Prometheus rules",
         ),
         (

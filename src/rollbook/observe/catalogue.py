@@ -22,7 +22,6 @@ STAGES: dict[str, str] = {
     # span name -> suffix of timing_s/… and expected_s/…
     "rollout": "gen",
     "reward": "reward",
-    "filter": "filter",
     "pack": "pack",
     "proximal": "old_log_prob",
     "reference": "ref",
@@ -36,7 +35,6 @@ STAGES: dict[str, str] = {
     "eval": "testing",
     "to_rollout": "switch_to_rollout",
     "to_trainer": "switch_to_trainer",
-    "wait": "switch_wait",
     "warmup": "warmup",
 }
 """The stages of a step: spans directly under `recorder.step`; on the right verl's name where it has one."""
@@ -44,13 +42,15 @@ STAGES: dict[str, str] = {
 ELSEWHERE = "elsewhere"
 """Owner of metrics that rollbook reads in other systems' logs, shows and judges by, and does not write itself."""
 
+STAGES_ELSEWHERE = frozenset({"reward"})
+"""Stages of other systems' logs alone: rollbook scores while it generates."""
+
 STAGES_OUTSIDE_STEP = frozenset({"eval", "warmup"})
 """Stages that `timing_s/step` leaves out, as verl does: they are not part of the work being planned."""
 
 _STAGE_MEANING = {
     "rollout": "the step loop's wait for finished trajectories; under `sync` the whole generation",
     "reward": "scoring that the step loop waits for",
-    "filter": "dropping failed and flat groups",
     "pack": "building the train batch",
     "proximal": "the trainer's logprobs at the start of the step",
     "reference": "the reference policy's logprobs",
@@ -64,7 +64,6 @@ _STAGE_MEANING = {
     "eval": "evaluation on held-out prompts; not part of `timing_s/step`",
     "to_rollout": "handing the device to the engine (wake)",
     "to_trainer": "handing the device to the trainer (sleep)",
-    "wait": "waiting for the engine to become quiet before a hand-over",
     "warmup": "supervised warm-up; not part of `timing_s/step`",
 }
 
@@ -103,7 +102,10 @@ def catalogue() -> tuple[Metric, ...]:
     for stage, suffix in STAGES.items():
         measured = f"Stage `{stage}`: {_STAGE_MEANING[stage]}."
         expected = f"What the ledger expects of `{stage}`, for the work that the step got."
-        metrics.append(Metric(f"timing_s/{suffix}", "s", "seconds", "", "sum", "observe", measured))
+        owner = ELSEWHERE if stage in STAGES_ELSEWHERE else "observe"
+        metrics.append(Metric(f"timing_s/{suffix}", "s", "seconds", "", "sum", owner, measured))
+        if stage in STAGES_ELSEWHERE:
+            continue
         metrics.append(Metric(f"expected_s/{suffix}", "s", "seconds", "", "sum", "ledger", expected))
     text = resources.files("rollbook.observe").joinpath("catalogue.toml").read_text(encoding="utf-8")
     for name, (unit, numerator, denominator, reduction, owner, meaning) in tomllib.loads(text).items():
@@ -190,7 +192,10 @@ def to_markdown() -> str:
         "",
         "| span | seconds | expected |",
         "|---|---|---|",
-        *(f"| `{stage}` | `timing_s/{suffix}` | `expected_s/{suffix}` |" for stage, suffix in STAGES.items()),
+        *(
+            f"| `{stage}` | `timing_s/{suffix}` | {'–' if stage in STAGES_ELSEWHERE else f'`expected_s/{suffix}`'} |"
+            for stage, suffix in STAGES.items()
+        ),
         "",
         "## Metrics",
         "",

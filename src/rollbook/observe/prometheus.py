@@ -87,7 +87,7 @@ class PrometheusSink(Collector):
         with self._lock:
             if "timing_s/step" in data:  # a whole step; validation may come in a line of its own
                 self._last_step_at_s = self._clock.unix_s()
-                self._readings = {name: value for name, value in self._readings.items() if not _is_sum(name)}
+                self._readings = {name: v for name, v in self._readings.items() if not _is_of_a_step(name)}
             self._readings.update(data)
 
     def close(self) -> None:
@@ -128,6 +128,9 @@ class PrometheusSink(Collector):
         yield events
 
 
-def _is_sum(name: str) -> bool:
+def _is_of_a_step(name: str) -> bool:
+    """Whether a reading says nothing once the next step has ended: what was summed in it, or a share of its seconds."""
     metric = catalogue.lookup(name)
-    return metric is not None and metric.reduction == "sum"
+    return metric is not None and (
+        metric.reduction == "sum" or metric.denominator.startswith("timing_s/step")
+    )

@@ -149,8 +149,9 @@ def assemble(
         raise DataError(f"{source} holds no step", "check that this is the log of a run that finished a step")
     chosen = len(runs) - 1 if run_idx is None else run_idx
     if not 0 <= chosen < len(runs):
+        holds, use = ("one run", "leave it out, or use 0") if len(runs) == 1 else (f"{len(runs)} runs", "")
         raise DataError(
-            f"{source} holds {len(runs)} runs, and run {run_idx} was asked for", f"use 0 to {len(runs) - 1}"
+            f"{source} holds {holds}, and run {run_idx} was asked for", use or f"use 0 to {len(runs) - 1}"
         )
     all_notes = list(notes)
     if len(runs) > 1:

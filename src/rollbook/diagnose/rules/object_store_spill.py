@@ -18,7 +18,7 @@ from rollbook.diagnose.view import View
 
 RULE = "object_store_spill"
 
-MOVERS = ("timing_s/adv", "timing_s/reward", "timing_s/filter", "timing_s/pack")
+MOVERS = ("timing_s/adv", "timing_s/reward", "timing_s/pack")
 """Stages that hardly compute: their seconds are those of moving data."""
 
 

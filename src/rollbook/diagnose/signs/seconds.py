@@ -76,7 +76,6 @@ RESIDUAL = "seconds of no stage"
 _STAGES = (
     "gen",
     "reward",
-    "filter",
     "pack",
     "old_log_prob",
     "ref",
@@ -86,7 +85,6 @@ _STAGES = (
     "update_actor",
     "update_weights",
     "save_checkpoint",
-    "switch_wait",
     "switch_to_rollout",
     "switch_to_trainer",
 )
