@@ -10,18 +10,17 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sync_engine import StepEngine
 from sync_fakes import FakeSource, fused_engine, live_digests, tiny_tensors
-from test_sync_wire import CONFIG, Pair, broadcast, disk, inline, shm
+from sync_transports import CONFIG, Pair, broadcast, disk, inline, linked, shm
 
 from rollbook.errors import SyncError
 from rollbook.sync.digest import digest
 from rollbook.sync.inproc import InprocPort
 from rollbook.sync.publisher import Publisher
-from rollbook.sync.remote import RemotePort, ReplicaServer
+from rollbook.sync.remote import RemotePort
 from rollbook.sync.transport import arrived
 from rollbook.weights import Bucket, Manifest, Receiving, TensorSpec
 
@@ -170,7 +169,9 @@ FULL = CONFIG.model_copy(update={"delta": False})
 async def test_a_fault_behind_the_transport(
     kind: type[Fault], transport: Callable[..., Awaitable[Pair]], tmp_path: Path
 ) -> None:
-    await over(transport, kind(), tmp_path, behind=True)
+    async with linked(transport, tmp_path, FULL, port=BehindTransport) as link:
+        link.port.fault = kind()
+        await refused_then_taken(link.publisher, link.source, link.engine, link.port.fault)
 
 
 @pytest.mark.parametrize("transport", [inline, shm, disk])
@@ -178,27 +179,9 @@ async def test_a_fault_behind_the_transport(
 async def test_a_fault_before_the_transport(
     kind: type[Fault], transport: Callable[..., Awaitable[Pair]], tmp_path: Path
 ) -> None:
-    await over(transport, kind(), tmp_path, behind=False)
-
-
-async def over(
-    transport: Callable[..., Awaitable[Pair]], fault: Fault, folder: Path, *, behind: bool
-) -> None:
-    source, engine = FakeSource(tiny_tensors()), StepEngine(fused_engine(is_tied=False))
-    sender, receivers = await transport(source, folder, 1)
-    inner: Any = BehindTransport(engine) if behind else InprocPort(engine)
-    server = ReplicaServer(inner, receivers[0], max_payload_bytes=1024)
-    outer: Any = (RemotePort if behind else BeforeTransport)(0, sender, port=await server.start())
-    (inner if behind else outer).fault = fault
-    publisher = Publisher(source, [outer], FULL, buffers=sender.buffer)
-    try:
-        await refused_then_taken(publisher, source, engine, fault)
-    finally:
-        publisher.close()
-        await outer.close()
-        await server.close()
-        engine.close()
-        sender.close()
+    async with linked(transport, tmp_path, FULL, remote=BeforeTransport) as link:
+        link.remote.fault = kind()
+        await refused_then_taken(link.publisher, link.source, link.engine, link.remote.fault)
 
 
 @pytest.mark.parametrize("kind", [Missing, Duplicated, Reordered, *OF_MANIFESTS])

@@ -11,14 +11,14 @@ import pytest
 import torch
 from sync_engine import StepEngine
 from sync_fakes import FakeSource, fused_engine, live_digests, tiny_tensors
-from test_sync_wire import CONFIG, Pair, broadcast, disk, inline, shm
+from sync_transports import CONFIG, Pair, broadcast, disk, inline, linked, shm
 
 from rollbook.errors import SyncError
 from rollbook.sync.bucket import SlotBuffers
 from rollbook.sync.digest import digest
 from rollbook.sync.inproc import InprocPort
 from rollbook.sync.publisher import Publisher
-from rollbook.sync.remote import RemotePort, ReplicaServer
+from rollbook.sync.remote import RemotePort
 from rollbook.sync.transport import arrived
 from rollbook.weights import Bucket, Receiving
 
@@ -135,23 +135,11 @@ async def test_a_port_that_damages_a_bucket_is_caught_over_every_transport(
     transport: Callable[..., Awaitable[Pair]], kind: type[Any], is_delta: bool, tmp_path: Path
 ) -> None:
     """On the trainer's side as on the engine's, for buckets that need no event loop and those that do."""
-    source, engine, damage = FakeSource(tiny_tensors()), StepEngine(fused_engine(is_tied=False)), Damage()
-    sender, receivers = await transport(source, tmp_path, 1)
     sends = issubclass(kind, RemotePort)
-    inner: Any = InprocPort(engine) if sends else kind(engine)
-    server = ReplicaServer(inner, receivers[0], max_payload_bytes=1024)
-    outer: Any = (kind if sends else RemotePort)(0, sender, port=await server.start())
-    (outer if sends else inner).damage = damage
     config = CONFIG.model_copy(update={"delta": is_delta})
-    publisher = Publisher(source, [outer], config, buffers=sender.buffer)
-    try:
-        await refused_then_taken(publisher, source, engine, damage)
-    finally:
-        publisher.close()
-        await outer.close()
-        await server.close()
-        engine.close()
-        sender.close()
+    async with linked(transport, tmp_path, config, **{"remote" if sends else "port": kind}) as link:
+        damage = (link.remote if sends else link.port).damage = Damage()
+        await refused_then_taken(link.publisher, link.source, link.engine, damage)
 
 
 async def test_a_bucket_behind_one_that_waits_for_the_engine_waits_too() -> None:

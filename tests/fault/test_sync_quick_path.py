@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 from sync_engine import StepEngine
 from sync_fakes import FakeSource, fused_engine, live_digests, tiny_tensors
-from test_sync_wire import CONFIG, Remote, frame, remote, shm  # noqa: F401 (a fixture)
+from sync_transports import CONFIG, Remote, frame, shm
 
 from rollbook.errors import SyncError
 from rollbook.sync.broadcast import BroadcastReceiver, BroadcastSender
@@ -30,13 +30,20 @@ from rollbook.weights import Bucket, BucketEntry, Manifest, Receiving
 SOON = CONFIG.model_copy(update={"receive_deadline_s": 2.0, "abort_deadline_s": 0.5, "delta": False})
 
 
-def holds_the_trainers_bits(remote: Remote) -> bool:  # noqa: F811
+@pytest.fixture
+async def remote() -> AsyncIterator[Remote]:
+    made = Remote()
+    yield made
+    await made.close()
+
+
+def holds_the_trainers_bits(remote: Remote) -> bool:
     trainer = {name: digest(tensor) for name, tensor in remote.source.tensors.items()}
     return all(live_digests(engine.live) == trainer for engine in remote.engines)
 
 
 async def test_a_replica_that_takes_no_bucket_misses_its_deadline_and_comes_back_with_the_next_publication(
-    remote: Remote,  # noqa: F811
+    remote: Remote,
     tmp_path: Path,
 ) -> None:
     publisher = await remote.connect(await shm(remote.source, tmp_path))
@@ -65,7 +72,7 @@ async def test_a_replica_that_takes_no_bucket_misses_its_deadline_and_comes_back
 
 @pytest.mark.parametrize("bucket_idx", [0, 2])
 async def test_a_connection_that_ends_between_two_buckets_costs_one_replica_one_publication(
-    remote: Remote,  # noqa: F811
+    remote: Remote,
     tmp_path: Path,
     bucket_idx: int,
 ) -> None:
@@ -91,7 +98,7 @@ async def test_a_connection_that_ends_between_two_buckets_costs_one_replica_one_
 
 
 async def test_a_publication_that_is_cancelled_while_buckets_travel_leaves_the_old_version_everywhere(
-    remote: Remote,  # noqa: F811
+    remote: Remote,
     tmp_path: Path,
 ) -> None:
     publisher = await remote.connect(await shm(remote.source, tmp_path))
@@ -122,7 +129,7 @@ async def test_a_publication_that_is_cancelled_while_buckets_travel_leaves_the_o
 
 
 async def test_an_abort_that_is_read_late_does_not_end_the_next_publication(
-    remote: Remote,  # noqa: F811
+    remote: Remote,
     tmp_path: Path,
 ) -> None:
     """Its trainer has given up waiting for it, and opened another one meanwhile."""

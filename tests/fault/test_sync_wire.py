@@ -13,87 +13,21 @@ from typing import Any
 import pytest
 import torch
 from sync_engine import StepEngine
-from sync_fakes import FakeSource, fused_engine, live_digests, manifest_of, packed, tiny_tensors
+from sync_fakes import FakeSource, fused_engine, live_digests, manifest_of, packed
+from sync_transports import CONFIG, Pair, Remote, broadcast, disk, frame, inline, shm
 
 from rollbook.errors import ConfigError, SyncError
 from rollbook.sync import wire
 from rollbook.sync.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
-from rollbook.sync.config import SyncConfig
 from rollbook.sync.digest import digest
-from rollbook.sync.disk import DiskReceiver, DiskSender, read_safetensors
+from rollbook.sync.disk import DiskReceiver, read_safetensors
 from rollbook.sync.inproc import InprocPort
-from rollbook.sync.publisher import Publisher
 from rollbook.sync.remote import RemotePort, ReplicaServer
 from rollbook.sync.shm import ShmReceiver, ShmSender
-from rollbook.sync.transport import InlineReceiver, InlineSender, Receiver, Sender, arrived
+from rollbook.sync.transport import InlineReceiver, InlineSender, arrived
 from rollbook.weights import Bucket, BucketEntry, CommitReport, Manifest, TensorSpec
 
 pytestmark = pytest.mark.timeout(60)
-CONFIG = SyncConfig.model_construct(**{**SyncConfig().model_dump(), "bucket_bytes": 300, "delta": True})
-
-Pair = tuple[Sender, list[Receiver]]
-
-
-async def inline(source: FakeSource, folder: Path, num_replicas: int = 2) -> Pair:
-    return InlineSender(), [InlineReceiver() for _ in range(num_replicas)]
-
-
-async def shm(source: FakeSource, folder: Path, num_replicas: int = 2) -> Pair:
-    return ShmSender(str(folder)), [ShmReceiver(str(folder)) for _ in range(num_replicas)]
-
-
-async def disk(source: FakeSource, folder: Path, num_replicas: int = 2) -> Pair:
-    sender = DiskSender(str(folder), source.weight_specs())
-    return sender, [DiskReceiver(str(folder)) for _ in range(num_replicas)]
-
-
-async def broadcast(source: FakeSource, folder: Path, num_replicas: int = 2) -> Pair:
-    size = num_replicas + 1
-
-    def join(rank: int) -> BroadcastGroup:
-        return BroadcastGroup.create(
-            "gloo",
-            rank=rank,
-            size=size,
-            device=torch.device("cpu"),
-            deadline_s=20,
-            file=str(folder / "store"),
-        )
-
-    groups = await asyncio.gather(*(asyncio.to_thread(join, rank) for rank in range(size)))
-    receivers: list[Receiver] = [BroadcastReceiver(group, max_bucket_bytes=512) for group in groups[1:]]
-    return BroadcastSender(groups[0]), receivers
-
-
-class Remote:
-    """A trainer and two replicas that speak over sockets."""
-
-    def __init__(self) -> None:
-        self.source = FakeSource(tiny_tensors())
-        self.engines = [StepEngine(fused_engine(is_tied=False), replica_id=i) for i in range(2)]
-        self.servers: list[ReplicaServer] = []
-        self.ports: list[RemotePort] = []
-        self.addresses: list[int] = []
-
-    async def connect(self, pair: Pair, token: str = "", config: SyncConfig = CONFIG) -> Publisher:
-        sender, receivers = pair
-        for engine, receiver in zip(self.engines, receivers, strict=True):
-            server = ReplicaServer(InprocPort(engine), receiver, token=token, max_payload_bytes=1024)
-            self.servers.append(server)
-            self.addresses.append(await server.start())
-            self.ports.append(RemotePort(engine.replica_id, sender, port=self.addresses[-1], token=token))
-        self.publisher = Publisher(self.source, self.ports, config, buffers=sender.buffer)
-        return self.publisher
-
-    async def close(self) -> None:
-        for port in self.ports:
-            await port.close()
-        for server in self.servers:
-            await server.close()
-        for engine in self.engines:
-            engine.close()
-        if self.ports:
-            self.ports[0].sender.close()
 
 
 @pytest.fixture
@@ -293,11 +227,6 @@ class Evil:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (self.path,)
-
-
-def frame(header: object, payload: bytes = b"", *, text: bytes | None = None) -> bytes:
-    body = json.dumps(header).encode() if text is None else text
-    return struct.pack("<4sIQ", b"RBW1", len(body), len(payload)) + body + payload
 
 
 async def exchange(port: int, *messages: bytes) -> bytes:
