@@ -463,3 +463,15 @@ def test_a_chart_of_several_runs_keeps_them_apart(tmp_path: Path) -> None:
     assert tuned.values[name].tolist() == [0.6 - i / 100 for i in range(1, 8)]
     assert base.values[name].tolist() == [0.1 + i / 100 for i in range(1, 13)]
     assert any(note.endswith("this is run 1 of 0 to 1, tuned") for note in tuned.notes)
+
+
+def test_two_formats_in_one_file_are_said(tmp_path: Path) -> None:
+    """A shell that appended one job's console to another's."""
+    verl = "".join(f"step:{i} - critic/score/mean:0.5 - timing_s/step:9.0\n" for i in range(1, 6))
+    slime = "".join(f"rollout {i}: {{'rollout/raw_reward': 0.4}}\n" for i in range(5))
+    (tmp_path / "both.log").write_text(slime + verl)
+    run = load(str(tmp_path / "both.log"))
+    other = "slime" if run.format == "verl-console" else "verl-console"
+    assert [note for note in run.notes if f"--format {other} reads those" in note]
+    (tmp_path / "one.log").write_text(verl)
+    assert load(str(tmp_path / "one.log")).notes == []

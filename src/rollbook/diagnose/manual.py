@@ -193,7 +193,8 @@ ENTRIES: dict[str, Entry] = {
     "replica_died": Entry(
         "implementation",
         "`quarantined` with the words of a process that is gone, in events.jsonl; `replica/num_serving` below what was "
-        "asked for",
+        "asked for; in other systems' console logs the words of a dead engine (EngineDeadError, a failed health check, "
+        "an actor that died) with steps after them",
         "a replica that was taken out alive: its publication was refused, or the probe found other logprobs",
         "read its own log; resume the run if it did not come back (`cluster.max_restarts`)",
         "is it always the same replica or host?",

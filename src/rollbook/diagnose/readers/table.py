@@ -121,6 +121,7 @@ def load(
         rows, source=str(path), format=format, renamed=renamer.renamed, run_idx=run_idx, notes=notes
     )
     run.in_log = renamer.in_log()
+    run.notes.extend(_also_holds(path, format))
     if any(event.kind == "truncated" for event in run.events):
         run.notes.append(
             "the last line is cut short (the process was killed, or is writing it): it was left out"
@@ -213,6 +214,27 @@ def detect(path: Path) -> str:
         "give the log itself; of a run that died before its first step, name the format with --format: "
         + ", ".join(READERS),
     )
+
+
+ALSO = 0.85
+"""How surely a beginning must be another format's, too, to be spoken of: three steps of a console."""
+
+
+_IN_LINES = ("verl-file", "verl-console", "slime", "areal", "trl")
+"""Formats whose steps may stand in one file with another's."""
+
+
+def _also_holds(path: Path, format: str) -> Iterator[str]:
+    """A line for each other format that the beginning of a file holds steps of: one reader reads one of them."""
+    if path.is_dir() or format not in _IN_LINES:
+        return
+    with text.open_binary(path) as file:
+        head = "\n".join(
+            map(text.plain, file.read(HEAD_BYTES).decode("utf-8", errors="replace").splitlines())
+        )
+    for other in _IN_LINES:
+        if other != format and READERS[other].recognizes(head) >= ALSO:
+            yield f"the file also holds steps as a {READERS[other].what} has them: --format {other} reads those"
 
 
 def _recognized(head: str) -> str | None:

@@ -109,7 +109,7 @@ def is_ended_by_newline(path: Path) -> bool:
 TROUBLE_BYTES = (
     b"emory", b"imeout", b"imed out", b"TIMEOUT", b"atchdog", b"pill", b"esum", b"ecover", b"heckpoint", b"global step",
     b"andbox", b"nv_server", b"ctor", b"Crash", b"OOM", b"oom", b"ALLOC", b"ull", b", line ", b"Error", b"xception",
-    b"Traceback", b"Final ",
+    b"Traceback", b"Final ", b"class_name", b"ngine", b"nference server", b"eplica", b"Scheduler hit", b"sigquit",
 )  # fmt: skip
 """Every line in which a log reports trouble, or in which stage it was, holds one of these."""
 
@@ -284,9 +284,30 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
             r"|env_server.{0,60}error",
         ),
         (
-            "actor_died",
-            ("ActorDied", "RayActorError", "actor died", "WorkerCrashed"),
-            r"ActorDiedError|RayActorError|The actor died|WorkerCrashedError",
+            "engine_died",
+            (
+                "EngineDead",
+                "EngineCore",
+                "class_name",
+                "ngine",
+                "nference server",
+                "eplica",
+                "Scheduler hit",
+                "sigquit",
+            ),
+            r"EngineDeadError|EngineCore\S{0,20} .{0,30}(?:died|encountered an? (?:fatal )?(?:issue|error))"
+            r"|class_name: \S*(?:vLLM|VLLM|Vllm|SGLang|Sglang|Engine|Rollout\w*Server|HttpServer)"
+            r"|\b(?:[Ee]ngine|[Rr]eplica|[Ii]nference server) (?=\S*\d)\S{1,60} (?:is |was |has )?"
+            r"(?:dead|died|crashed|unhealthy|gone\b)"
+            r"|[Hh]ealth check .{0,40}(?:failed|timed out) .{0,20}(?:engine|replica|inference server)"
+            r"|Scheduler hit an exception|Received sigquit from a child process",
+        ),
+        (
+            "engine_back",
+            ("ngine", "eplica", "nference server"),
+            r"(?:[Rr]estarted|[Rr]ecovered|[Rr]elaunched|[Rr]e-?registered) .{0,30}(?:engine|replica|inference server)"
+            r"|\b(?:[Ee]ngine|[Rr]eplica|[Ii]nference server) (?=\S*\d)\S{1,60} (?:is |was |has )?(?:been )?"
+            r"(?:restarted|recovered|relaunched|rejoined|back\b|healthy again)",
         ),
     )
 )

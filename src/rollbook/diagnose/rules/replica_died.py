@@ -1,6 +1,6 @@
 """Replicas died, and were started again or not: their requests were made again by others, which takes time and nothing
-else. Told by our run directories' events; a replica that was taken out alive (a publication it refused, logprobs that
-differ) is another rule's.
+else. Told by our run directories' events and by the words of vLLM, SGLang, slime and Ray in console logs; a replica
+that was taken out alive (a publication it refused, logprobs that differ) is another rule's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from rollbook.diagnose.breaks import BASELINE
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
-from rollbook.diagnose.signs.deaths import Death, deaths_of
+from rollbook.diagnose.signs.deaths import UNNAMED, Death, deaths_of
 from rollbook.diagnose.signs.seconds import step_seconds
 from rollbook.diagnose.view import View
 
@@ -34,13 +34,13 @@ def judge(view: View) -> Finding | NotJudged | None:
     if len(deaths) > 4:
         last = deaths[-1]
         says = f"and {len(deaths) - 4} more, the last one at step {last.step}"
-        evidence += (Evidence(metric="replica/num_serving", step=last.step, says=says),)
+        evidence += (Evidence(metric=_metric(view), step=last.step, says=says),)
     if not gone:
         after = "came back"
     elif len(gone) == len({death.replica for death in deaths}):
         after = "did not come back"
     else:
-        after = f"replica {', '.join(gone)} did not come back"
+        after = f"{', '.join(map(_name, gone))} did not come back"
     resume = " Resume the run to have it back." if gone else ""
     return Finding(
         rule=RULE,
@@ -82,18 +82,26 @@ def _is_worth_it(view: View, deaths: tuple[Death, ...]) -> bool:
 def _who_died(deaths: tuple[Death, ...]) -> str:
     counts = Counter(death.replica for death in deaths)
     times = {replica: f" {count} times" if count > 1 else "" for replica, count in counts.items()}
-    return ", ".join(f"replica {replica} died{times[replica]}" for replica in counts)
+    return ", ".join(f"{_name(replica)} died{times[replica]}" for replica in counts)
+
+
+def _name(replica: str) -> str:
+    return "a rollout engine" if replica == UNNAMED else f"replica {replica}"
 
 
 def _evidence(view: View, death: Death) -> Evidence:
-    away = "not started again"
+    away = "no sign of its return" if view.events("engine_died") else "not started again"
     if death.back_step is not None:
         away = f"back at step {death.back_step}"
         if death.away_s is not None:
             away += f", after {num(death.away_s)} s"
     lost = f"; steps were {num(lost_s)} s longer" if (lost_s := _lost_s(view, death)) else ""
-    says = f"replica {death.replica} died at step {death.step} ({death.why}): {away}{lost}"
-    return Evidence(metric="replica/num_serving", step=death.step, says=says)
+    says = f"{_name(death.replica)} died at step {death.step} ({death.why}): {away}{lost}"
+    return Evidence(metric=_metric(view), step=death.step, says=says)
+
+
+def _metric(view: View) -> str:
+    return "log" if view.events("engine_died") else "replica/num_serving"
 
 
 def _lost_s(view: View, death: Death) -> float:
