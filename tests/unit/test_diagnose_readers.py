@@ -399,7 +399,8 @@ def test_no_sentence_of_trouble_is_skipped_before_it_is_read(tmp_path: Path) -> 
         "object_store_spill": "(raylet) Spilled 4096 MiB, 12 objects, write throughput 612 MiB/s",
         "resumed": "Setting global step to 120",
         "sandbox_failure": "sandbox exec-17 timed out after 30 s",
-        "actor_died": "ray.exceptions.ActorDiedError: The actor died unexpectedly",
+        "engine_died": "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue",
+        "engine_back": "Restarted rollout engine 3",
     }
     text = "".join(
         f"{sentence}\nstep:{i} - a/b:{i}\n" for i, sentence in enumerate(sentences.values(), start=1)
