@@ -29,6 +29,7 @@ INTEGERS = {  # option -> values that cannot be meant
     "sleep-level": ("-1", "0", "3", "1e3"),
 }
 FLOATS = {
+    "host-gb-per-gpu": ("-1", "1e300"),
     "length-sigma": ("-0.1", "99", "1e300"),
     "turns": ("0", "-2", "0.5", "1e300"),
     "env-seconds": ("-5", "1e300"),

@@ -239,7 +239,7 @@ def test_owners_of_memory_add_up_to_what_the_plan_holds(
     state = sum(of.get(name, 0) for name in ("weights", "gradients", "master weights", "optimizer moments"))
     memory = data["recommendation"]["step"]["memory"]
     assert state == pytest.approx(memory["train_state_bytes_per_gpu"])
-    on_host = [item["bytes"] for item in data["memory_items"] if item["name"] == "optimizer state (pinned)"]
+    on_host = [item["bytes"] for item in data["memory_items"] if item["name"] == "training state (pinned)"]
     if extra[:1] == ["--offload"]:
         assert "master weights" not in of and "optimizer moments" not in of
         num_gpus = data["recommendation"]["num_train_gpus"]

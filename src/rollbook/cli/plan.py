@@ -59,7 +59,13 @@ DtypeOption = Annotated[
     str, typer.Option("--rollout-dtype", help="Engine weights: bfloat16, float8, or auto (tries both).")
 ]
 OffloadOption = Annotated[
-    str, typer.Option("--offload", help="Optimizer state in host memory: none, optimizer, auto (if needed).")
+    str,
+    typer.Option(
+        "--offload", help="Training state in host memory: none, optimizer, weights (all of it), auto."
+    ),
+]
+HostOption = Annotated[
+    float, typer.Option("--host-gb-per-gpu", help="Host memory that a GPU's training state may take.")
 ]
 StalenessOption = Annotated[
     int, typer.Option("--max-staleness", help="Versions a trained token may be old; 0: on-policy only.")
@@ -172,6 +178,7 @@ def command(
     rollout_tp: RolloutTpOption = DEFAULTS.rollout_tp,
     rollout_dtype: DtypeOption = DEFAULTS.rollout_dtype,
     offload: OffloadOption = DEFAULTS.offload,
+    host_gb_per_gpu: HostOption = DEFAULTS.host_gb_per_gpu,
     recompute: RecomputeOption = DEFAULTS.recompute,
     keep_prefix: PrefixOption = DEFAULTS.keep_prefix,
     share_prompts: SharePromptsOption = DEFAULTS.share_prompts,
@@ -245,6 +252,7 @@ def command(
         algorithm=algorithm, reward=reward, reference=reference, proximal=proximal, mini_batches=mini_batches,
         turns=turns, observation_tokens=observation_tokens, env_seconds=env_seconds,
         env_p99_seconds=env_p99_seconds, rollout_tp=rollout_tp, rollout_dtype=rollout_dtype, offload=offload,
+        host_gb_per_gpu=host_gb_per_gpu,
         max_staleness=max_staleness, lora_rank=lora_rank, lora_publish=lora_publish,
         recompute=recompute, keep_prefix=keep_prefix,
         checkpoint_every=checkpoint_every, checkpoint_async=checkpoint_async, storage_gb_per_s=storage_gb_per_s,

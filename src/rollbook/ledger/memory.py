@@ -142,6 +142,7 @@ def memory_items(
     layout: TrainLayout,
     shares_devices: bool,
     offloaded_bytes: float = 0.0,
+    offloaded_what: str = "",
 ) -> list[MemoryItem]:
     """Who owns which bytes of each role's GPU, largest first within a place.
 
@@ -149,13 +150,16 @@ def memory_items(
     memory, which stands under "train host".
 
     Args:
-        offloaded_bytes: master weights and moments of one GPU that live in host memory; `assumptions` hold what is
-            left on the device.
+        offloaded_bytes: training state of one GPU that lives in host memory; `assumptions` hold what is left on the
+            device.
+        offloaded_what: that state in words.
     """
     memory = train_memory(model, workload, assumptions, num_gpus=train.num_gpus, layout=layout)
     trained = trained_params(model, workload) / train.num_gpus
-    weights = 2 * (model.params / train.num_gpus + (trained if workload.lora_rank else 0.0))
-    kept = max(memory.policy_state - weights - 2 * trained, 0.0)  # master weights and moments on the device
+    on_device = min(assumptions.train_state_bytes_per_param / 4, 1.0)  # of weights and gradients
+    weights = 2 * (model.params / train.num_gpus * on_device + (trained if workload.lora_rank else 0.0))
+    gradients = 2 * trained * on_device
+    kept = max(memory.policy_state - weights - gradients, 0.0)  # master weights and moments on the device
     master = min(4 * trained, kept)
     formula = "adapters" if workload.lora_rank else "N"
     overhead = assumptions.memory_overhead_frac * cluster.accelerator.hbm_bytes
@@ -164,7 +168,7 @@ def memory_items(
     fixed = min(_CONTEXT_BYTES + _COMMUNICATION_BYTES, overhead)
     items = [
         MemoryItem(place="train device", name="weights", bytes=weights, formula="2 N / GPUs"),
-        MemoryItem(place="train device", name="gradients", bytes=2 * trained, formula=f"2 {formula} / GPUs"),
+        MemoryItem(place="train device", name="gradients", bytes=gradients, formula=f"2 {formula} / GPUs"),
         MemoryItem(place="train device", name="master weights", bytes=master, formula=f"4 {formula} / GPUs"),
         MemoryItem(
             place="train device",
@@ -234,9 +238,9 @@ def memory_items(
     items.append(
         MemoryItem(
             place="train host",
-            name="optimizer state (pinned)",
+            name="training state (pinned)",
             bytes=offloaded_bytes,
-            formula="master weights and moments that do not fit on the device",
+            formula=f"{offloaded_what}, not on the device",
         )
     )
     if shares_devices:

@@ -45,6 +45,8 @@ class Layouts:
     sleep: SleepChoice = field(default_factory=SleepChoice)
     changed_frac: float = CHANGED_FRAC
     """Share of the weights that a delta sends."""
+    state_is_offloaded: bool = False
+    """The trainer's weights lie in host memory when a publication starts."""
 
 
 def step_account(
@@ -195,6 +197,7 @@ def join_sides(
             replica_gpus=layouts.replica.num_gpus,
             weight_dtype=layouts.replica.weight_dtype,
             changed_frac=layouts.changed_frac,
+            state_is_offloaded=layouts.state_is_offloaded,
             lora_rank=workload.lora_rank if workload.publishes_adapters else 0,
         ),
     )

@@ -15,8 +15,9 @@ from rollbook.ledger.reliability import checkpoint_error_frac
 from rollbook.ledger.step import hand_over_moves, is_colocated
 from rollbook.ledger.switch import Move, pinned_bytes
 from rollbook.ledger.sync import SyncWork, sync_account
+from rollbook.planner.offload import HELD, host_state_bytes, on_device
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate, host_state_bytes, with_offload
+from rollbook.planner.search import Candidate
 from rollbook.planner.words import count, format_bytes, percent, seconds, seconds_range
 
 _USUAL_INTERVAL_S = 3600.0
@@ -276,21 +277,19 @@ def beside(request: PlanRequest, shown: Candidate) -> Beside:
 
 
 def _memory(request: PlanRequest, shown: Candidate) -> tuple[MemoryItem, ...]:
-    assumptions, offloaded = request.assumptions, 0.0
-    if shown.train.is_offloaded:
-        assumptions = with_offload(assumptions)
-        offloaded = host_state_bytes(request) / shown.split[1]
+    offload = shown.train.offload
     return tuple(
         memory_items(
             request.model,
             request.workload,
             request.cluster,
-            assumptions,
+            on_device(request.assumptions, offload),
             rollout=shown.account.rollout,
             train=shown.account.train,
             layout=shown.train.layout,
             shares_devices=is_colocated(shown.mode) and not request.cluster.accelerator.is_cpu,
-            offloaded_bytes=offloaded,
+            offloaded_bytes=host_state_bytes(request, offload) / shown.split[1],
+            offloaded_what=HELD[offload],
         )
     )
 
@@ -300,7 +299,7 @@ def moves_of(request: PlanRequest, shown: Candidate) -> tuple[Move, ...]:
     if not is_colocated(shown.mode) or request.assumptions.method == "paper":
         return ()
     # What lives on the host has no hand-over to make.
-    assumptions = with_offload(request.assumptions) if shown.train.is_offloaded else request.assumptions
+    assumptions = on_device(request.assumptions, shown.train.offload)
     moves = hand_over_moves(
         request.model,
         request.workload,

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate
+from rollbook.planner.search import OFFLOAD_GAIN_FRAC, Candidate
 from rollbook.planner.words import percent, seconds
+
+
+def _fastest(candidates: list[Candidate]) -> Candidate | None:
+    """The first, whose training state is in host memory only where that saves what it should."""
+    first = next(iter(candidates), None)
+    near = next((c for c in candidates if not c.train.is_offloaded), None)
+    if first is None or near is None or first.step_s < (1 - OFFLOAD_GAIN_FRAC) * near.step_s:
+        return first
+    return near
 
 
 def choose(request: PlanRequest, candidates: list[Candidate]) -> tuple[Candidate | None, str]:
@@ -13,8 +22,8 @@ def choose(request: PlanRequest, candidates: list[Candidate]) -> tuple[Candidate
     if not fitting:
         shared = next(c for c in candidates if c.mode == "sync")  # no split has more memory for either side
         return None, f"no topology fits: {'; '.join(shared.why_not)}"
-    on_policy = next((c for c in fitting if c.is_on_policy), None)
-    asynchronous = next((c for c in fitting if not c.is_on_policy), None)
+    on_policy = _fastest([c for c in fitting if c.is_on_policy])
+    asynchronous = _fastest([c for c in fitting if not c.is_on_policy])
     if asynchronous is None or request.max_staleness_steps == 0:
         assert on_policy is not None or asynchronous is not None
         if on_policy is None:

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from rollbook.ledger.adapters import policy_state_bytes
 from rollbook.ledger.asynchrony import AsyncAccount, async_account
 from rollbook.planner.beside import Beside
+from rollbook.planner.offload import HELD, host_state_bytes, on_device
 from rollbook.planner.publication import Publication
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import (
+    OFFLOAD_GAIN_FRAC,
     Candidate,
     Search,
     fitting_layouts,
-    host_state_bytes,
     node_unit,
     rollout_layout_json,
     rollout_s,
@@ -145,14 +146,14 @@ def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
     num_models = request.workload.num_trained_models
     rank = request.workload.lora_rank
     state = num_models * policy_state_bytes(model, request.workload, assumptions)
-    on_host = host_state_bytes(request) if base.train.is_offloaded else 0.0
+    on_host = host_state_bytes(request, base.train.offload)
     least = math.ceil((state - on_host) / usable)
     per_node = cluster.gpus_per_node
     nodes = math.ceil(least / per_node)
     weights = memory["weights_bytes"]
     critic = ", policy and critic," if num_models == 2 else ""
     kept = (
-        f"{format_bytes(on_host)} of it, master weights and moments, are kept in host memory; "
+        f"{format_bytes(on_host)} of it, {HELD[base.train.offload]}, are kept in host memory; "
         if on_host
         else ""
     )
@@ -317,7 +318,8 @@ def _layouts(
             "num_train_gpus": train,
             "rollout_layout": rollout_layout_json(chosen.rollout_layout),
             "train_layout": train_layout_json(chosen.train.layout, train),
-            "offload": "optimizer" if chosen.train.is_offloaded else "none",
+            "offload": chosen.train.offload,
+            "offloads": {result.offload: result.as_json() for result in chosen.offloads},
             "step_s": chosen.step_s,
         }
         sentences.append(
@@ -341,7 +343,8 @@ def _layout_sentence(request: PlanRequest, chosen: Candidate) -> str:
         if size > 1
     ]
     # The fewest GPUs a layer is split over may fit too, and be slower.
-    least = fitting_layouts(request, chosen.account.train.num_gpus)[0]
+    at_hand = replace(request, assumptions=on_device(request.assumptions, chosen.train.offload))
+    least = fitting_layouts(at_hand, chosen.account.train.num_gpus)[0][0]
     why = "because one micro batch of the longest sequence would not fit otherwise"
     if least.model_parallel_size < layout.model_parallel_size:
         why = "the fastest that fits"
@@ -360,8 +363,21 @@ def _layout_sentence(request: PlanRequest, chosen: Candidate) -> str:
         f"The trainer {how} with {layout.recompute} recomputation"
     )
     if chosen.train.is_offloaded:
-        rest += ", and keeps master weights and moments in host memory because they do not fit on the device"
+        rest += f", and keeps {HELD[chosen.train.offload]} in host memory {_why_offloaded(request, chosen)}"
     return engine + rest + "."
+
+
+def _why_offloaded(request: PlanRequest, chosen: Candidate) -> str:
+    near = next((result for result in chosen.offloads if result.offload == "none"), None)
+    if request.offload == chosen.train.offload:
+        return "as was asked for"
+    if near is None or near.why_not:
+        return "because they do not fit on the device"
+    gain = 1 - chosen.step_s / near.step_s
+    return (
+        f"because the step is {percent(gain)} shorter for it, at {seconds(near.step_s)} without: training then "
+        f"recomputes less or is split less, and less than {percent(OFFLOAD_GAIN_FRAC)} would not pay for a moving part"
+    )
 
 
 def _sent_back(candidates: list[Candidate], chosen: Candidate | None, optimal: int | None) -> list[Candidate]:

@@ -10,6 +10,7 @@ from rollbook.planner.emit_kubernetes import kubernetes_yaml
 from rollbook.planner.emit_ray import ray_script
 from rollbook.planner.emit_slime import slime_script
 from rollbook.planner.emit_verl import verl_script
+from rollbook.planner.offload import HELD
 from rollbook.planner.plan import Plan
 
 Emitter = Callable[[Plan], str]
@@ -28,7 +29,7 @@ def planned_parts(plan: Plan) -> dict[str, str]:
         "epochs": (work.num_epochs > 1, f"{work.num_epochs} passes of training over a step"),
         "float8": (chosen.rollout_layout.weight_dtype == "float8", "engine weights in float8"),
         "own prompts": (not work.shares_prompt, "members of a group that prefill their prompt each"),
-        "host state": (chosen.train.is_offloaded, "master weights and moments in host memory"),
+        "host state": (chosen.train.is_offloaded, f"{HELD[chosen.train.offload]} in host memory"),
         "rebuilt engine": (r.sleep.rebuilds_engine, "KV pool and graphs made again at each wake"),
         "checkpoints beside": (r.checkpoint_is_async, "checkpoints written beside training"),
         "lending": (r.lend_switch_s > 0, "training GPUs lent to generation"),

@@ -164,6 +164,12 @@ def _actor(plan: Plan, chosen: Candidate) -> list[Override]:
             Override(f"{actor}.fsdp_config.param_offload", offloads, why),
             Override(f"{actor}.fsdp_config.optimizer_offload", offloads),
         ]
+        if chosen.train.offload == "weights":
+            overrides.append(
+                Override(
+                    f"{actor}.fsdp_config.offload_policy", True, "shards stay on the host while it trains"
+                )
+            )
     return overrides
 
 

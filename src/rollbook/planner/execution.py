@@ -19,6 +19,7 @@ from rollbook.ledger.decode import replica_weight_bytes
 from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.step import is_colocated
+from rollbook.planner.offload import HELD
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate
 from rollbook.planner.words import format_bytes
@@ -141,7 +142,7 @@ def _always(request: PlanRequest, chosen: Candidate) -> list[str]:
     found += _checkpoint(request)
     if chosen.train.is_offloaded:
         found.append(
-            "trainer: planned with master weights and moments in host memory; they stay on the device, or go there "
+            f"trainer: planned with {HELD[chosen.train.offload]} in host memory; they stay on the device, or go there "
             "and back with [memory] where the schedule hands the device over"
         )
     if chosen.rollout_layout.weight_dtype not in ("bfloat16", "float16"):

@@ -70,6 +70,7 @@ BOUNDS: dict[str, Bounds] = {
     "horizon": Bounds(least=1, most=100_000, remedy="give the steps of the run, at least 1"),
     "env_p99_seconds": Bounds(least=0, most=_MOST_S, remedy="give 0 (as the mean) or more, in seconds"),
     "rollout_tp": Bounds(least=0, most=1024, remedy="give at least 1, or 0 to leave it to the planner"),
+    "host_gb_per_gpu": Bounds(least=0, most=100_000, remedy="give 0 (no room) or more, in GB"),
     "lora_rank": Bounds(least=0, most=65_536, remedy="give 0 (all weights train), or a rank such as 16"),
     "checkpoint_every": Bounds(
         least=0, most=1_000_000, remedy="give 1 step or more, or 0 for about one an hour"
@@ -127,6 +128,7 @@ class PlanOptions:
     rollout_tp: int = 0
     rollout_dtype: str = "bfloat16"
     offload: str = "auto"
+    host_gb_per_gpu: float = 150.0
     recompute: str = "auto"
     keep_prefix: bool = True
     share_prompts: bool = True
@@ -218,7 +220,8 @@ class PlanOptions:
             rollout_tp=self.rollout_tp,
             split=split_of(self.split) if self.split else None,
             rollout_dtype=choice_of("--rollout-dtype", self.rollout_dtype, "bfloat16", "float8", "auto"),
-            offload=choice_of("--offload", self.offload, "none", "optimizer", "auto"),
+            offload=choice_of("--offload", self.offload, "none", "optimizer", "weights", "auto"),
+            host_bytes_per_gpu=self.host_gb_per_gpu * 1e9,
             recompute=choice_of("--recompute", self.recompute, "selective", "full", "auto"),
             max_staleness_steps=self.max_staleness,
             checkpoint_every_steps=self.checkpoint_every,

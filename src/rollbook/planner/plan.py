@@ -25,7 +25,7 @@ from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate, Search, host_bytes_per_node, node_unit
 from rollbook.planner.sensitivity import Shift, sensitivity
 from rollbook.planner.waterfall import Loss, above_peak, waterfall
-from rollbook.planner.words import MODE_TITLES, device_words, format_bytes, percent, seconds, split
+from rollbook.planner.words import MODE_TITLES, device_words, format_bytes, percent, split
 
 _MOST_GPUS = 4096
 
@@ -164,7 +164,7 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
     request.check()
     search = Search(request)
     candidates = search.run()
-    if request.offload == "auto" and not any(c.fits for c in candidates):
+    if _may_offload_all(request) and not any(c.fits for c in candidates):
         offloaded = Search(replace(request, offload="optimizer"), layouts=search.layouts)
         with_offload = offloaded.run()
         if any(c.fits for c in with_offload):
@@ -177,6 +177,9 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
     publication = choose_publication(request, chosen) if chosen else None
     around = beside(request, chosen or base)
     brief = is_brief or chosen is None
+    # What-ifs keep the training state where it is.
+    is_moved = chosen is not None and chosen.train.is_offloaded
+    placed = replace(search.request, offload=chosen.train.offload) if chosen and is_moved else search.request
     has_front = not brief and not request.cluster.accelerator.is_cpu  # a CPU plan is of this machine
     return Plan(
         request=request,
@@ -190,14 +193,13 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         base_waterfall=tuple(waterfall(base.account, request.cluster)),
         chosen_waterfall=tuple(waterfall(chosen.account, request.cluster)) if chosen else (),
         sizes=tuple(_sizes(request, search.layouts, chosen)) if has_front and chosen else (),
-        shifts=() if brief or chosen is None else tuple(sensitivity(search.request, chosen, search.layouts)),
-        growth=tuple(growth(search.request, chosen, search.layouts))
+        shifts=() if brief or chosen is None else tuple(sensitivity(placed, chosen, search.layouts)),
+        growth=tuple(growth(placed, chosen, search.layouts))
         if chosen and request.length_growth_frac and not is_brief
         else (),
         smallest_changes=changes,
         warnings=tuple(_warnings(request, base)),
         advice=(
-            *_advice(request, chosen, search),
             *_checkpoint_advice(request, chosen, around.checkpoint),
             *(
                 f"{option} changes nothing of what is recommended: {why}"
@@ -207,25 +209,6 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         if chosen
         else (),
     )
-
-
-_WORTH_OFFLOAD_FRAC = 0.03
-"""Share of a step that the optimizer state in host memory must save to be worth a word."""
-
-
-def _advice(request: PlanRequest, chosen: Candidate, search: Search) -> list[str]:
-    if request.offload != "auto" or chosen.train.is_offloaded or request.assumptions.method == "paper":
-        return []
-    on_host = Search(replace(request, offload="optimizer"), layouts=search.layouts)
-    found = on_host.candidate(chosen.mode, *chosen.split)
-    gain = 1 - found.step_s / chosen.step_s
-    if not found.fits or gain < _WORTH_OFFLOAD_FRAC:
-        return []
-    held = format_bytes(host_bytes_per_node(request, found.train))
-    return [
-        f"with the optimizer state in host memory, {held} a node, the step would take {seconds(found.step_s)}, "
-        f"{percent(gain)} less, because training then recomputes less or is split less: --offload optimizer"
-    ]
 
 
 _VISIBLE_CHECKPOINTS_FRAC = 0.05
@@ -307,7 +290,12 @@ def _fits(request: PlanRequest) -> bool:
     except PlanError:
         return False
     fits = any(c.fits for c in Search(request, is_brief=True).run())
-    return fits or (request.offload == "auto" and _fits(replace(request, offload="optimizer")))
+    return fits or (_may_offload_all(request) and _fits(replace(request, offload="optimizer")))
+
+
+def _may_offload_all(request: PlanRequest) -> bool:
+    """The paper account asks for the optimizer state in host memory only where no topology fits without."""
+    return request.offload == "auto" and request.assumptions.method == "paper"
 
 
 def _smallest_cluster(request: PlanRequest) -> int | None:
@@ -351,7 +339,7 @@ def _sizes(request: PlanRequest, layouts: list[ReplicaLayout], chosen: Candidate
             continue
         usable = [layout for layout in layouts if num_gpus % layout.num_gpus == 0]
         fitting = [c for c in Search(at_size, layouts=usable, is_brief=True).run() if c.fits]
-        if not fitting and request.offload == "auto":
+        if not fitting and _may_offload_all(request):
             offloaded = replace(at_size, offload="optimizer")
             fitting = [c for c in Search(offloaded, layouts=usable, is_brief=True).run() if c.fits]
         best, _ = choose(at_size, fitting) if fitting else (None, "")

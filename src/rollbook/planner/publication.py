@@ -173,6 +173,7 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
         replica_gpus=chosen.rollout_layout.num_gpus,
         weight_dtype=chosen.rollout_layout.weight_dtype,
         changed_frac=request.changed_frac,
+        state_is_offloaded=chosen.train.offload == "weights",
         lora_rank=request.workload.lora_rank if request.workload.publishes_adapters else 0,
     )
     mapping = _mapping(request, chosen)

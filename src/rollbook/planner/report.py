@@ -23,6 +23,7 @@ from rollbook.planner.charts import (
 )
 from rollbook.planner.derivation import STEPS_OF_WHAT_FITS
 from rollbook.planner.growth import GROWTH_HEAD
+from rollbook.planner.offload import HELD
 from rollbook.planner.plan import Plan
 from rollbook.planner.scenario import scenario_of
 from rollbook.planner.search import Candidate
@@ -294,7 +295,7 @@ def _memory(plan: Plan, shown: Candidate) -> str:
         "running sequences" + ("; engine and trainer take turns on the same memory." if colocated else ".")
     )
     if shown.train.is_offloaded:
-        lead += " Master weights and moments stay in host memory."
+        lead += f" {capitalized(HELD[shown.train.offload])} stay in host memory."
     return _section("Memory", lead, body)
 
 

@@ -16,7 +16,7 @@ from rollbook.ledger.workload import Workload
 
 Choice = TypeVar("Choice", bound=str)
 RolloutDtype = Literal["bfloat16", "float8", "auto"]
-Offload = Literal["none", "optimizer", "auto"]
+OffloadChoice = Literal["none", "optimizer", "weights", "auto"]
 RecomputeChoice = Literal["selective", "full", "auto"]
 
 
@@ -38,8 +38,11 @@ class PlanRequest:
     """Rollout and train GPUs to evaluate beside what the search finds."""
     rollout_dtype: RolloutDtype = "bfloat16"
     """Weights of the engines. `auto` also tries float8, which widens the logprob gap."""
-    offload: Offload = "auto"
-    """Optimizer state in host memory: never, always, or only when no topology fits without."""
+    offload: OffloadChoice = "auto"
+    """Training state in host memory (`planner/offload.py`). `auto` asks for each, and keeps it on the device unless it
+    does not fit or the step is much shorter without it."""
+    host_bytes_per_gpu: float = 150e9
+    """Host memory for it. An 8-GPU host has 1.1 TB (AWS p4d.24xlarge) to 2 TB (DGX H100)."""
     recompute: RecomputeChoice = "auto"
     """Of activations. `auto` recomputes whole layers only where memory demands it."""
     max_staleness_steps: int = 1
@@ -100,9 +103,29 @@ class PlanRequest:
                 f"adapters of rank {work.lora_rank} for matrices of {self.model.hidden_size} columns",
                 "give a rank far below that: 8 to 128 are usual",
             )
+        self._check_offload()
         self._check_degrees(cluster)
         if self.max_staleness_steps < 0:
             raise PlanError(f"max staleness is {self.max_staleness_steps} steps", "use 0 or more")
+
+    def _check_offload(self) -> None:
+        if self.host_bytes_per_gpu < 0:
+            raise PlanError(f"host memory is {self.host_bytes_per_gpu:g} bytes a GPU", "give 0 or more")
+        if self.offload != "weights":
+            return
+        stack = self.assumptions.stacks.get(self.assumptions.stack)
+        if self.assumptions.method == "paper":
+            raise PlanError("weights in host memory under the paper account", "use --assume default")
+        if self.workload.lora_rank:
+            raise PlanError(
+                "--offload weights with adapters, whose frozen base it would leave on the device",
+                "use --offload optimizer, or none: adapters have little state",
+            )
+        if stack is not None and stack.gather_passes == 0:
+            raise PlanError(
+                f"--offload weights with the stack {self.assumptions.stack}, which keeps its weights in place",
+                "use --offload optimizer, or --stack fsdp, which fetches them layer by layer",
+            )
 
     def _check_degrees(self, cluster: Cluster) -> None:
         tp, gpus = self.rollout_tp, cluster.num_gpus

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from rollbook.ledger.account import RolloutSide, StepAccount, TrainSide
-from rollbook.ledger.adapters import trained_params
-from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.step import (
@@ -26,9 +24,10 @@ from rollbook.ledger.step import (
 )
 from rollbook.ledger.sync import SyncMethod
 from rollbook.ledger.train import train_seconds
-from rollbook.ledger.workload import Mode
+from rollbook.ledger.workload import MODES, Mode
 from rollbook.planner.layouts import replica_layouts, train_layouts
 from rollbook.planner.lending import with_lending
+from rollbook.planner.offload import Offload, host_state_bytes, offloaded_side, offloads_of, on_device
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.staleness import within_bound
 
@@ -39,8 +38,8 @@ _SLOWER_ENGINES_GAIN = 0.005
 _ON_POLICY: tuple[Mode, ...] = ("sync", "separate_sync")
 _VISIBLE_SYNC_FRAC = 0.05
 """Share of the step up to which a broadcast, the plainest transport, is not questioned."""
-_HOST_STATE_BYTES_PER_PARAM = 12.0
-"""Master weights and two moments in float32: what optimizer offload moves to the host."""
+OFFLOAD_GAIN_FRAC = 0.05
+"""Share of a step that state in host memory must save where it would fit on the device: it is one more moving part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +48,31 @@ class TrainChoice:
 
     side: TrainSide
     layout: TrainLayout
-    is_offloaded: bool = False
-    """Master weights and moments live in host memory."""
+    offload: Offload = "none"
+    """What of its state lives in host memory."""
+    is_limited: bool = False
+    """Some layout does not fit into the device's memory."""
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Some of it does."""
+        return self.offload != "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadResult:
+    """A topology's best step with this much of the training state in host memory."""
+
+    offload: Offload
+    step_s: float
+    why_not: tuple[str, ...]
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> OffloadResult:
+        return cls(offload=candidate.train.offload, step_s=candidate.step_s, why_not=candidate.why_not)
+
+    def as_json(self) -> dict[str, object]:
+        return {"step_s": self.step_s, "fits": not self.why_not, "why_not": list(self.why_not)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +85,8 @@ class Candidate:
     sync_method: SyncMethod
     why_not: tuple[str, ...] = ()
     """All reasons against it; empty when it fits."""
+    offloads: tuple[OffloadResult, ...] = ()
+    """Places of the training state that were asked for in this topology."""
 
     @property
     def mode(self) -> Mode:
@@ -98,7 +122,8 @@ class Candidate:
             "idle_frac": dict(account.idle_frac),
             "rollout_layout": rollout_layout_json(self.rollout_layout),
             "train_layout": train_layout_json(self.train.layout, account.train.num_gpus),
-            "offload": "optimizer" if self.train.is_offloaded else "none",
+            "offload": self.train.offload,
+            "offloads": {result.offload: result.as_json() for result in self.offloads},
             "fits": self.fits,
             "why_not": list(self.why_not),
             "notes": list(account.notes),
@@ -138,7 +163,7 @@ class Search:
     is_brief: bool = False
     """Join only the splits next to the time optimum, and the one that was asked for."""
     _rollouts: dict[tuple[int, bool, ReplicaLayout], RolloutSide] = field(init=False, default_factory=dict)
-    _trains: dict[int, TrainChoice] = field(init=False, default_factory=dict)
+    _trains: dict[tuple[int, Offload], TrainChoice] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         request = self.request
@@ -189,20 +214,22 @@ class Search:
             )  # fmt: skip
         return self._rollouts[key]
 
-    def train(self, num_gpus: int) -> TrainChoice:
-        """The trainer layout for `num_gpus`, with its optimizer state where the request wants it."""
-        if num_gpus not in self._trains:
-            self._trains[num_gpus] = self._best_train(
-                num_gpus, is_offloaded=self.request.offload == "optimizer"
-            )
-        return self._trains[num_gpus]
+    def train(self, num_gpus: int, offload: Offload | None = None) -> TrainChoice:
+        """The trainer layout for `num_gpus`, with its state where `offload`, or else the request, wants it."""
+        offload = offload or self._first_offload
+        if (num_gpus, offload) not in self._trains:
+            self._trains[num_gpus, offload] = self._best_train(num_gpus, offload)
+        return self._trains[num_gpus, offload]
 
-    def _best_train(self, num_gpus: int, *, is_offloaded: bool) -> TrainChoice:
+    @property
+    def _first_offload(self) -> Offload:
+        """What is asked about everywhere: on the device, unless the request says otherwise."""
+        return offloads_of(self.request)[0]
+
+    def _best_train(self, num_gpus: int, offload: Offload) -> TrainChoice:
         r = self.request
-        assumptions = r.assumptions
-        if is_offloaded:
-            assumptions = with_offload(assumptions)
-        layouts = fitting_layouts(replace(r, assumptions=assumptions), num_gpus)
+        assumptions = on_device(r.assumptions, offload)
+        layouts, is_limited = fitting_layouts(replace(r, assumptions=assumptions), num_gpus)
         if assumptions.method != "paper":  # whose trainer has no layouts
             layouts = [
                 min(
@@ -216,27 +243,17 @@ class Search:
             ]
         layout = layouts[0]
         side = train_side(r.model, r.workload, r.cluster, assumptions, num_gpus=num_gpus, layout=layout)
-        if is_offloaded:
-            side = replace(
-                side,
-                train_s=side.train_s + self._offload_s(num_gpus),
-                why_not=tuple(f"{why}, with the optimizer state in host memory" for why in side.why_not),
-            )
-        return TrainChoice(side=side, layout=layout, is_offloaded=is_offloaded)
-
-    def _offload_s(self, num_gpus: int) -> float:
-        """Master weights and moments cross the host link both ways at each update."""
-        work = self.request.workload
-        moved = 2 * host_state_bytes(self.request) / num_gpus
-        updates = work.num_epochs * work.num_mini_batches
-        return updates * moved / self.request.cluster.accelerator.host_link_bytes_per_s
+        side = offloaded_side(r, side, layout, offload)
+        return TrainChoice(side=side, layout=layout, offload=offload, is_limited=is_limited)
 
     # -- candidates
 
-    def candidate(self, mode: Mode, num_rollout_gpus: int, num_train_gpus: int) -> Candidate:
+    def candidate(
+        self, mode: Mode, num_rollout_gpus: int, num_train_gpus: int, offload: Offload | None = None
+    ) -> Candidate:
         """The layouts of one mode and split with the shortest step: hand-over, publication and staleness bound ask for
         other engines than generation alone would."""
-        train = self.train(num_train_gpus)
+        train = self.train(num_train_gpus, offload)
         sides = [(self._rollout(num_rollout_gpus, mode, layout), layout) for layout in self.layouts]
         best: Candidate | None = None
         for side, layout in sorted(sides, key=lambda pair: (bool(pair[0].why_not), rollout_s(pair[0], mode))):
@@ -286,9 +303,10 @@ class Search:
             max_staleness_steps=max(r.max_staleness_steps, 1),
             sleep=r.sleep,
             changed_frac=r.changed_frac,
+            state_is_offloaded=train.offload == "weights",
         )
         # What lives on the host has no hand-over to make.
-        assumptions = with_offload(r.assumptions) if train.is_offloaded else r.assumptions
+        assumptions = on_device(r.assumptions, train.offload)
         account = join_sides(
             r.model, r.workload, r.cluster, assumptions,
             mode=mode, layouts=layouts, rollout=rollout, train=train.side,
@@ -373,9 +391,46 @@ class Search:
         extra: list[tuple[Mode, int, int]] = [("separate_async", optimal, gpus - optimal)] if optimal else []
         extra += [(mode, *asked) for mode in _SEPARATED] if asked else []
         found += [self.candidate(*key) for key in dict.fromkeys(extra) if key not in joined]
+        found = self._with_host_memory(found)
         return sorted(found, key=lambda c: (not c.fits, c.step_s, c.mode))
 
+    def _with_host_memory(self, found: list[Candidate]) -> list[Candidate]:
+        """`found`, each with what its step would be with its state in host memory, and those added that beat everything
+        of their mode on the device by OFFLOAD_GAIN_FRAC.
 
+        Host memory is asked about where the device's kept a layout from fitting, and where the engines, and a trainer
+        that is as efficient as the best of `found`, would leave room for such a gain.
+        """
+        places = offloads_of(self.request)[1:]
+        if not places:
+            return [replace(c, offloads=(OffloadResult.of(c),)) for c in found]
+        limits = {
+            mode: (1 - OFFLOAD_GAIN_FRAC)
+            * min((c.step_s for c in found if c.fits and c.mode == mode), default=math.inf)
+            for mode in MODES
+        }
+        gpu_s = min(c.train.side.num_gpus * c.train.side.total_s for c in found)
+        told, added = [], []
+        for c in found:
+            limit, others = limits[c.mode], list[Candidate]()
+            least_s = max(
+                rollout_s(c.account.rollout, c.mode), _LEAST_OF_TRAINING * gpu_s / c.train.side.num_gpus
+            )
+            for place in places if c.train.is_limited and least_s < limit else ():
+                other = self.candidate(c.mode, *c.split, place)
+                others.append(other)
+                if other.fits and not other.train.is_limited:
+                    break  # nothing is left to gain
+            told.append(replace(c, offloads=tuple(OffloadResult.of(each) for each in (c, *others))))
+            for other in others:
+                if other.fits and other.step_s < limit:
+                    added.append(replace(other, offloads=told[-1].offloads))
+                    limit = (1 - OFFLOAD_GAIN_FRAC) * other.step_s  # for what keeps more on the hosts
+        return told + added
+
+
+_LEAST_OF_TRAINING = 0.8
+"""GPU seconds of a trainer without limits of memory, of the best that was found with them: it recomputes less."""
 _COLOCATED: tuple[Mode, ...] = ("sync", "colocate_async")
 _SEPARATED: tuple[Mode, ...] = ("separate_async", "separate_sync")
 
@@ -383,12 +438,6 @@ _SEPARATED: tuple[Mode, ...] = ("separate_async", "separate_sync")
 def with_split(request: PlanRequest, chosen: Candidate) -> PlanRequest:
     """`request`, whose search looks at the split of `chosen`, too."""
     return request if is_colocated(chosen.mode) else replace(request, split=chosen.split)
-
-
-def with_offload(assumptions: Assumptions) -> Assumptions:
-    """Master weights and moments in host memory: the device holds what is left."""
-    on_gpu = assumptions.train_state_bytes_per_param - _HOST_STATE_BYTES_PER_PARAM
-    return replace(assumptions, train_state_bytes_per_param=max(on_gpu, 2.0))
 
 
 def node_unit(request: PlanRequest) -> int:
@@ -408,16 +457,16 @@ def rollout_s(side: RolloutSide, mode: Mode) -> float:
     return beside_s + (side.steady_s or side.throughput_s)
 
 
-def fitting_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:
+def fitting_layouts(request: PlanRequest, num_gpus: int) -> tuple[list[TrainLayout], bool]:
     """The trainer layouts worth pricing, smallest model-parallel group first: all that fit, recomputing no more than
-    they must. Where none fits, the one that lacks least."""
+    they must. Where none fits, the one that lacks least. And whether memory kept any from fitting."""
     r = request
     usable = r.cluster.accelerator.hbm_bytes * (1 - r.assumptions.memory_overhead_frac)
     layouts = sorted(
         train_layouts(r, num_gpus),
         key=lambda la: (la.model_parallel_size, la.pp_size, la.tp_size, la.recompute == "full"),
     )
-    best, least = layouts[0], math.inf
+    best, least, is_limited = layouts[0], math.inf, False
     found: dict[tuple[int, int, int], TrainLayout] = {}
     for layout in layouts:
         degrees = (layout.tp_size, layout.pp_size, layout.cp_size)
@@ -426,20 +475,14 @@ def fitting_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:
         total = train_memory(r.model, r.workload, r.assumptions, num_gpus=num_gpus, layout=layout).total
         if total <= usable:
             found[degrees] = layout
-        elif total < least:
+            continue
+        is_limited = True
+        if total < least:
             best, least = layout, total
-    return list(found.values()) or [best]
+    return list(found.values()) or [best], is_limited
 
 
 def host_bytes_per_node(request: PlanRequest, choice: TrainChoice) -> float:
-    """Pinned host memory that optimizer offload takes on one node."""
-    if not choice.is_offloaded:
-        return 0.0
+    """Pinned host memory that the state of `choice` takes on one node."""
     nodes = max(choice.side.num_gpus / request.cluster.gpus_per_node, 1.0)
-    return host_state_bytes(request) / nodes
-
-
-def host_state_bytes(request: PlanRequest) -> float:
-    """Master weights and moments of everything that trains: what optimizer offload keeps on the host."""
-    work = request.workload
-    return _HOST_STATE_BYTES_PER_PARAM * work.num_trained_models * trained_params(request.model, work)
+    return host_state_bytes(request, choice.offload) / nodes

@@ -13,6 +13,7 @@ from rich.text import Text
 from rollbook.ledger.account import StepAccount
 from rollbook.planner.derivation import STEPS_OF_WHAT_FITS
 from rollbook.planner.growth import GROWTH_HEAD, Grown
+from rollbook.planner.offload import HELD
 from rollbook.planner.plan import Plan, Size
 from rollbook.planner.publication import Publication
 from rollbook.planner.search import Candidate
@@ -116,7 +117,7 @@ def _recommendation(plan: Plan) -> RenderableType:
         f", {split_gpus(*chosen.split, chosen.mode)}: a step takes ",
         (seconds(chosen.step_s), "bold"),
         f"{span}, whole-step MFU {percent(account.mfu_frac)}"
-        + (", with the optimizer state in host memory." if chosen.train.is_offloaded else "."),
+        + (f", with {HELD[chosen.train.offload]} in host memory." if chosen.train.is_offloaded else "."),
     )
     lines = [head, Text(f"{capitalized(plan.choice_because)}.")]
     return Group(*lines, *(Text(f"Note: {note}.", style="yellow") for note in plan.chosen_notes))
