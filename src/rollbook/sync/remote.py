@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rollbook.errors import DeadlineError, EngineError, RunError, SyncError
+from rollbook.errors import RunError, SyncError
 from rollbook.sync.transport import Receiver, Sender, arrived
 from rollbook.sync.wire import (
     Channel,
@@ -38,6 +38,8 @@ from rollbook.sync.wire import (
     Json,
     bucket_from_json,
     bucket_to_json,
+    error_from_json,
+    error_to_json,
     field,
     manifest_from_json,
     manifest_to_json,
@@ -60,9 +62,6 @@ SEND_S = 120.0
 """Longest wait for the other side to make room for a part of a message."""
 CLOSE_S = 5.0
 """How long a server that is closed waits for what its connections are at."""
-ERRORS: dict[str, type[RunError]] = {
-    kind.__name__: kind for kind in (SyncError, DeadlineError, EngineError, RunError)
-}
 
 
 class ReplicaServer:
@@ -150,7 +149,7 @@ class ReplicaServer:
         except (EOFError, OSError):
             pass  # the trainer is gone, or this server is being closed
         except SyncError as error:
-            answers.put(_error(error))
+            answers.put(error_to_json(error))
         finally:
             answers.put(None)
             answering.join()
@@ -438,7 +437,7 @@ class _Connection:
                 answered = self._waiting.popleft()
                 with contextlib.suppress(InvalidStateError):  # it was cancelled
                     if "error" in answer:
-                        answered.set_exception(_error_of(answer))
+                        answered.set_exception(error_from_json(answer))
                     else:
                         answered.set_result(answer)
         except (EOFError, OSError, SyncError, IndexError, ValueError) as error:
@@ -470,22 +469,10 @@ def _ended(where: str, error: BaseException) -> SyncError:
     )
 
 
-def _error_of(answer: Json) -> RunError:
-    error_fields = field(answer, "error", dict)
-    kind = ERRORS.get(field(error_fields, "kind", str), SyncError)
-    return kind(field(error_fields, "what", str), field(error_fields, "remedy", str))
-
-
 def _outcome(work: Callable[[], object]) -> Json:
     """What to answer: what the work returns if that is an answer, an empty one, or its error."""
     try:
         answer = work()
-    except RunError as error:
-        return _error(error)
-    except Exception as error:  # an engine's own failure: told to the trainer, kept from ending the server
-        return _error(SyncError(f"{type(error).__name__}: {error}", "look at the replica's own log"))
+    except Exception as error:
+        return error_to_json(error)
     return answer if isinstance(answer, dict) else {}
-
-
-def _error(error: RunError) -> Json:
-    return {"error": {"kind": type(error).__name__, "what": error.what, "remedy": error.remedy}}

@@ -24,13 +24,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rollbook.errors import ConfigError, SyncError
+from rollbook.errors import ConfigError, DeadlineError, EngineError, RunError, SyncError
 from rollbook.weights import Bucket, BucketEntry, CommitReport, Manifest, TensorSpec
 
 MAGIC = b"RBW1"
 PREFIX = struct.Struct("<4sIQ")
 MAX_HEADER_BYTES = 64 << 20
 """A manifest of 100,000 tensors takes about 15 MB."""
+ERRORS: dict[str, type[RunError]] = {
+    kind.__name__: kind for kind in (SyncError, DeadlineError, EngineError, RunError)
+}
+"""Errors that cross as what they are; any other is a SyncError on the trainer's side."""
 
 Json = dict[str, Any]
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -235,6 +239,20 @@ def bucket_from_json(header: Json, data: Tensor) -> Bucket:
         entries=tuple(entries),
         data=data,
     )
+
+
+def error_to_json(error: Exception) -> Json:
+    """What the engine's side answers instead. An engine's own failure is told to the trainer, kept from ending the
+    server."""
+    if not isinstance(error, RunError):
+        error = SyncError(f"{type(error).__name__}: {error}", "look at the replica's own log")
+    return {"error": {"kind": type(error).__name__, "what": error.what, "remedy": error.remedy}}
+
+
+def error_from_json(answer: Json) -> RunError:
+    fields = field(answer, "error", dict)
+    kind = ERRORS.get(field(fields, "kind", str), SyncError)
+    return kind(field(fields, "what", str), field(fields, "remedy", str))
 
 
 def report_to_json(report: CommitReport) -> Json:

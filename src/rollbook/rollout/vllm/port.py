@@ -16,21 +16,18 @@ import contextlib
 import json
 from typing import Literal
 
-from rollbook.errors import DeadlineError, EngineError, RunError, SyncError
+from rollbook.errors import RunError, SyncError
 from rollbook.rollout.vllm.engine import VllmEngine
 from rollbook.sync.transport import InlineSender, Sender
 from rollbook.sync.wire import (
     Json,
     bucket_to_json,
+    error_from_json,
     field,
     manifest_to_json,
     report_from_json,
 )
 from rollbook.weights import Bucket, CommitReport, Digests, Manifest
-
-ERRORS: dict[str, type[RunError]] = {
-    kind.__name__: kind for kind in (SyncError, DeadlineError, EngineError, RunError)
-}
 
 
 class VllmPort:
@@ -169,8 +166,7 @@ class VllmPort:
         answers = [json.loads(text) for text in texts]
         for rank, answer in enumerate(answers):
             if "error" in answer:
-                error = field(answer, "error", dict)
+                error = error_from_json(answer)
                 where = f"rank {rank}: " if len(answers) > 1 else ""
-                kind = ERRORS.get(field(error, "kind", str), SyncError)
-                raise kind(where + field(error, "what", str), field(error, "remedy", str))
+                raise type(error)(where + error.what, error.remedy)
         return [field(answer, "ok", dict) for answer in answers]

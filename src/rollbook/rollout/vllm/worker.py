@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollbook.errors import RunError, SyncError
+from rollbook.errors import SyncError
 from rollbook.sync.transaction import ReplicaTransaction, Staging
 from rollbook.sync.wire import (
     Json,
     bucket_from_json,
+    error_to_json,
     field,
     manifest_from_json,
     report_to_json,
@@ -123,8 +124,5 @@ def _answer(work: Callable[[], Json | None]) -> str:
     try:
         with torch.no_grad():
             return json.dumps({"ok": work() or {}})
-    except RunError as error:
-        kind, what, remedy = type(error).__name__, error.what, error.remedy
-    except Exception as error:  # told to the trainer, kept from ending vLLM's worker
-        kind, what, remedy = "SyncError", f"{type(error).__name__}: {error}", "look at the replica's own log"
-    return json.dumps({"error": {"kind": kind, "what": what, "remedy": remedy}})
+    except Exception as error:
+        return json.dumps(error_to_json(error))
