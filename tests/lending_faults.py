@@ -25,7 +25,7 @@ class HoldsUntilLent:
                 await plain()
                 self.num_lendings += not lending.failed
                 then = (await lending.engine.stats()).decode_tokens
-                while lending.engine._ended is None and (await lending.engine.stats()).num_running:
+                while lending.engine._thread.end is None and (await lending.engine.stats()).num_running:
                     await asyncio.sleep(0)
                     if (await lending.engine.stats()).decode_tokens >= then + self.num_tokens:
                         break

@@ -171,7 +171,7 @@ class Dies:
 
     def __call__(self, controller: Controller) -> None:
         lending = the(controller)
-        plain_serve, plain_step = lending._serve, lending.engine._step
+        plain_serve, plain_step = lending._serve, lending.engine.step
 
         def step() -> bool:
             done = plain_step()
@@ -182,7 +182,7 @@ class Dies:
             return done
 
         async def serve() -> None:
-            lending.engine._step = step  # type: ignore[method-assign]
+            lending.engine.step = step  # type: ignore[method-assign]
             await plain_serve()
 
         lending._serve = serve  # type: ignore[method-assign]

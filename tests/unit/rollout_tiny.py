@@ -127,7 +127,7 @@ class AtStep:
         self._num_decodes += plan.num_decode > 0
         if self._num_decodes == self._step and plan.num_decode:
             self._loop.call_soon_threadsafe(self._begin)
-            while not self._engine._inbox:
+            while not self._engine._thread._inbox:
                 pass
         return result
 

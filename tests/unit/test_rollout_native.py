@@ -473,7 +473,7 @@ async def test_work_between_steps_runs_on_the_engines_thread_and_may_fail() -> N
         import threading
 
         name = await engine.run_between_steps(lambda: threading.current_thread().name)
-        assert name == "native-engine-0"
+        assert name == "the engine of replica 0"
 
         def fail() -> None:
             raise ValueError("mine")

@@ -420,13 +420,13 @@ class _Sampler:
         self.recorded: dict[str, Trajectory] = {}
         self._held: dict[int, dict[str, Tensor]] = {}
         self._generate = engine.generate
-        self._plain_step = engine._step
+        self._plain_step = engine.step
         self._stop_at: int | None = None
         """Sampled tokens after which the engine is to stand still."""
         self._stopped = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         controller.router.generate = self.generate  # type: ignore[method-assign]
-        engine._step = self._step  # type: ignore[method-assign]
+        engine.step = self._step  # type: ignore[method-assign]
 
     def remember(self, version: int) -> dict[str, Tensor]:
         held = self._held[version] = {name: t.clone() for name, t in self._source.export_weights()}

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from rollbook.rollout.engine import GenerateRequest
 from rollbook.types import Ids
+
+
+class TextDecoder(Protocol):
+    """What stop strings need of a tokenizer."""
+
+    def decode(self, token_ids: list[int]) -> str: ...
 
 
 def meets_stop_string(

@@ -1,24 +1,20 @@
-"""The asyncio face of the native engine, and the thread it computes on.
+"""The asyncio face of the native engine, and the step that its thread takes.
 
-One thread per engine plans, runs and books steps without pause while there is work; between two steps it carries
-out what the event loop asked for (requests, pauses, weight publications). Results go back in one call per step, so
-a decode step costs no event-loop time. Nothing but that thread touches scheduler, model or pool.
+One thread per engine (`rollout/thread.py`) plans, runs and books steps without pause while there is work; between two
+steps it carries out what the event loop asked for (requests, pauses, weight publications). Nothing but that thread
+touches scheduler, model or pool.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
-from rollbook.errors import DeadlineError, EngineDownError, EngineError
+from rollbook.errors import DeadlineError, EngineError, RunError
 from rollbook.modeling.load import LoadedModel
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import EngineStats, GenerateRequest, KVPolicy, PauseMode, Response
@@ -27,34 +23,14 @@ from rollbook.rollout.native.mismatch import RoundedCopy
 from rollbook.rollout.native.model_runner import ModelRunner, engine_model
 from rollbook.rollout.native.sampling import Draws
 from rollbook.rollout.native.scheduler import Scheduler, StepPlan
+from rollbook.rollout.stops import TextDecoder
+from rollbook.rollout.thread import Answer, Command, EngineThread, give_all
 from rollbook.weights import LiveWeights
 
 Result = TypeVar("Result")
 
 CLOSE_DEADLINE_S = 60.0
 """How long `close` waits for the step that runs."""
-
-
-class TextDecoder(Protocol):
-    """What stop strings need of a tokenizer."""
-
-    def decode(self, token_ids: list[int]) -> str: ...
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A request whose caller waits on the event loop."""
-
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Response]
-
-
-@dataclass(slots=True)
-class _Command:
-    """Something to do between two steps; exactly one of `run` and `fail` is called."""
-
-    run: Callable[[], None]
-    fail: Callable[[EngineError], None]
 
 
 class NativeEngine:
@@ -111,23 +87,16 @@ class NativeEngine:
             )
         self._runner: ModelRunner | None = None
         self._rounded: RoundedCopy | None = None
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, Answer[Response]] = {}
+        """Requests whose callers wait on an event loop."""
         self._is_paused = False
-        self._drained: list[_Command] = []
+        self._drained: list[Answer[None]] = []
         """Whoever waits for a drain."""
         self._sleep_level = 0
         self._needs_publication = False
         self._prefill_s = 0.0
         self._decode_s = 0.0
-
-        self._lock = threading.Lock()
-        self._inbox: deque[_Command] = deque()
-        self._wake_up = threading.Event()
-        self._is_closing = False
-        self._ended: EngineError | None = EngineDownError(
-            f"the engine of replica {replica_id} is not running", "await engine.start() first"
-        )
-        self._thread: threading.Thread | None = None
+        self._thread = EngineThread(f"the engine of replica {replica_id}", self)
 
     # ---- life
 
@@ -137,30 +106,11 @@ class NativeEngine:
         Raises:
             EngineError: the model can't run here; says why.
         """
-        if self._thread is not None:
-            raise EngineError(f"the engine of replica {self.replica_id} was already started", "start it once")
-        self._ended = None
-        self._thread = threading.Thread(
-            target=self._main, name=f"native-engine-{self.replica_id}", daemon=True
-        )
-        started = self._ask(self._build)
-        self._thread.start()
-        await started
+        await self._thread.start(self._build)
 
     async def close(self) -> None:
         """End the thread after the step that runs; whoever waits for a response gets an EngineError."""
-        if self._thread is None:
-            return
-        self._is_closing = True
-        self._wake_up.set()
-        thread, loop = self._thread, asyncio.get_running_loop()
-        with ThreadPoolExecutor(1) as waiter:
-            await loop.run_in_executor(waiter, thread.join, CLOSE_DEADLINE_S)
-        if thread.is_alive():
-            raise DeadlineError(
-                f"the engine of replica {self.replica_id} is still in one step after {CLOSE_DEADLINE_S:.0f} s",
-                "end the process; a step this long means the machine is overloaded or a kernel hangs",
-            )
+        await self._thread.close(CLOSE_DEADLINE_S)
 
     # ---- requests
 
@@ -172,46 +122,39 @@ class NativeEngine:
             EngineDownError: the engine failed or was closed.
             DeadlineError: it took longer than rollout.response_deadline_s.
         """
-        loop = asyncio.get_running_loop()
-        pending = _Pending(loop, loop.create_future())
-        self._post(
-            _Command(
-                run=lambda: self._submit(request, pending),
-                fail=lambda error: _deliver([(pending, error)]),
-            )
-        )
+        answer = Answer[Response]()
+        self._thread.post(Command(lambda: self._submit(request, answer), answer.fail))
         try:
             async with asyncio.timeout(self.config.response_deadline_s):
-                return await pending.future
+                return await answer.future
         except TimeoutError:
-            self._forget(request.request_id, pending)
+            self._forget(request.request_id, answer)
             raise DeadlineError(
                 f"request {request.request_id} has no response after {self.config.response_deadline_s:g} s: replica "
                 f"{self.replica_id} runs {self._scheduler.num_running} and queues {self._scheduler.num_waiting}",
                 "raise rollout.response_deadline_s, or look for a pause that was never resumed",
             ) from None
         except asyncio.CancelledError:
-            self._forget(request.request_id, pending)
+            self._forget(request.request_id, answer)
             raise
 
-    def _submit(self, request: GenerateRequest, pending: _Pending) -> None:
-        if pending.future.cancelled():
+    def _submit(self, request: GenerateRequest, answer: Answer[Response]) -> None:
+        if answer.future.cancelled():
             return
         try:
             self._scheduler.submit(request)
         except EngineError as error:
-            _deliver([(pending, error)])
+            answer.fail(error)
         else:
-            self._pending[request.request_id] = pending
+            self._pending[request.request_id] = answer
 
-    def _forget(self, request_id: str, pending: _Pending) -> None:
+    def _forget(self, request_id: str, answer: Answer[Response]) -> None:
         def forget() -> None:
-            if self._pending.get(request_id) is pending:
+            if self._pending.get(request_id) is answer:
                 del self._pending[request_id]
                 self._scheduler.cancel(request_id)
 
-        if self._ended is None:
-            self._post(_Command(run=forget, fail=lambda error: None))
+        self._thread.post(Command(forget, lambda error: None))
 
     # ---- pauses, sleep, weights
 
@@ -230,34 +173,28 @@ class NativeEngine:
             if mode == "abort":
                 self._respond(self._scheduler.abort_all())
 
-        await self._ask(pause)
+        await self._thread.ask(pause)
 
     async def give_back(self, num_requests: int) -> None:
         """The requests whose turn would come last return the tokens they have, for another replica to go on with."""
-        await self._ask(lambda: self._respond(self._scheduler.abort_last(num_requests)))
+        await self._thread.ask(lambda: self._respond(self._scheduler.abort_last(num_requests)))
 
     async def _drain(self) -> None:
-        loop = asyncio.get_running_loop()
-        drained: asyncio.Future[None] = loop.create_future()
-
-        waiter = _Command(
-            run=lambda: _call_loop(loop, _set_result, drained, None),
-            fail=lambda error: _call_loop(loop, _set_exception, drained, error),
-        )
+        drained = Answer[None]()
 
         def start() -> None:
             self._scheduler.is_draining = True
-            self._drained.append(waiter)
+            self._drained.append(drained)
 
-        self._post(_Command(run=start, fail=waiter.fail))
-        await drained
+        self._thread.post(Command(start, drained.fail))
+        await drained.future
 
     async def resume(self) -> None:
         def resume() -> None:
             self._is_paused = False
             self._end_drain()
 
-        await self._ask(resume)
+        await self._thread.ask(resume)
 
     async def sleep(self, level: int = 1) -> None:
         """Give memory back. Running sequences keep their tokens and are recomputed after `wake`.
@@ -279,7 +216,7 @@ class NativeEngine:
                 self._sleep_level = level
                 self._needs_publication |= level == 2
 
-        await self._ask(sleep)
+        await self._thread.ask(sleep)
 
     async def wake(self) -> None:
         """Rebuild what `sleep` dropped, and serve, unless a pause is on. After level 2 nothing is served until
@@ -294,11 +231,11 @@ class NativeEngine:
             runner.make_pool()
             self._sleep_level = 0
 
-        await self._ask(wake)
+        await self._thread.ask(wake)
 
     async def run_between_steps(self, fn: Callable[[], Result]) -> Result:
         """Run `fn` on the engine's thread while no step runs. Its exception is raised here and harms nothing else."""
-        return await self._ask(fn)
+        return await self._thread.ask(fn)
 
     async def adopt_version(self, weight_version: int, kv_policy: KVPolicy | None = None) -> None:
         """From the next step on tokens are labeled `weight_version`, whose weights the caller has written.
@@ -317,11 +254,11 @@ class NativeEngine:
                 self._rounded.refresh()
             self._needs_publication = False
 
-        await self._ask(adopt)
+        await self._thread.ask(adopt)
 
     async def live_weights(self) -> LiveWeights:
         """The live parameters; use them inside `run_between_steps` only."""
-        return await self._ask(lambda: self._running().weights)
+        return await self._thread.ask(lambda: self._running().weights)
 
     def device_tensors(self) -> dict[Literal["rollout weights", "KV pool"], list[torch.Tensor]]:
         """What it holds now, by owner, for a count of a device's memory."""
@@ -336,7 +273,7 @@ class NativeEngine:
         return self._scheduler.weight_version
 
     async def reset_prefix_cache(self) -> None:
-        await self._ask(self._scheduler.reset_cache)
+        await self._thread.ask(self._scheduler.reset_cache)
 
     async def stats(self) -> EngineStats:
         """Read without waiting for the step that runs, so that a slow step can't hold up a deadline message."""
@@ -363,66 +300,19 @@ class NativeEngine:
             waiting_requests=tuple(list(self._pending)[:32]),
         )
 
-    # ---- commands
-
-    def _post(self, command: _Command) -> None:
-        with self._lock:
-            ended = self._ended
-            if ended is None:
-                self._inbox.append(command)
-        if ended is not None:
-            command.fail(ended)
-        self._wake_up.set()
-
-    async def _ask(self, fn: Callable[[], Result]) -> Result:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Result] = loop.create_future()
-
-        def run() -> None:
-            try:
-                result = fn()
-            except BaseException as error:
-                _call_loop(loop, _set_exception, answer, error)
-            else:
-                _call_loop(loop, _set_result, answer, result)
-
-        self._post(_Command(run=run, fail=lambda error: _call_loop(loop, _set_exception, answer, error)))
-        return await answer
-
     # ---- the engine's thread
 
-    def _main(self) -> None:
-        try:
-            if self.config.num_threads:
-                torch.set_num_threads(self.config.num_threads)
-            while not self._is_closing:
-                self._wake_up.clear()
-                while self._inbox:
-                    self._inbox.popleft().run()
-                if not self._step():
-                    self._wake_up.wait()
-            error = EngineDownError(
-                f"the engine of replica {self.replica_id} was closed",
-                "start a new engine; the request had no response",
-            )
-        except BaseException as cause:
-            error = EngineDownError(
-                f"the engine of replica {self.replica_id} failed: {type(cause).__name__}: {cause}",
-                "look at the cause; restart the replica and publish the weights to it again",
-            )
-            error.__cause__ = cause
-        with self._lock:
-            self._ended = error
-            left = [*self._inbox, *self._drained]
-            self._inbox.clear()
-        for command in left:
-            command.fail(error)
-        _deliver([(pending, error) for pending in self._pending.values()])
+    def ended(self, error: RunError) -> None:
+        for waiter in self._drained:
+            waiter.fail(error)
+        give_all((answer, error) for answer in self._pending.values())
         self._pending.clear()
         self._runner = None
 
     def _build(self) -> None:
         model, config = self._given_model, self.config
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
         assert model is not None, "an engine starts once"
         dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         own = engine_model(
@@ -444,7 +334,7 @@ class NativeEngine:
         assert self._runner is not None, "commands are answered only after _build"
         return self._runner
 
-    def _step(self) -> bool:
+    def step(self) -> bool:
         """One step, if anything can run."""
         if self._scheduler.is_draining and not self._scheduler.has_started():
             self._is_paused = True
@@ -467,7 +357,7 @@ class NativeEngine:
         self._prefill_s += elapsed_s - decode_s
         # Whoever is woken by these may read the counters: seconds must be there with their tokens.
         self._respond(finished)
-        _deliver([(self._pending.pop(item.request_id), item.error) for item in failed])
+        give_all((self._pending.pop(item.request_id), item.error) for item in failed)
         return True
 
     def _draws(self, plan: StepPlan) -> Draws:
@@ -482,46 +372,10 @@ class NativeEngine:
         )
 
     def _respond(self, responses: list[Response]) -> None:
-        _deliver([(self._pending.pop(response.request_id), response) for response in responses])
+        give_all((self._pending.pop(response.request_id), response) for response in responses)
 
     def _end_drain(self) -> None:
         self._scheduler.is_draining = False
         for waiter in self._drained:
-            waiter.run()
+            waiter.give(None)
         self._drained.clear()
-
-
-def _deliver(results: list[tuple[_Pending, Response | EngineError]]) -> None:
-    """Hand results to the event loops that wait for them, in one call each."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Pending, Response | EngineError]]] = {}
-    for pending, result in results:
-        by_loop.setdefault(pending.loop, []).append((pending, result))
-    for loop, items in by_loop.items():
-        _call_loop(loop, _set_results, items)
-
-
-def _set_results(items: list[tuple[_Pending, Response | EngineError]]) -> None:
-    for pending, result in items:
-        if isinstance(result, EngineError):
-            _set_exception(pending.future, result)
-        else:
-            _set_result(pending.future, result)
-
-
-def _set_result(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
-def _call_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
-    # The loop may be closed while the thread finishes: then nobody waits any more.
-    if not loop.is_closed():
-        try:
-            loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            return

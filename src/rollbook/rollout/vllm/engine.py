@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -41,10 +41,10 @@ from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import EngineStats, GenerateRequest, KVPolicy, PauseMode, Response
 from rollbook.rollout.logprobs_mode import LogprobsMode, reports_ours
 from rollbook.rollout.native.draws import sequence_key
-from rollbook.rollout.stops import meets_stop_string
+from rollbook.rollout.stops import TextDecoder, meets_stop_string
+from rollbook.rollout.thread import Answer, Command, EngineThread, give_all
 from rollbook.rollout.vllm.config import VllmConfig
 from rollbook.rollout.vllm.core import CoreOptions, CoreOutput, CoreRequest, CoreStep, Finish, VllmCore
-from rollbook.rollout.vllm.thread import Answer, Command, EngineThread, give_all
 from rollbook.types import FinishReason, SamplingParams, VersionRun
 from rollbook.weights import LiveWeights
 
@@ -55,12 +55,6 @@ CLOSE_DEADLINE_S = 120.0
 MIN_TEMPERATURE = 0.01
 """vLLM raises smaller ones to this, silently."""
 SEED_MASK = (1 << 63) - 1
-
-
-class TextDecoder(Protocol):
-    """What stop strings need of a tokenizer."""
-
-    def decode(self, token_ids: list[int]) -> str: ...
 
 
 @dataclass(slots=True, eq=False)
