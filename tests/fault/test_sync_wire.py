@@ -208,6 +208,8 @@ async def test_nobody_but_the_connection_that_opened_a_publication_adds_to_it_or
     refused = "no publication open on this connection"
     with pytest.raises(SyncError, match=refused):
         await arrived(theirs.receive(buckets[0]))
+    with pytest.raises(SyncError, match="has version 1 open"):  # nor does trying to open one make it theirs
+        await theirs.open(manifest_of(remote.source, 1))
     for bucket in buckets:
         await arrived(ours.receive(bucket))
     with pytest.raises(SyncError, match=refused):

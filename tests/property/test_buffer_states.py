@@ -290,6 +290,35 @@ def test_starvation_stops_with_the_counts_or_trains_what_there_is() -> None:
             assert buffer.failures == {"reward": 2}
 
 
+def test_a_starved_step_uses_up_the_places_of_a_whole_one_and_its_losses_are_its_own() -> None:
+    buffer = make(groups_per_step=2, max_refills_per_step=0, on_starvation="train_partial")
+    for step, reason in enumerate(("reward", "timeout")):
+        buffer.finish(group(buffer.admit(prompt(2 * step), now_s=0.0), version=step))
+        buffer.fail(buffer.admit(prompt(2 * step + 1), now_s=0.0), reason)
+        taken = buffer.take()
+        assert len(taken.groups) == 1
+        assert taken.starved is not None and f"): 1 failed as {reason}; " in taken.starved.what
+        buffer.published(step + 1, step + 1)
+        assert buffer.capacity() == 2
+
+
+def test_a_failed_group_that_is_not_replaced_keeps_its_place_until_its_step_is_taken() -> None:
+    buffer = make(groups_per_step=2, refill_failed=False)
+    first, second = (buffer.admit(prompt(i), now_s=0.0) for i in range(2))
+    buffer.fail(first, "engine")
+    assert buffer.capacity() == 0 and not buffer.is_ready()
+    buffer.finish(group(second, version=0))
+    assert [g.group_id for g in buffer.take().groups] == [second]
+
+
+def test_no_more_groups_run_than_the_config_says() -> None:
+    buffer = make(groups_per_step=4, max_running_groups=2)
+    first, _ = (buffer.admit(prompt(i), now_s=0.0) for i in range(2))
+    assert buffer.capacity() == 0
+    buffer.finish(group(first, version=0))
+    assert buffer.capacity() == 1
+
+
 def test_the_age_of_a_group_is_that_of_its_oldest_token() -> None:
     """Sampled under version 0 and finished under 2, it is two steps old at step 2."""
     buffer = make(groups_per_step=1, max_staleness_steps=2)
@@ -330,11 +359,52 @@ def test_a_label_older_than_the_bound_stops_the_step_although_admission_forbids_
         buffer.take()
 
 
+def test_a_version_that_was_offered_twice_is_as_old_as_the_first_time() -> None:
+    """The first publication may have reached a replica that never answered."""
+    buffer = make(groups_per_step=1, max_staleness_steps=2)
+    ids = [buffer.admit(prompt(i), now_s=0.0) for i in range(3)]
+    for step in (0, 1):
+        buffer.finish(group(ids[step], version=0))
+        buffer.take()
+        buffer.offered(1, step)
+    buffer.finish(group(ids[2], version=1))
+    assert buffer.take().staleness_steps == [2]
+
+
+def test_publications_move_forward_in_versions_and_in_steps() -> None:
+    buffer = make()
+    buffer.published(2, 1)
+    for version, step in ((1, 2), (3, 0)):
+        with pytest.raises(
+            DataError, match=f"version {version} of step {step} was published after version 2"
+        ):
+            buffer.published(version, step)
+
+
+def test_versions_that_no_group_can_carry_are_forgotten() -> None:
+    buffer = make(groups_per_step=1)
+    for step in range(20):
+        buffer.finish(group(buffer.admit(prompt(step), now_s=0.0), version=step))
+        assert len(buffer.take().version_steps) <= 2
+        buffer.published(step + 1, step + 1)
+
+
 def test_a_version_nobody_published_is_refused_with_its_number() -> None:
     buffer = make()
     group_id = buffer.admit(prompt(0), now_s=0.0)
     with pytest.raises(DataError, match="weight version 7"):
         buffer.finish(group(group_id, version=0, newest=7))
+
+
+def test_places_of_steps_before_a_resume_stay_taken() -> None:
+    buffer = make(groups_per_step=2)
+    for i in range(2):
+        buffer.finish(group(buffer.admit(prompt(i), now_s=0.0), version=0))
+    buffer.take()
+    buffer.published(1, 1)
+    resumed = make(groups_per_step=2)
+    resumed.restore(buffer.state())
+    assert resumed.capacity() == buffer.capacity() == 2
 
 
 @pytest.mark.parametrize("refill_failed", [True, False])
