@@ -12,6 +12,7 @@ from rollbook.planner.offload import host_state_bytes, on_device
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import make_plan
 from rollbook.planner.search import OFFLOAD_GAIN_FRAC, Candidate, Search
+from rollbook.planner.words import MODE_TITLES, seconds
 
 TIGHT = {
     "model": "Qwen3-32B",
@@ -102,6 +103,8 @@ def test_a_refused_split_tells_what_its_step_would_be_with_its_state_on_the_host
         told = beside[c.mode, c.split]
         assert places["none"].why_not and "training state" in places["none"].why_not[0]
         assert places[told.train.offload].step_s == pytest.approx(told.step_s)
+        assert c.why_refused.endswith(f" in host memory {seconds(told.step_s)}")
+        assert told.title.endswith(" on hosts") and c.title == MODE_TITLES[c.mode]
         row = told.as_json()
         assert row["offload"] == told.train.offload and set(row["offloads"]) == set(places)  # type: ignore[call-overload]
 

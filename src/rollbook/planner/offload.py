@@ -31,6 +31,12 @@ HELD: dict[Offload, str] = {
     "weights": "weights, gradients, master weights and moments",
 }
 """In words, what is in host memory."""
+IN_SHORT: dict[Offload, str] = {
+    "none": "",
+    "optimizer": ", optimizer on hosts",
+    "weights": ", state on hosts",
+}
+"""Behind a topology's mode, in a table."""
 _HOST_BYTES_PER_PARAM: dict[Offload, float] = {"none": 0.0, "optimizer": 12.0, "weights": 16.0}
 """Master weights and two moments in float32; weights and gradients in bfloat16."""
 _NOTHING = 1e-9

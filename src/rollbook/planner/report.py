@@ -155,7 +155,7 @@ def _topologies(plan: Plan) -> str:
     most = max(c.step_s for c in candidates)
     rows = [
         Row(
-            name=capitalized(MODE_TITLES[c.mode]),
+            name=capitalized(c.title),
             note=f"{split(*c.split, c.mode)} GPUs"
             + ("" if c.fits else ", refused")
             + (", recommended" if c is plan.chosen else ""),
@@ -170,7 +170,7 @@ def _topologies(plan: Plan) -> str:
     body += legend([(kind, name) for kind, name in _STAGES if kind in used])
     refused = [c for c in candidates if not c.fits]
     body += "".join(
-        f'<p class="why">Refused: {_e(MODE_TITLES[c.mode])} {split(*c.split, c.mode)}, because {_e(c.why_not[0])}.</p>'
+        f'<p class="why">Refused: {_e(MODE_TITLES[c.mode])} {split(*c.split, c.mode)}, because {_e(c.why_refused)}.</p>'
         for c in refused
     )
     lead = (
@@ -497,11 +497,11 @@ def _table(plan: Plan) -> str:
         kind = "chosen" if c is plan.chosen else "" if c.fits else "refused"
         layout = c.rollout_layout
         rows.append(
-            f'<tr class="{kind}"><td>{_e(MODE_TITLES[c.mode])}</td><td class="n">{split(*c.split, c.mode)}</td>'
+            f'<tr class="{kind}"><td>{_e(c.title)}</td><td class="n">{split(*c.split, c.mode)}</td>'
             f'<td class="n">{seconds(c.step_s)}</td><td class="n">{percent(c.account.mfu_frac)}</td>'
             f'<td class="n">{percent(idle["rollout"])} / {percent(idle["train"])}</td>'
             f"<td>TP {layout.tp_size}{f', EP {layout.ep_size}' if layout.ep_size > 1 else ''}</td>"
-            f"<td>{_e(c.why_not[0]) if c.why_not else 'fits'}</td></tr>"
+            f"<td>{_e(c.why_refused) if c.why_not else 'fits'}</td></tr>"
         )
     head = (
         '<tr><th>mode</th><th class="n">GPUs</th><th class="n">step</th><th class="n">MFU</th>'

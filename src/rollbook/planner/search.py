@@ -27,9 +27,18 @@ from rollbook.ledger.train import train_seconds
 from rollbook.ledger.workload import MODES, Mode
 from rollbook.planner.layouts import replica_layouts, train_layouts
 from rollbook.planner.lending import with_lending
-from rollbook.planner.offload import Offload, host_state_bytes, offloaded_side, offloads_of, on_device
+from rollbook.planner.offload import (
+    HELD,
+    IN_SHORT,
+    Offload,
+    host_state_bytes,
+    offloaded_side,
+    offloads_of,
+    on_device,
+)
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.staleness import within_bound
+from rollbook.planner.words import MODE_TITLES, seconds
 
 _MOST_UNITS_LISTED = 64
 """Above this many nodes only a grid and the neighbourhood of the optimum are joined."""
@@ -95,6 +104,19 @@ class Candidate:
     @property
     def fits(self) -> bool:
         return not self.why_not
+
+    @property
+    def title(self) -> str:
+        """Mode, and where the training state lives if not on the device."""
+        return MODE_TITLES[self.mode] + IN_SHORT[self.train.offload]
+
+    @property
+    def why_refused(self) -> str:
+        """The first reason against it, and what its step would be with its state on the hosts, where that fits."""
+        other = next((result for result in self.offloads if not result.why_not), None)
+        if other is None or other.offload == "none":
+            return self.why_not[0]
+        return f"{self.why_not[0]}; with {HELD[other.offload]} in host memory {seconds(other.step_s)}"
 
     @property
     def step_s(self) -> float:

@@ -226,7 +226,7 @@ def _topology_table(plan: Plan, num_topologies: int) -> RenderableType:
         notes.append(
             Text(
                 f"refused: {MODE_TITLES[candidate.mode]} {split(*candidate.split, candidate.mode)}, "
-                f"{seconds(candidate.step_s)}: {candidate.why_not[0]}",
+                f"{seconds(candidate.step_s)}: {candidate.why_refused}",
                 style="yellow",
             )
         )
@@ -249,7 +249,7 @@ def _cells(candidate: Candidate) -> list[str]:
     if layout.weight_dtype != "bfloat16":
         replica += f" {layout.weight_dtype}"
     return [
-        MODE_TITLES[candidate.mode],
+        candidate.title,
         split(*candidate.split, candidate.mode),
         seconds(candidate.step_s),
         percent(candidate.account.mfu_frac),
