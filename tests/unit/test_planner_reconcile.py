@@ -407,6 +407,27 @@ def test_what_changes_nothing_in_a_reconciliation_is_refused(
     assert code == 2 and (line or "--assume").split()[0] in err and "leave" in err
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("num_gpus = 0", "num_gpus is 0, below 1"), ("rollout_tp = -1", "rollout_tp is -1"),
+        ('gpu = "H900"', "did you mean"), ('mode = "foo"', "mode is 'foo'"), ("num_gpus = 12", "12 GPUs are not whole"),
+        ("prompts = 1\ngroup_size = 2\nmini_batches = 4", "4 mini batches of 2 sequences"),
+    ],
+)  # fmt: skip
+def test_a_senseless_value_of_a_workload_is_told_with_its_file_and_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, words: str
+) -> None:
+    log, path = verl_log(tmp_path / "verl.jsonl"), tmp_path / "w.toml"
+    path.write_text(f'model = "Qwen3-8B"\n{line}\n')
+    code, _, err = run(capsys, str(log), "--workload", str(path))
+    flat = " ".join(err.split())
+    assert code == 2 and f"{path}: " in flat and words in flat and "hint:" in flat
+    assert not any(f"--{key}" in flat for key in ("num-gpus", "rollout-tp", "mini-batches"))
+    code, _, err = run(capsys, str(log), "--workload", str(path), "--assume", "nix")
+    assert code == 2 and ("'nix'" in err) == (not line.startswith("mode"))
+
+
 def test_steps_that_a_log_does_not_hold_are_told_with_those_it_holds() -> None:
     steps, times = np.arange(3, 9), {"timing_s/step": np.ones(6)}
     with pytest.raises(DataError, match=r"(?s)no timed step from 50\n.*steps 3 to 8"):

@@ -94,8 +94,9 @@ _BESIDE_A_STEP = ("checkpoint_every", "checkpoint_async", "storage_gb_per_s", "l
 
 def _expectation_of(path: Path, assume: str, means: dict[str, float]) -> Expectation:
     """The plan of a described workload; lengths that the description leaves out are taken from the log."""
-    from rollbook.errors import PlanError
-    from rollbook.planner.options import PlanOptions, read_options
+    from rollbook.errors import PlanError, RunError
+    from rollbook.ledger.assumptions import load_assumptions
+    from rollbook.planner.options import PlanOptions, of_file, read_options
     from rollbook.planner.reconcile import expectation_of_request
     from rollbook.planner.request import choice_of
 
@@ -112,11 +113,16 @@ def _expectation_of(path: Path, assume: str, means: dict[str, float]) -> Expecta
             values[key] = max(round(means[metric]), 1)
             notes.append(f"{key} = {values[key]}, as the log measured it")
     named = str(values.pop("mode", "sync"))
-    mode = choice_of("mode", named, "sync", "colocate_async", "separate_sync", "separate_async")
+    mode = choice_of(f"{path}: mode", named, "sync", "colocate_async", "separate_sync", "separate_async")
     idle = dict.fromkeys(_BESIDE_A_STEP, "only stages of a step are compared")
     if mode in ("sync", "colocate_async"):
         idle |= dict.fromkeys(("split", "lend"), f"mode {mode} shares all GPUs")
     for key in values.keys() & idle.keys():
         raise PlanError(f"{path}: {key} has no effect: {idle[key]}", "leave it out")
-    expectation, _ = expectation_of_request(PlanOptions(**values).request(), mode=mode)
+    if assume:
+        load_assumptions(assume)  # whose mistake is not the file's
+    try:
+        expectation, _ = expectation_of_request(PlanOptions(**values).request(), mode=mode)
+    except RunError as error:
+        raise of_file(path, error) from None
     return replace(expectation, notes=expectation.notes + tuple(notes))

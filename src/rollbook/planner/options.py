@@ -6,12 +6,13 @@ The options of `rollbook plan` and `rollbook simulate`, and the keys of a worklo
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import UnionType
 
-from rollbook.errors import ConfigError, PlanError, nearest_name
+from rollbook.errors import ConfigError, PlanError, RunError, nearest_name
 from rollbook.ledger.assumptions import Assumptions, load_assumptions
 from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.model import load_model
@@ -359,6 +360,20 @@ def read_options(path: Path) -> dict[str, str | int | float | bool | Path]:
     if "lengths" in values:
         values["lengths"] = Path(str(values["lengths"]))
     return values
+
+
+def of_file(path: Path, error: RunError) -> RunError:
+    """`error` of an option as one of the file that gave it: keys for the names of options.
+
+    >>> of_file(Path("w.toml"), PlanError("--num-gpus is 0, below 1", "give --num-gpus of at least 1")).args
+    ('w.toml: num_gpus is 0, below 1', 'give num_gpus of at least 1')
+    """
+    keys = {option_name(f.name): f.name for f in fields(PlanOptions)}
+
+    def named(text: str) -> str:
+        return re.sub(r"--[a-z][a-z0-9-]*", lambda found: keys.get(found[0], found[0]), text)
+
+    return type(error)(f"{path}: {named(error.what)}", named(error.remedy))
 
 
 _KINDS: dict[str, tuple[type | UnionType, str]] = {
