@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -30,8 +31,8 @@ from ray.util.placement_group import remove_placement_group
 
 from rollbook.cluster.calls import within
 from rollbook.cluster.config import ClusterConfig
-from rollbook.cluster.meeting import EngineFacts
-from rollbook.cluster.placement import connect, placements
+from rollbook.cluster.meeting import EngineFacts, RemoteFacts
+from rollbook.cluster.placement import Place, connect, placements
 from rollbook.cluster.rank import TrainerRank
 from rollbook.cluster.replica import ReplicaActor
 from rollbook.cluster.replicas import RayPool, RemoteEngine, RemotePublisher
@@ -73,81 +74,121 @@ async def start_on_ray(
         ConfigError: the cluster has not the resources.
         DeadlineError: an actor does not start in time.
     """
-    cluster = config.cluster
-    num_ranks, num_replicas = cluster.num_trainer_ranks, config.rollout.num_replicas
-    is_local = await connect(cluster, num_ranks + num_replicas, stack)
+    num_ranks, num_replicas = config.cluster.num_trainer_ranks, config.rollout.num_replicas
+    is_local = await connect(config.cluster, num_ranks + num_replicas, stack)
     await asyncio.sleep(0)  # who was interrupted meanwhile starts nothing more
+    train, rollout = await _placed(config, stack, shares_device=shares_device)
+    make_rank = ray.remote(TrainerRank)
+    ranks = [make_rank.options(**place.options()).remote(rank, num_ranks) for rank, place in enumerate(train)]
+    stack.callback(_end, ranks)
+    replicas = _ReplicaActors(config, rollout, host="127.0.0.1" if is_local else "")
+    stack.callback(replicas.end)
+    facts = await _build_trainer(ranks, config, trainer_keywords, stack, is_local=is_local)
+    tokenizer = load_tokenizer(config.model, facts=facts.facts)
+    trainer = RemoteTrainer(ranks, config, facts, tokenizer)
+    publisher = RemotePublisher(trainer)
+    pool = publisher.pool = RayPool(config=config.cluster, recorder=recorder, publisher=publisher)
+    stack.push_async_callback(pool.close)
+    for_engines = EngineFacts(
+        dtype=facts.specs[0].dtype,
+        eos_ids=tokenizer.eos_ids,
+        base_digest=facts.base_digest,
+        config_json=facts.config_json,
+    )
+    for replica_id in range(num_replicas):
+        start_actor = partial(replicas.start, replica_id)
+        pool.engines.append(RemoteEngine(replica_id, config, start_actor, for_engines, pool))
+    await pool.start()
+    await _open_publisher(ranks[0], pool, config, stack, is_local=is_local)
+    return RayParts(trainer=trainer, publisher=publisher, pool=pool)
+
+
+async def _placed(
+    config: RunConfig, stack: AsyncExitStack, *, shares_device: bool
+) -> tuple[list[Place], list[Place]]:
+    """Places of the ranks and of the replicas, once the cluster has given them.
+
+    Raises:
+        ConfigError: it has not the resources.
+    """
     train, rollout = placements(config, shares_device=shares_device)
     groups = list({id(place.group): place.group for place in (*train, *rollout)}.values())
     for group in groups:
         stack.callback(remove_placement_group, group)
-    ready = [g.ready() for g in groups]
+    ready = [group.ready() for group in groups]
     _, late = await asyncio.to_thread(
-        ray.wait, ready, num_returns=len(groups), timeout=cluster.start_deadline_s
+        ray.wait, ready, num_returns=len(groups), timeout=config.cluster.start_deadline_s
     )
     if late:
         raise ConfigError(
-            f"{num_ranks} trainer ranks and {num_replicas} replicas have no place: the cluster has "
+            f"{len(train)} trainer ranks and {len(rollout)} replicas have no place: the cluster has "
             f"{ray.cluster_resources()}",
             "use fewer ranks or replicas, or add nodes",
         )
-    make_rank, make_replica = ray.remote(TrainerRank), ray.remote(ReplicaActor)
-    host = "127.0.0.1" if is_local else ""
+    return train, rollout
 
-    def start_replica(replica_id: int) -> Any:
-        options = rollout[replica_id].options()
-        made = make_replica.options(max_concurrency=MAX_CONCURRENT, **options)
-        actor = made.remote(config, replica_id, host=host)
+
+class _ReplicaActors:
+    """Makes the actors of replicas. The first one of each is made at once: its process starts while the ranks are made,
+    and its engine takes it first."""
+
+    def __init__(self, config: RunConfig, places: Sequence[Place], *, host: str) -> None:
+        self._config, self._places, self._host = config, places, host
+        self._make = ray.remote(ReplicaActor)
+        self._waiting = {replica_id: self._new(replica_id) for replica_id in range(len(places))}
+
+    def _new(self, replica_id: int) -> Any:
+        options = self._places[replica_id].options()
+        made = self._make.options(max_concurrency=MAX_CONCURRENT, **options)
+        actor = made.remote(self._config, replica_id, host=self._host)
         actor.warm_up.remote()
         return actor
 
-    actors = [make_rank.options(**train[rank].options()).remote(rank, num_ranks) for rank in range(num_ranks)]
-    stack.callback(_end, actors)
-    # Their processes start while the ranks are made; an engine takes the one that waits for it first.
-    waiting = {replica_id: start_replica(replica_id) for replica_id in range(num_replicas)}
-    stack.callback(lambda: _end(list(waiting.values())))
-    store = ""
-    if num_ranks > 1:
-        store = await _meeting_point(actors[0], cluster, stack, is_local=is_local)
+    def start(self, replica_id: int) -> Any:
+        return self._waiting.pop(replica_id, None) or self._new(replica_id)
+
+    def end(self) -> None:
+        _end(list(self._waiting.values()))
+
+
+async def _build_trainer(
+    ranks: Sequence[Any],
+    config: RunConfig,
+    keywords: dict[str, Any],
+    stack: AsyncExitStack,
+    *,
+    is_local: bool,
+) -> RemoteFacts:
+    """Let the ranks meet and make their parts of the trainer; what rank 0 tells of it."""
+    cluster, store = config.cluster, ""
+    if len(ranks) > 1:
+        store = await _meeting_point(ranks[0], cluster, stack, is_local=is_local)
         store = f"file://{store}" if is_local else f"tcp://{store}"
     tells_config = config.rollout.engine == "vllm"
     built = [
-        actor.build.remote(store, cluster.step_deadline_s, trainer_keywords, tells_config=tells_config)
-        for actor in actors
+        actor.build.remote(store, cluster.step_deadline_s, keywords, tells_config=tells_config)
+        for actor in ranks
     ]
-    facts = [
+    facts: list[RemoteFacts] = [
         await within(ref, f"rank {rank} of the trainer", "build", cluster.start_deadline_s)
         for rank, ref in enumerate(built)
     ]
-    tokenizer = load_tokenizer(config.model, facts=facts[0].facts)
-    trainer = RemoteTrainer(actors, config, facts[0], tokenizer)
-    publisher = RemotePublisher(trainer)
-    pool = publisher.pool = RayPool(config=cluster, recorder=recorder, publisher=publisher)
-    stack.push_async_callback(pool.close)
-    for_engines = EngineFacts(
-        dtype=facts[0].specs[0].dtype,
-        eos_ids=tokenizer.eos_ids,
-        base_digest=facts[0].base_digest,
-        config_json=facts[0].config_json,
-    )
-    for replica_id in range(num_replicas):
+    return facts[0]
 
-        def start_actor(replica_id: int = replica_id) -> Any:
-            return waiting.pop(replica_id, None) or start_replica(replica_id)
 
-        pool.engines.append(RemoteEngine(replica_id, config, start_actor, for_engines, pool))
-    await pool.start()
-    addresses = [engine.address for engine in pool.engines]
-    meeting = ""
+async def _open_publisher(
+    first_rank: Any, pool: RayPool, config: RunConfig, stack: AsyncExitStack, *, is_local: bool
+) -> None:
+    """Tell rank 0 where the replicas listen; for broadcasts let all of them meet."""
+    cluster, meeting = config.cluster, ""
     if config.sync.transport == "broadcast":
-        meeting = await _meeting_point(actors[0], cluster, stack, is_local=is_local)
-    stack.push_async_callback(_close_publisher, actors[0])
-    opening = actors[0].open_publisher.remote(config, addresses, meeting)
+        meeting = await _meeting_point(first_rank, cluster, stack, is_local=is_local)
+    stack.push_async_callback(_close_publisher, first_rank)
+    opening = first_rank.open_publisher.remote(config, [engine.address for engine in pool.engines], meeting)
     joining = [engine.join(meeting) for engine in pool.engines] if meeting else []
     await asyncio.gather(
         within(opening, "rank 0 of the trainer", "open_publisher", cluster.start_deadline_s), *joining
     )
-    return RayParts(trainer=trainer, publisher=publisher, pool=pool)
 
 
 async def _meeting_point(
