@@ -57,6 +57,13 @@ def test_grpo_divides_by_the_sample_standard_deviation() -> None:
     assert got == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
 
 
+def test_rloo_over_the_standard_deviation() -> None:
+    """[1,0,0,0]: 1 - 0 over a deviation of 1/2 is 2, and 0 - 1/3 over it -2/3."""
+    config = AlgorithmConfig(estimator="leave_one_out", scale="group_std")
+    got = advantages_of([sequence(reward=r) for r in (1.0, 0.0, 0.0, 0.0)], config)
+    assert [row[1] for row in got] == pytest.approx([2.0, -2 / 3, -2 / 3, -2 / 3], abs=1e-5)
+
+
 def test_rloo_compares_with_the_mean_of_the_others() -> None:
     """[3,1,2]: 3 - 1.5; 1 - 2.5; 2 - 2."""
     got = leave_one_out_advantages(np.array([3.0, 1.0, 2.0]), np.zeros(3, np.int64))

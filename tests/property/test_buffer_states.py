@@ -371,6 +371,27 @@ def test_a_version_that_was_offered_twice_is_as_old_as_the_first_time() -> None:
     assert buffer.take().staleness_steps == [2]
 
 
+def test_what_a_step_is_given_says_how_old_each_version_is_in_steps() -> None:
+    """Published every second step: version 1 holds the updates of two steps."""
+    buffer = make(groups_per_step=1, max_staleness_steps=2)
+    ids = [buffer.admit(prompt(i), now_s=0.0) for i in range(3)]
+    for group_id in ids[:2]:
+        buffer.finish(group(group_id, version=0))
+        buffer.take()
+    buffer.published(1, 2)
+    buffer.finish(group(ids[2], version=0, newest=1))
+    taken = buffer.take()
+    assert [taken.staleness(version) for version in (0, 1)] == [2, 0]
+
+
+def test_the_last_step_is_made_of_the_groups_there_are() -> None:
+    buffer = make(groups_per_step=2)
+    buffer.finish(group(buffer.admit(prompt(0), now_s=0.0), version=0))
+    assert not buffer.is_ready()
+    buffer.is_last_step = True
+    assert len(buffer.take().groups) == 1
+
+
 def test_publications_move_forward_in_versions_and_in_steps() -> None:
     buffer = make()
     buffer.published(2, 1)
