@@ -218,7 +218,7 @@ class GroupBuffer:
             self.staleness_steps(group)  # refuses a version that nobody published
         entry.group = group
         if drop_reason is not None and refill:
-            self._leave(entry, GroupState.EVICTED, drop_reason)
+            self._evict(entry, drop_reason)
             self._release(entry, drop_reason)
             scores = {t.reward_terms.get("score", t.reward or 0.0) for t in group.scored}
             if len(scores) == 1:
@@ -269,7 +269,7 @@ class GroupBuffer:
                 continue
             assert entry.group is not None
             if entry.drop_reason is not None:
-                self._leave(entry, GroupState.EVICTED, entry.drop_reason)
+                self._evict(entry, entry.drop_reason)
                 continue
             staleness_steps = self.staleness_steps(entry.group)
             if staleness_steps > self.config.max_staleness_steps:
@@ -337,7 +337,7 @@ class GroupBuffer:
             if entry.state is GroupState.FINISHED and entry.drop_reason is None:
                 assert entry.group is not None
                 if self.staleness_steps(entry.group) > self.config.max_staleness_steps:
-                    self._leave(entry, GroupState.EVICTED, "stale")
+                    self._evict(entry, "stale")
                     self._release(entry, "stale")
         self.check()
 
@@ -362,14 +362,14 @@ class GroupBuffer:
         entry.state = state
         self.counts[state] += 1
 
-    def _leave(self, entry: Entry, state: GroupState, reason: str) -> None:
+    def _evict(self, entry: Entry, reason: str) -> None:
         assert entry.group is not None
         num_tokens = sum(t.num_response_tokens for t in entry.group.trajectories)
         staleness = self.staleness_steps(entry.group) if entry.group.scored else 0
         self._evictions.append(Eviction(entry.group_id, reason, staleness, num_tokens))
         self._dropped.append(entry.group)
-        self._end_prompt(entry, state, reason)
-        self._move(entry, state)
+        self._end_prompt(entry, GroupState.EVICTED, reason)
+        self._move(entry, GroupState.EVICTED)
 
     def _end_prompt(self, entry: Entry, state: GroupState, reason: str) -> None:
         self._prompts_done.append(entry.prompt)

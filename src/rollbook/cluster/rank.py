@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -41,8 +42,6 @@ class TrainerRank:
 
     def free_port(self) -> tuple[str, int]:
         """Where the ranks meet: rank 0's host, and a port of it."""
-        import socket
-
         host = ray.util.get_node_ip_address()
         with socket.socket() as listener:
             listener.bind((host, 0))

@@ -45,7 +45,6 @@ class ModelFacts:
     """Most tokens of a sequence."""
     sliding_windows: tuple[int | None, ...]
     """One entry a layer."""
-    attention_softcap: float | None
     tie_embeddings: bool
     num_experts: int = 1
     """Of a mixture's layer; 1 for a dense model."""
@@ -442,7 +441,6 @@ def _facts(config: Any) -> ModelFacts:
         vocab_size=int(text.vocab_size),
         max_position=int(text.max_position_embeddings),
         sliding_windows=windows,
-        attention_softcap=getattr(text, "attn_logit_softcapping", None),
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         num_experts=int(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1),
         eos_ids=_eos_ids(text.eos_token_id),

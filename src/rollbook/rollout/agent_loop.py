@@ -86,13 +86,10 @@ async def run_trajectory(
                 observation.observation_ids if not is_last and room > 0 else np.zeros(0, np.int32)
             )
             turns.append(_turn(response, observation_ids))
-            if observation.result is not None:
-                trajectory.reward = observation.result.reward
-                trajectory.reward_terms = dict(observation.result.terms)
-                trajectory.failure = observation.result.failure
-                break
-            if is_last or room <= 0:
+            result = observation.result
+            if result is None and (is_last or room <= 0):
                 result = await env.finish()
+            if result is not None:
                 trajectory.reward, trajectory.failure = result.reward, result.failure
                 trajectory.reward_terms = dict(result.terms)
                 break

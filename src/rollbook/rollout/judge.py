@@ -85,14 +85,13 @@ class HttpJudge:
         """One pass: what stands in a response is never replaced."""
 
         def fill(place: re.Match[str]) -> str:
-            name = place.group(1)
-            return (
-                response
-                if name == "response"
-                else answer_of(prompt.task)
-                if name == "answer"
-                else prompt.text()
-            )
+            match place.group(1):
+                case "response":
+                    return response
+                case "answer":
+                    return answer_of(prompt.task)
+                case _:
+                    return prompt.text()
 
         return PLACES.sub(fill, self.config.template)
 

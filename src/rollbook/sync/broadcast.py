@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import BroadcastOptions, FileStore, ProcessGroup
 
 from rollbook.errors import SyncError
 from rollbook.sync.bucket import MAX_SLOTS, SlotBuffers
-from rollbook.sync.transport import Once, settled, wait_until_packed
+from rollbook.sync.transport import Once, Receiver, Sender, settled, wait_until_packed
 from rollbook.sync.wire import Json, field
 from rollbook.weights import Bucket
 
@@ -111,7 +111,7 @@ class BroadcastGroup:
             return queued
 
 
-class BroadcastSender:
+class BroadcastSender(Sender):
     """The trainer's half: one broadcast per bucket. On a device they are queued in the order of the buckets; others run
     on a thread of their own, so that collectives keep their order."""
 
@@ -181,7 +181,7 @@ class BroadcastSender:
         self._thread.shutdown(wait=False)
 
 
-class BroadcastReceiver:
+class BroadcastReceiver(Receiver):
     """The engine's half. `max_bucket_bytes` bounds what a message can make it allocate; its `ReplicaServer` has to
     accept as many bytes in a message (`max_payload_bytes`)."""
 
@@ -221,6 +221,3 @@ class BroadcastReceiver:
             group.broadcast(data)
             return replace(bucket, data=data)
         return replace(bucket, data=data, ready=group.begin(data))
-
-    def close(self) -> None:
-        return None

@@ -133,24 +133,24 @@ class Packer:
     """Kept from one publication to the next: a bucket's layout does not change in a run."""
     acknowledged: AcknowledgedWeights | None = None
     """What deltas are taken against; None: every tensor travels whole."""
-    ledger: DigestLedger | None = None
-    sent_bytes: int = 0
-    device: torch.device | None = None
+    ledger: DigestLedger = field(init=False)
+    sent_bytes: int = field(init=False, default=0)
+    device: torch.device | None = field(init=False, default=None)
     """Of the tensors that were exported last."""
 
+    def __post_init__(self) -> None:
+        self.ledger = DigestLedger(max(HOLD_BYTES, self.bucket_bytes))
+
     def buckets(self) -> Iterator[Bucket]:
-        self.ledger = self.ledger or DigestLedger(max(HOLD_BYTES, self.bucket_bytes))
         yield from self._shared_buckets() if self.buffers is None else self._data_buckets(self.buffers)
         self.ledger.flush()
 
     def digests(self) -> Digests:
         """Digests of everything that was exported; after the last bucket."""
-        assert self.ledger is not None
         return self.ledger.results()
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The export, checked against what was announced."""
-        assert self.ledger is not None
         missing = dict(self.specs)
         for name, tensor in self.stream:
             spec = missing.pop(name, None)
@@ -175,7 +175,6 @@ class Packer:
             )
 
     def _shared_buckets(self) -> Iterator[Bucket]:
-        assert self.ledger is not None
         bucket_idx, held, held_bytes = 0, dict[str, "Tensor"](), 0
         for name, tensor in self._tensors():
             num_bytes = self.specs[name].num_bytes
@@ -189,7 +188,6 @@ class Packer:
     def _finish(self) -> torch.cuda.Event | None:
         """The bucket's copies are queued: whoever reads it waits for this event. Its digests are computed while it
         travels."""
-        assert self.ledger is not None
         copied = None
         if self.device is not None and self.device.type == "cuda":
             copied = torch.cuda.current_stream(self.device).record_event()
@@ -211,7 +209,6 @@ class Packer:
         )
 
     def _data_buckets(self, buffers: Buffers) -> Iterator[Bucket]:
-        assert self.ledger is not None
         bucket_idx, used = 0, 0
         entries: list[BucketEntry] = []
         buffer: Tensor | None = None

@@ -59,9 +59,9 @@ class AcknowledgedWeights:
 
     def begin(self, base_version: int | None) -> None:
         """Start a publication; None: a full one."""
-        if base_version is None or base_version != self.weight_version:
-            self.forget()
         self._is_delta = base_version is not None and base_version == self.weight_version
+        if not self._is_delta:
+            self.forget()
         self.weight_version = None  # in doubt until acknowledged
         self.num_elements = self.num_changed = 0
         self._new.clear()

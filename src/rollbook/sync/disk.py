@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rollbook.errors import SyncError
 from rollbook.sync.bucket import SlotBuffers
-from rollbook.sync.transport import Once, settled, wait_until_packed
+from rollbook.sync.transport import Once, Receiver, Sender, settled, wait_until_packed
 from rollbook.sync.wire import MAX_HEADER_BYTES, Json, field
 from rollbook.weights import Bucket, BucketEntry, TensorSpec
 
@@ -35,7 +35,7 @@ FILE_NAME = re.compile(r"v[0-9]+/bucket_[0-9]+\.safetensors")
 """The only paths a message may name, below the shared folder."""
 
 
-class DiskSender:
+class DiskSender(Sender):
     """The trainer's half. `specs` gives whole tensors their shape and dtype in the file."""
 
     is_quick = False
@@ -88,20 +88,8 @@ class DiskSender:
         for old in [v for v in versions if v < weight_version][:-1]:
             shutil.rmtree(self._folder / f"v{old}", ignore_errors=True)
 
-    def payload(self, bucket: Bucket) -> Tensor | None:
-        return None
 
-    def transfer(self, bucket: Bucket) -> Future[Json] | None:
-        return None
-
-    def missed(self, bucket: Bucket) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-
-class DiskReceiver:
+class DiskReceiver(Receiver):
     """The engine's half: reads the file a message names, below its own folder."""
 
     is_quick = False
@@ -139,9 +127,6 @@ class DiskReceiver:
                 )
             entries.append(replace(entry, offset_bytes=begin))
         return replace(bucket, data=data, entries=tuple(entries))
-
-    def close(self) -> None:
-        return None
 
 
 def entry_name(entry: BucketEntry, whole_bytes: int) -> str:

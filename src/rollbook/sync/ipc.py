@@ -8,7 +8,6 @@ NVLink or PCIe. Needs plain allocations: PyTorch's expandable segments cannot be
 from __future__ import annotations
 
 import base64
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor
 
 from rollbook.errors import SyncError
-from rollbook.sync.transport import announced, wait_until_packed
+from rollbook.sync.transport import Receiver, Sender, announced, wait_until_packed
 from rollbook.sync.wire import Json, field
 from rollbook.weights import Bucket
 
 
-class IpcSender:
+class IpcSender(Sender):
     """The trainer's half: slots on the device of the exported tensors."""
 
     is_quick = True
@@ -52,20 +51,11 @@ class IpcSender:
             "a bucket does not lie in a shared slot", "pass this sender's `buffer` to the Publisher"
         )
 
-    def payload(self, bucket: Bucket) -> Tensor | None:
-        return None
-
-    def transfer(self, bucket: Bucket) -> Future[Json] | None:
-        return None
-
-    def missed(self, bucket: Bucket) -> None:
-        return None
-
     def close(self) -> None:
         self._slots.clear()
 
 
-class IpcReceiver:
+class IpcReceiver(Receiver):
     """The engine's half. Both processes must number the GPUs alike (CUDA_VISIBLE_DEVICES)."""
 
     is_quick = True

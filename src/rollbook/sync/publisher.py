@@ -21,46 +21,20 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from rollbook.errors import DeadlineError, RunError, SyncError
 from rollbook.observe.values import Last, Peak, Total, Values
 from rollbook.sync.bucket import Buffers, PackedViews, Packer
+from rollbook.sync.config import SyncConfig
 from rollbook.sync.delta import AcknowledgedWeights
 from rollbook.sync.digest import fold
 from rollbook.sync.handshake import Handshake
 from rollbook.weights import Arrival, Bucket, CommitReport, Digests, Manifest, WeightPort, WeightSource
 
 Result = TypeVar("Result")
-
-
-class PublisherSettings(Protocol):
-    """The part of `SyncConfig` that the publisher reads."""
-
-    @property
-    def bucket_bytes(self) -> int: ...
-    @property
-    def max_buckets(self) -> int: ...
-    @property
-    def delta(self) -> bool: ...
-    @property
-    def on_replica_failure(self) -> Literal["quarantine", "abort"]: ...
-    @property
-    def commit_order(self) -> Literal["together", "rolling"]: ...
-    @property
-    def export_deadline_s(self) -> float: ...
-    @property
-    def open_deadline_s(self) -> float: ...
-    @property
-    def receive_deadline_s(self) -> float: ...
-    @property
-    def prove_deadline_s(self) -> float: ...
-    @property
-    def commit_deadline_s(self) -> float: ...
-    @property
-    def abort_deadline_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +164,7 @@ class Publisher:
     Args:
         source: the trainer's export.
         ports: one per replica.
-        config: sizes and deadlines (`SyncConfig`).
+        config: sizes and deadlines.
         buffers: where buckets are packed (a transport's `buffer`); None passes tensors by reference, for replicas
             in this process.
         weight_version: the trainer's version now. The first publication of this object re-syncs every replica in
@@ -201,7 +175,7 @@ class Publisher:
         self,
         source: WeightSource,
         ports: Sequence[WeightPort],
-        config: PublisherSettings,
+        config: SyncConfig,
         *,
         buffers: Buffers | None = None,
         weight_version: int = 0,
@@ -228,7 +202,10 @@ class Publisher:
         held = {}
         for replica_id, port in self.ports.items():
             try:
-                held[replica_id] = await self._within("version", replica_id, port.weight_version())
+                asked = port.weight_version()
+                held[replica_id] = await self._within(
+                    "version", replica_id, asked, self.config.open_deadline_s
+                )
             except (RunError, OSError, EOFError) as error:
                 self.quarantined[replica_id] = str(error)
                 continue
@@ -559,10 +536,9 @@ class Publisher:
         phase: str,
         replica_id: int,
         call: Awaitable[Result],
-        deadline_s: float | None = None,
+        deadline_s: float,
         publication: _Publication | None = None,
     ) -> Result:
-        deadline_s = self.config.open_deadline_s if deadline_s is None else deadline_s
         try:
             async with asyncio.timeout(deadline_s):
                 return await call

@@ -12,7 +12,6 @@ import mmap
 import os
 import re
 import secrets
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rollbook.errors import SyncError
-from rollbook.sync.transport import announced, wait_until_packed
+from rollbook.sync.transport import Receiver, Sender, announced, wait_until_packed
 from rollbook.sync.wire import Json, field
 from rollbook.weights import Bucket
 
@@ -62,7 +61,7 @@ def _remove_orphans(folder: Path) -> None:
                 path.unlink()
 
 
-class ShmSender:
+class ShmSender(Sender):
     """The trainer's half: one file for each slot, removed when it closes."""
 
     is_quick = True
@@ -100,15 +99,6 @@ class ShmSender:
             "a bucket does not lie in shared memory", "pass this sender's `buffer` to the Publisher"
         )
 
-    def payload(self, bucket: Bucket) -> Tensor | None:
-        return None
-
-    def transfer(self, bucket: Bucket) -> Future[Json] | None:
-        return None
-
-    def missed(self, bucket: Bucket) -> None:
-        return None
-
     def close(self) -> None:
         for slot_idx in list(self._slots):
             self._drop(slot_idx)
@@ -119,7 +109,7 @@ class ShmSender:
         mapping.close()
 
 
-class ShmReceiver:
+class ShmReceiver(Receiver):
     """The engine's half: maps a slot's file when it first hears of it."""
 
     is_quick = True

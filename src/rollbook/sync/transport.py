@@ -25,7 +25,8 @@ from rollbook.weights import Bucket, Receiving
 
 
 class Sender(Protocol):
-    """The trainer's half, shared by the ports of all replicas. Its methods are called from one thread at a time."""
+    """The trainer's half, shared by the ports of all replicas. Its methods are called from one thread at a time. What a
+    transport has nothing to do for stays as it is here."""
 
     @property
     def is_quick(self) -> bool:
@@ -39,14 +40,18 @@ class Sender(Protocol):
 
     def payload(self, bucket: Bucket) -> Tensor | None:
         """Bytes to send in the message itself, on the host."""
+        return None
 
     def transfer(self, bucket: Bucket) -> Future[Json] | None:
         """Begin what has to run while the replicas read the message (a collective); once per bucket."""
+        return None
 
     def missed(self, bucket: Bucket) -> None:
         """A replica did not take the bucket: it failed, or its deadline passed."""
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return None
 
 
 class Receiver(Protocol):
@@ -63,7 +68,8 @@ class Receiver(Protocol):
             SyncError: the place does not exist, or does not hold what the bucket says.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return None
 
 
 class Once:
@@ -127,7 +133,7 @@ def announced(slot: Tensor, bucket: Bucket, place: Json) -> Tensor:
     return slot[:num_bytes]
 
 
-class InlineSender:
+class InlineSender(Sender):
     """Bytes in the message: needs nothing but the connection, and pays for copies through the socket."""
 
     is_quick = False
@@ -145,21 +151,9 @@ class InlineSender:
     def payload(self, bucket: Bucket) -> Tensor | None:
         return bucket.data
 
-    def transfer(self, bucket: Bucket) -> Future[Json] | None:
-        return None
 
-    def missed(self, bucket: Bucket) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-
-class InlineReceiver:
+class InlineReceiver(Receiver):
     is_quick = True
 
     def take(self, bucket: Bucket, place: Json) -> Bucket:
         return replace(bucket)
-
-    def close(self) -> None:
-        return None
