@@ -120,6 +120,12 @@ def test_br048_the_shaped_reward_must_be_asked_for_by_name() -> None:
     assert drop_reason(wrong, FilterConfig(drop_flat=True, metric="reward")) is None
 
 
+def test_a_lone_member_has_nothing_to_be_compared_with() -> None:
+    """Its siblings failed: the group is dropped with those whose members are all alike."""
+    lone = group(1, [1.0, FailureKind.ENGINE])
+    assert drop_reason(lone, FilterConfig(drop_flat=True, min_scored=1)) == "flat"
+
+
 def test_shaping_twice_charges_once() -> None:
     wrong, _ = br048_groups()
     for _ in range(2):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollbook.algos.config import CorrectionConfig
-from rollbook.algos.correction import bounded, correct, kept_by_bounds
+from rollbook.algos.config import CorrectionConfig, RejectConfig
+from rollbook.algos.correction import bounded, correct, kept_by_bounds, kept_by_divergence
 from rollbook.algos.gap import LogprobGap, logprob_gap
 from rollbook.errors import DataError
 from rollbook.types import TrainSequence
@@ -119,11 +119,22 @@ def test_rejection_statistics(statistic: str, upper: float, kept: list[bool]) ->
 
 
 def test_rejection_by_signed_k1() -> None:
-    """k1 of KL(behavior || proximal) is -ln r: -ln 4 and ln 2. Bounds +-1 reject the first only."""
-    one = sequence([0.8, 0.2], [0.2, 0.4])
-    reject = {"statistic": "token", "estimator": "k1", "lower_nats": -1.0, "upper_nats": 1.0}
-    correct([one], CorrectionConfig.model_validate({"reject": reject}))
-    assert one.loss_mask[1:].tolist() == [False, True]
+    """k1 of KL(behavior || proximal) is -ln r: -ln 4 and ln 2. One bound at a time rejects one of them."""
+    for bound, kept in (({"lower_nats": -1.0}, [False, True]), ({"upper_nats": 0.5}, [True, False])):
+        one = sequence([0.8, 0.2], [0.2, 0.4])
+        reject = {"statistic": "token", "estimator": "k1", **bound}
+        correct([one], CorrectionConfig.model_validate({"reject": reject}))
+        assert one.loss_mask[1:].tolist() == kept
+
+
+def test_what_lies_on_a_bound_is_kept() -> None:
+    """k1 of logprobs -1 and -1.5 is 1/2, the other way round -1/2; weights of 1/2 and 2."""
+    one, other = (torch.tensor(row, dtype=torch.float64) for row in ([-1.0, -1.5], [-1.5, -1.0]))
+    both, cu_seqlens = torch.tensor([True, True]), torch.tensor([0, 2])
+    reject = RejectConfig(statistic="token", estimator="k1", lower_nats=-0.5, upper_nats=0.5)
+    assert kept_by_divergence(one, other, both, cu_seqlens, reject).all()
+    bounds = CorrectionConfig(level="token", mode="mask", lower=0.5, upper=2.0)
+    assert kept_by_bounds(torch.tensor([0.5, 2.0]), bounds).all()
 
 
 def test_mismatch_metrics_are_reported_with_the_correction_off() -> None:

@@ -7,6 +7,7 @@ a ratio r = exp(logprob - proximal) is r itself, so an unclipped token with adva
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -242,6 +243,39 @@ def test_bypass_reinforce_weighs_current_against_behavior() -> None:
     loss, _ = policy_objective(batch, config, counts)
     (gradient,) = torch.autograd.grad(loss, now)
     assert gradient.tolist() == pytest.approx([-1.0, -0.25])
+
+
+def test_bypass_weights_are_of_all_tokens_that_were_sampled() -> None:
+    """Weights 3 and 1/2 are 3/2 for the sequence, also where a filter left only the first token in the loss."""
+    config = AlgorithmConfig(
+        name="grpo",
+        loss="reinforce",
+        proximal="behavior",
+        aggregation="token_mean",
+        correction={"level": "sequence", "upper": 2.0},
+    )
+    now = log(0.6, 0.2).requires_grad_()
+    batch = replace(tensors(now, log(0.2, 0.4)), loss_mask=torch.tensor([True, False]))
+    counts = LossCounts(num_loss_tokens=1, num_loss_sequences=1, max_response_tokens=4)
+    loss, _ = policy_objective(batch, config, counts)
+    (gradient,) = torch.autograd.grad(loss, now)
+    assert gradient.tolist() == pytest.approx([-1.5, 0.0])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_advantages_and_weights_are_constants_of_every_loss(name: str) -> None:
+    now, constant = log(0.5, 0.4).requires_grad_(), torch.ones(2, dtype=torch.float64, requires_grad=True)
+    token = LOSSES[name](
+        now,
+        log(0.5, 0.4),
+        constant * 2,
+        torch.ones(2, dtype=torch.bool),
+        importance_weights=constant * 3,
+        cu_seqlens=torch.tensor([0, 2]),
+        clip=PPO,
+    )
+    gradients = torch.autograd.grad(token.losses.sum(), (now, constant), allow_unused=True)
+    assert gradients[0].tolist() == pytest.approx([-6.0, -6.0]) and gradients[1] is None
 
 
 def test_bypass_clip_takes_its_ratio_against_behavior() -> None:
