@@ -39,3 +39,20 @@ def test_movement_that_only_warms_up_with_the_learning_rate_is_no_blow_up() -> N
     """Step KL with the square of the rate, clip fraction with the rate: both grow many times in sixteen steps."""
     warms = {name: series for name, series in _runs_away(since=1000).items() if name != "critic/score/mean"}
     assert policy_of(View.of(run_of(warms, n=N))).blow_up_idx is None
+
+
+def test_older_weights_are_a_restart_though_the_policy_soon_learns_again() -> None:
+    """At step 19 of 40 the entropy is a fifth higher and the reward as low as at step 8, and both are back in ten
+    steps; nothing else marks the restart. The same over six steps is a policy that runs away."""
+    n = 40
+    steps = np.arange(n, dtype=np.float64)
+    for over, verdict in ((1, "discontinuity_after_resume"), (6, "well")):
+        came = np.clip((steps - 17) / over, 0, 1) * np.exp(-np.clip(steps - 18, 0, None) / 8)
+        lost = {
+            "critic/score/mean": 0.5
+            + 0.25 * steps / n
+            - 0.2 * came
+            + np.random.default_rng(1).normal(0, 0.01, n),
+            "actor/entropy": noisy((0.8 - 0.1 * steps / n) * (1 + 0.22 * came), 5, 0.01, n=n),
+        }
+        assert diagnose(run_of(lost, n=n)).verdict == verdict

@@ -174,15 +174,22 @@ def _unmarked(view: View) -> list[Restart]:
     return restarts
 
 
+LEAST_JUMP = 0.12
+"""Share of its level that a series must jump by to speak for a restart that nothing else marks."""
 AT_ONCE = 5.0
 """Noises that a series of the trainer must jump by, from one step to the next, to be looked at as a restart."""
 
 
 def _jumps_together(view: View) -> list[Restart]:
-    """The steps at which the distance to the reference shrinks most, or the gradients rise most, if the entropy and
-    others jump at that very step. A distance that grows again, or gradients that calm down, leave no lasting change."""
+    """The steps at which the distance to the reference shrinks most, or the gradients or the entropy rise most, if the
+    entropy and others jump at that very step. A distance that grows again, gradients that calm down, or a policy that
+    learns again what it had learned leave no lasting change."""
     restarts = []
-    for metric, way, least in (("actor/kl_loss", -1, 0.5), ("actor/grad_norm", 1, 0.6)):
+    for metric, way, least in (
+        ("actor/kl_loss", -1, 0.5),
+        ("actor/grad_norm", 1, 0.6),
+        ("actor/entropy", 1, LEAST_JUMP),
+    ):
         at = _steepest(view, metric, way, least)
         if at is None:
             continue
@@ -194,16 +201,35 @@ def _jumps_together(view: View) -> list[Restart]:
             told = {
                 m
                 for m, (before, _, size, score) in jumps.items()
-                if score >= 4 and abs(size) >= 0.12 * abs(before)
+                if score >= 4 and abs(size) >= LEAST_JUMP * abs(before)
             }
             if "actor/entropy" not in told or not _is_one_step(view, "actor/entropy", idx):
                 continue
             if (way > 0 and len(told) < 2) or not _reward_was_there(view, idx):
                 continue
-            says = "the distance to the reference shrinks" if way < 0 else "the gradients jump"
-            restarts.append(Restart(idx, metric, f"{says} at the step at which the entropy does", False))
+            if metric == "actor/entropy" and not _falls_back(view, jumps, idx):
+                continue
+            restarts.append(Restart(idx, metric, _SAYS[metric], False))
             break
     return restarts
+
+
+_SAYS = {
+    "actor/kl_loss": "the distance to the reference shrinks at the step at which the entropy jumps",
+    "actor/grad_norm": "the gradients jump at the step at which the entropy does",
+    "actor/entropy": "the entropy rises and the reward falls at one step, to what the run had before",
+}
+
+
+def _falls_back(view: View, jumps: dict[str, tuple[float, float, float, float]], idx: int) -> bool:
+    """Whether the reward falls at the very step, to one that the run had on its way up."""
+    metric = reward_of(view).metric
+    jump = jumps.get(metric) if metric is not None else None
+    if metric is None or jump is None:
+        return False
+    before, _, size, score = jump
+    fell = score >= 4 and size <= -LEAST_JUMP * abs(before)
+    return fell and _is_one_step(view, metric, idx) and _was_there_before(view, idx)
 
 
 def _is_one_step(view: View, metric: str, idx: int) -> bool:
