@@ -279,6 +279,23 @@ def test_versions_only_grow_except_by_resync() -> None:
     transaction.open(replace(manifest_of(source, 1), is_resync=True))
 
 
+def test_what_holds_no_version_stays_so_through_aborts_until_a_resync_commits() -> None:
+    transaction, source = replica()
+    transaction.state = State.BROKEN
+    resync = replace(manifest_of(source, 2), is_resync=True)
+    for _ in range(2):
+        transaction.abort()
+        with pytest.raises(SyncError, match="holds no proven version"):
+            transaction.open(manifest_of(source, 2))
+        transaction.open(resync)  # and is given up before its first bucket
+    buckets, digests = packed(source, 2, 300)
+    for bucket in buckets:
+        transaction.receive(bucket)
+    transaction.prove(digests)
+    transaction.commit()
+    assert (transaction.state, transaction.weight_version) == (State.IDLE, 2)
+
+
 class DeafWeights(MappedWeights):
     """A live engine whose write of one tensor does something else than asked."""
 

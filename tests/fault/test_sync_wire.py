@@ -24,6 +24,7 @@ from rollbook.sync.disk import DiskReceiver, read_safetensors
 from rollbook.sync.inproc import InprocPort
 from rollbook.sync.remote import RemotePort, ReplicaServer
 from rollbook.sync.shm import ShmReceiver, ShmSender
+from rollbook.sync.transaction import State
 from rollbook.sync.transport import InlineReceiver, InlineSender, arrived
 from rollbook.weights import Bucket, BucketEntry, CommitReport, Manifest, TensorSpec
 
@@ -164,6 +165,30 @@ async def test_a_trainer_that_dies_leaves_the_replica_serving(remote: Remote, tm
     assert report.committed == (0, 1)
 
 
+async def test_an_open_that_was_given_up_ends_with_its_connection(remote: Remote, tmp_path: Path) -> None:
+    """It comes through after all: nobody would ever commit or abort it."""
+    await remote.connect(await inline(remote.source, tmp_path))
+    server, port = remote.servers[0], remote.servers[0].port
+    assert isinstance(port, InprocPort)
+    plain, reached, released = port.open, asyncio.Event(), asyncio.Event()
+
+    async def slow(manifest: Manifest) -> None:
+        reached.set()
+        await released.wait()
+        await plain(manifest)
+
+    port.open = slow  # type: ignore[method-assign]
+    opening = asyncio.ensure_future(remote.ports[0].open(manifest_of(remote.source, 1)))
+    await reached.wait()
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    released.set()
+    while server._channels:
+        await asyncio.sleep(0)
+    assert port.transaction is not None and port.transaction.state is State.IDLE
+
+
 async def test_a_replica_that_dies_is_quarantined_and_its_successor_re_synced(
     remote: Remote, tmp_path: Path
 ) -> None:
@@ -181,6 +206,13 @@ async def test_a_replica_that_dies_is_quarantined_and_its_successor_re_synced(
     remote.source.step()
     assert (await publisher.publish(3)).committed == (0, 1)
     assert (successor.version, live_digests(successor.live)) == (3, live_digests(remote.engines[0].live))
+
+
+async def test_another_replica_at_the_address_is_sent_nothing(remote: Remote, tmp_path: Path) -> None:
+    await remote.connect(await inline(remote.source, tmp_path))
+    wrong = RemotePort(1, InlineSender(), port=remote.addresses[0])
+    with pytest.raises(SyncError, match=f"127.0.0.1:{remote.addresses[0]} is not replica 1: 0"):
+        await wrong.open(manifest_of(remote.source, 1))
 
 
 async def test_errors_cross_with_their_remedy(remote: Remote, tmp_path: Path) -> None:

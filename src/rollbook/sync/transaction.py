@@ -99,7 +99,8 @@ class ReplicaTransaction:
         self._dropped: frozenset[str] = frozenset()
         self._next_bucket_idx = 0
         self._fault = ""
-        self._has_written = False
+        self._is_torn = False
+        """The live weights are of no version, or partly of the one that arrives: nothing is left to go back to."""
 
     @property
     def pending_version(self) -> int:
@@ -125,7 +126,9 @@ class ReplicaTransaction:
         coverage, dropped = self._check_tensors(manifest)
         if manifest.base_version is not None:
             self._check_base(manifest)
+        was_broken = self.state is State.BROKEN
         self._clear()
+        self._is_torn = was_broken
         self._manifest = manifest
         self._specs = {spec.name: spec for spec in manifest.tensors}
         self._dropped = dropped
@@ -457,7 +460,7 @@ class ReplicaTransaction:
         if self.staging == "staged":
             self._staged[name] = tensor
         elif name not in self._dropped:
-            self._has_written = True
+            self._is_torn = True
             self.live.write(name, tensor)
 
     # ---- prove
@@ -515,7 +518,7 @@ class ReplicaTransaction:
         started_at_s = time.perf_counter()
         replaced: list[str] = []
         try:
-            self._has_written = True
+            self._is_torn = True
             for name in self._staged:
                 if name not in self._dropped:
                     self._exchange(name, replaced)
@@ -581,12 +584,11 @@ class ReplicaTransaction:
     # ---- abort
 
     def abort(self) -> None:
-        """Drop the open publication. In direct mode, after a first write, nothing is left to keep: BROKEN."""
+        """Drop the open publication. BROKEN where it had begun to write, or was to mend what was BROKEN."""
         for stream in (self._copying, self._reading):
             if stream is not None:
                 stream.synchronize()  # nothing reads the sender's buffers or the staging any more
-        was_open = self.state in (State.OPEN, State.PROVEN)
-        is_broken = self.state is State.BROKEN or (was_open and self._has_written)
+        is_broken = self.state is State.BROKEN or self._is_torn
         self._clear()
         self.state = State.BROKEN if is_broken else State.IDLE
 
