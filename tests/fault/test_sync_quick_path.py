@@ -21,7 +21,7 @@ from rollbook.sync.broadcast import BroadcastReceiver, BroadcastSender
 from rollbook.sync.digest import digest
 from rollbook.sync.disk import DiskSender
 from rollbook.sync.inproc import Copied, InprocPort
-from rollbook.sync.remote import RemotePort, ReplicaServer
+from rollbook.sync.remote import RemotePort, ReplicaServer, _Connection
 from rollbook.sync.shm import ShmReceiver, ShmSender
 from rollbook.sync.transaction import ReplicaTransaction
 from rollbook.sync.transport import InlineReceiver, InlineSender, arrived
@@ -150,6 +150,26 @@ async def test_an_abort_that_is_read_late_does_not_end_the_next_publication(
         await asyncio.sleep(0)
     with pytest.raises(SyncError, match="did not arrive whole"):  # it is open still
         await port.prove({})
+
+
+class Gone:
+    """A channel whose other side has left; a message into it is still accepted, as by a socket's buffer."""
+
+    def receive(self) -> Any:
+        raise EOFError
+
+    def send(self, header: Any, payload: Any = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+async def test_what_is_asked_after_the_reader_has_ended_is_answered_with_an_error() -> None:
+    gone: Any = Gone()
+    connection = _Connection(gone, "replica 0")
+    while not connection.has_ended:
+        await asyncio.sleep(0)
+    with pytest.raises(SyncError, match="the connection to replica 0 ended"):
+        connection.ask({"do": "version"}).result(5)
 
 
 # ---- a bucket that is announced before its copies end

@@ -15,6 +15,19 @@ JUDGE = "judge"
 """Reward function that is a model behind a server."""
 
 
+def _require_group(name: str, pattern: str, sought: str) -> None:
+    """
+    Raises:
+        ValueError: not a regular expression, or without a group around what is sought.
+    """
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"{name} is no regular expression ({error}); mend it") from None
+    if groups < 1:
+        raise ValueError(f"{name} has no group; put the {sought} in parentheses")
+
+
 class SourceConfig(Section):
     """One source of prompts: a built-in task, a reasoning-gym task, a file or folder, or a hub dataset."""
 
@@ -72,14 +85,8 @@ class SourceConfig(Section):
     @field_validator("answer_pattern")
     @classmethod
     def _has_group(cls, pattern: str) -> str:
-        try:
-            groups = re.compile(pattern).groups
-        except re.error as error:
-            raise ValueError(
-                f"answer_pattern {pattern!r} is no regular expression ({error}); mend it"
-            ) from None
-        if pattern and groups < 1:
-            raise ValueError(f"answer_pattern {pattern!r} has no group; put the answer in parentheses")
+        if pattern:
+            _require_group(f"answer_pattern {pattern!r}", pattern, "answer")
         return pattern
 
     @model_validator(mode="after")
@@ -225,16 +232,7 @@ class JudgeConfig(Section):
             raise ValueError(
                 "the judge's template has no {response}; put it where the answer to grade belongs"
             )
-        try:
-            groups = re.compile(self.score_pattern).groups
-        except re.error as error:
-            raise ValueError(
-                f"score_pattern {self.score_pattern!r} is no regular expression ({error}); mend it"
-            ) from None
-        if groups < 1:
-            raise ValueError(
-                f"score_pattern {self.score_pattern!r} has no group; put the number in parentheses"
-            )
+        _require_group(f"score_pattern {self.score_pattern!r}", self.score_pattern, "number")
         if self.lowest >= self.highest:
             raise ValueError(f"lowest is {self.lowest:g} and highest {self.highest:g}; raise highest")
         return self

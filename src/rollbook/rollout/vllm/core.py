@@ -105,7 +105,6 @@ class CoreStep:
 
     outputs: list[CoreOutput]
     num_running: int | None = None
-    num_waiting: int | None = None
     kv_used_frac: float | None = None
     weight_version: str | None = None
     """vLLM's own label of the step, from 0.30 on."""
@@ -484,7 +483,6 @@ def _core_step(outputs: Any) -> CoreStep:
     return CoreStep(
         [_core_output(output) for output in outputs.outputs],
         num_running=None if stats is None else int(stats.num_running_reqs),
-        num_waiting=None if stats is None else int(stats.num_waiting_reqs),
         kv_used_frac=None if stats is None else float(stats.kv_cache_usage),
         weight_version=getattr(outputs, "weight_version", None),
     )
