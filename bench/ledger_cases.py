@@ -7,6 +7,7 @@ What a whole class of cases leaves out is assumed once, in the constants below.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 from rollbook.errors import ConfigError, RunError
 from rollbook.ledger.account import Range
 from rollbook.ledger.assumptions import Assumptions
-from rollbook.ledger.decode import decode_step, prefill_s, replica_weight_bytes
+from rollbook.ledger.decode import decode_step, prefill_call_s, prefill_s, replica_weight_bytes
 from rollbook.ledger.flops import attention_flops, forward_flops, prefill_flops
 from rollbook.ledger.generation import decode_widening
 from rollbook.ledger.hardware import Accelerator, Cluster, load_accelerator
@@ -149,6 +150,30 @@ def dtype_of(text: Any, default: str = "bfloat16") -> str:
     return _DTYPES[found[0]]
 
 
+_FRAMEWORKS = (
+    (r"verl|easyr1", "verl"),
+    (r"checkpoint[ -_]engine|ckpt[ -_]engine", "checkpoint_engine"),
+    (r"nemo[ -_/]*rl", "nemo"),
+    (r"\btrl\b", "trl"),
+    (r"slime|miles", "slime"),
+)
+"""Words of a source, and the framework's name in the assumptions."""
+
+
+def framework_of(case: Case) -> str:
+    """The framework that a case measures, by its own words; "" where the assumptions know none by that name."""
+    source = case.get("source") or {}
+    named = (case["config"].get("framework"), source.get("title"), source.get("where"), case["family"])
+    text = " ".join(str(part) for part in named if part).lower()
+    return next((name for words, name in _FRAMEWORKS if re.search(words, text)), "")
+
+
+def _as_published(case: Case, assumptions: Assumptions) -> Assumptions:
+    """The assumptions with the numbers of the case's framework, where it has its own."""
+    name = framework_of(case)
+    return assumptions.for_framework(name) if name in assumptions.frameworks else assumptions
+
+
 def _within(value: float, error_frac: float) -> Range:
     return Range.within(value, error_frac)
 
@@ -165,17 +190,27 @@ def decode_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, flo
         yield from _expert_parallel_decode(config, measured, model, accelerator, assumptions)
         return
     weights = dtype_of(config.get("precision", config["model"]))
-    engine = "sglang" if "sglang" in str(config.get("engine", "")).lower() else "vllm"
+    engine = engine_of(str(config.get("engine", "")))
     cluster = Cluster(accelerator=accelerator, num_gpus=int(config.get("gpus", config.get("tp", 1))))
     replica = ReplicaLayout(
         tp_size=int(config.get("tp", config.get("gpus", 1))), weight_dtype=weights, engine=engine
     )
     error_frac = _decode_error_frac(model, cluster, assumptions, replica)
-    for kv_dtype, part in _by_kv_dtype(measured):
+    for kv_dtype, part in _by_kv_dtype(measured, dtype_of(config.get("kv_cache", ""))):
         serving = _Serving(model, cluster, assumptions, replace(replica, kv_dtype=kv_dtype), config)
         prefix = "" if part is measured else f"{kv_dtype} KV "
         for metric, value, predicted in serving.compare(part):
             yield prefix + metric, value, _within(predicted, error_frac)
+
+
+def engine_of(text: str) -> str:
+    """Our name of an engine: vLLM before 0.8 ran its scheduler between the steps of the device."""
+    if "sglang" in text.lower():
+        return "sglang"
+    if "tensorrt" in text.lower() or "trt" in text.lower():
+        return "tensorrt_llm"
+    version = re.search(r"vllm\D{0,3}0\.(\d+)", text.lower())
+    return "vllm_v0" if version and int(version[1]) < 8 else "vllm"
 
 
 def _decode_error_frac(
@@ -185,9 +220,9 @@ def _decode_error_frac(
     return assumptions.rollout_error_frac * wider
 
 
-def _by_kv_dtype(measured: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def _by_kv_dtype(measured: dict[str, Any], default: str) -> list[tuple[str, dict[str, Any]]]:
     parts = [(dtype_of(key), value) for key, value in measured.items() if key.endswith("_kv")]
-    return parts or [("bfloat16", measured)]
+    return parts or [(default, measured)]
 
 
 def _expert_parallel_decode(
@@ -255,16 +290,44 @@ class _Serving:
         )
         return float(seconds)
 
+    @property
+    def call_s(self) -> float:
+        return prefill_call_s(self.model, self.cluster, self.assumptions.decode)
+
+    @property
+    def is_steady(self) -> bool:
+        """A stream that ends is followed by another: prompts are prefilled while others decode."""
+        streams = self.num_streams
+        more = int(self.config.get("requests", streams)) > streams
+        return streams > 1 and (more or ("concurrency" in self.config and "requests" not in self.config))
+
+    def token_s(self, context: float, prompt: float, output: float) -> float:
+        """Seconds between two tokens of a stream, with what other streams' prompts take in between.
+
+        Each decode step ends n / output of n streams, whose followers are prefilled at once, in one call if any came.
+        """
+        step_s, streams = self.step_s(context), self.num_streams
+        if not self.is_steady:
+            return step_s
+        arrivals = (streams - 1) / output
+        return step_s + arrivals * self.prefill_s(prompt) + (1 - math.exp(-arrivals)) * self.call_s
+
     def compare(self, measured: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
         config, streams = self.config, self.num_streams
         prompt = float(config.get("input_length", 0))
         output = float(config.get("output_length", 0))
         known = "input_length" in config and output > 0
         context = prompt + output / 2 if known else TYPICAL_CONTEXT_TOKENS
+        token_s = self.token_s(context, prompt, output) if known else self.step_s(context)
         if known:
             waves = -(-int(config.get("requests", streams)) // streams)
-            requests = int(config.get("requests", streams))
-            seconds = waves * output * self.step_s(context) + requests * self.prefill_s(prompt)
+            requests = waves * streams
+            own_s = self.prefill_s(prompt) + self.call_s
+            # Streams that run one after the other prefill alone, those that run together delay each other.
+            seconds = waves * (
+                output * token_s
+                + (own_s if self.is_steady else own_s + (streams - 1) * self.prefill_s(prompt))
+            )
             if "speed_tokens_per_s" in measured:
                 counts_prompt = "prompt" in str(measured.get("speed_definition", ""))
                 tokens = requests * (output + (prompt if counts_prompt else 0))
@@ -277,7 +340,7 @@ class _Serving:
                 )
         for key in ("tpot_ms", "ms_per_output_token"):
             if key in measured:
-                yield key, middle(measured[key]), 1e3 * self.step_s(context)
+                yield key, middle(measured[key]), 1e3 * token_s
         if "itl_ms" in measured and streams == 1:
             yield "itl_ms", middle(measured["itl_ms"]), 1e3 * self.step_s(context)
         if "tpot_ms_by_isl_osl" in measured:
@@ -303,10 +366,11 @@ def train_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, floa
     accelerator = accelerator_of(config.get("gpu", config.get("system", "")))
     sequence = float(config["sequence_length"])
     cluster = Cluster(accelerator=accelerator, num_gpus=int(config["gpus"]))
-    if "fsdp2 trainer" in str(config.get("framework", "")).lower():
-        rate, error_frac = _fsdp_rate(config, model, cluster, assumptions, sequence)
-    elif "gbs" in config or "megatron" in str(config.get("framework", "")).lower():
-        rate, error_frac = _pretraining_rate(config, model, cluster, assumptions, sequence)
+    stack = train_stack_of(case, model)
+    if stack.startswith("fsdp") and stack != "fsdp_experts":
+        rate, error_frac = _fsdp_rate(config, model, cluster, assumptions, sequence, stack)
+    elif stack:
+        rate, error_frac = _pretraining_rate(config, model, cluster, assumptions, sequence, stack)
     else:
         raise NotCovered("neither a torch FSDP trainer nor a Megatron recipe")
     predicted = {
@@ -321,12 +385,39 @@ def train_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, floa
     raise NotCovered("no throughput was published")
 
 
+def train_stack_of(case: Case, model: ModelSpec) -> str:
+    """Our name of the software that trains, by the source's words; "" where it is neither torch FSDP nor Megatron.
+
+    Experts have two generations of kernels: exchanged and permuted operator by operator, or by DeepEP or HybridEP under
+    the computation (NeMo AutoModel, Megatron's recipes of 2026).
+    """
+    config = case["config"]
+    framework, kind = (str(config.get(key, "")).lower() for key in ("framework", "kind"))
+    if "automodel" in framework:
+        return "fsdp_experts" if model.num_experts else "fsdp_plain"
+    if "torchtitan" in framework or "fms" in framework:
+        return "fsdp_compiled"
+    if "fsdp2 trainer" in framework:
+        return "fsdp_primerl" if "rl" in kind else "fsdp_plain"
+    if "gbs" not in config and "megatron" not in framework:
+        return ""
+    release = re.match(r"(\d+)\.(\d+)", str(config.get("release", "")))
+    is_new = "recipe" in framework or "verification" in framework
+    is_new = is_new or (release is not None and (int(release[1]), int(release[2])) >= (26, 8))
+    return "megatron_overlap" if is_new and model.num_experts else "megatron_tuned"
+
+
 def _degree(value: Any) -> int:
     return int(value) if str(value).isdigit() else 1
 
 
 def _pretraining_rate(
-    config: dict[str, Any], model: ModelSpec, cluster: Cluster, assumptions: Assumptions, sequence: float
+    config: dict[str, Any],
+    model: ModelSpec,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    sequence: float,
+    name: str,
 ) -> tuple[float, float]:
     """Tokens a second and GPU, and its relative error."""
     degrees = [_degree(config.get(key, 1)) for key in ("tp", "pp", "cp")]
@@ -340,29 +431,43 @@ def _pretraining_rate(
         cp_size=degrees[2],
         ep_size=_degree(config.get("ep", 1)),
         dtype=dtype_of(config.get("precision", "bf16")),
-        recompute="selective",
+        recompute="full" if "full" in str(config.get("recompute", "")).lower() else "selective",
+        lora="lora" in str(config.get("kind", "")).lower(),
         micro_batches_per_step=micro_batches,
         virtual_stages=_degree(config.get("vp", 1)),
     )
-    stack = assumptions.stacks["megatron_tuned"]
+    stack = assumptions.stacks[name]
     rate = train_tokens_per_s_per_gpu(model, cluster, stack, layout, sequence_tokens=sequence)
-    wider, _ = train_widening(model, cluster, assumptions, layout, stack="megatron_tuned")
+    wider, _ = train_widening(model, cluster, assumptions, layout, stack=name)
     return rate, assumptions.train_error_frac * wider
 
 
 def _fsdp_rate(
-    config: dict[str, Any], model: ModelSpec, cluster: Cluster, assumptions: Assumptions, sequence: float
+    config: dict[str, Any],
+    model: ModelSpec,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    sequence: float,
+    name: str,
 ) -> tuple[float, float]:
     """One micro batch of one sequence a GPU, and in RL with full weights the publication to a shared disk."""
     kind = str(config.get("kind", ""))
     if model.num_experts and cluster.accelerator.name.startswith(("B2", "B3", "GB")):
         raise NotCovered("experts under torch FSDP on Blackwell: no grouped kernel in the published runs")
-    name = "fsdp" if "RL" in kind else "fsdp_plain"
     stack = assumptions.stacks[name]
     if "FA2" in str(config.get("attention", "")) and cluster.accelerator.name.startswith("H"):
         stack = replace(stack, attention_frac={"default": assumptions.flash2_attention_frac})
-    recompute: Recompute = "none" if str(config.get("activation", "")).lower() == "none" else "full"
-    layout = TrainLayout(recompute=recompute, lora="LoRA" in kind, cp_size=int(config.get("cp", 1)))
+    activation = str(config.get("activation", config.get("recompute", ""))).lower()
+    recompute: Recompute = (
+        "none" if activation == "none" else "selective" if activation.startswith("select") else "full"
+    )
+    layout = TrainLayout(
+        tp_size=_degree(config.get("tp", 1)),
+        dtype=dtype_of(config.get("precision", "bf16")),
+        recompute=recompute,
+        lora="LoRA" in kind,
+        cp_size=int(config.get("cp", 1)),
+    )
     rate = train_tokens_per_s_per_gpu(model, cluster, stack, layout, sequence_tokens=sequence)
     seconds = sequence / layout.cp_size / rate
     if kind == "RL Full":
@@ -388,6 +493,7 @@ _SYNC_METRICS: tuple[tuple[str, SyncMethod], ...] = (
 def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
     """Seconds of one publication, by method."""
     config, measured = case["config"], case["measured"]
+    assumptions = _as_published(case, assumptions)
     model = find_model(config["model"])
     device = " ".join(str(config.get(key, "")) for key in ("gpu", "hardware", "device", "nodes"))
     if "910" in device or "ascend" in device.lower():
@@ -404,6 +510,8 @@ def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
     for key, method in _SYNC_METRICS:
         if key not in measured:
             continue
+        if method == "delta" and "sparse delta over" in str(config.get("framework", "")):
+            continue  # it gathers whole tensors first; the ledger's delta compares shards
         if method == "broadcast" and nic_unknown and cluster.num_nodes > 1:
             continue
         account = sync_account(model, cluster, assumptions.sync, replace(work, method=method))
@@ -420,18 +528,24 @@ def _sync_work(
     per_node = 8
     placement = " ".join(str(config.get(key, "")) for key in ("placement", "nodes", "device", "hardware"))
     sides = re.search(r"(\d+)\s*\+\s*(\d+)\s*node", placement)
+    counted = "train_gpus" in config and "rollout_gpus" in config
     named = re.search(r"(\d+)\s*policy.*?\+\s*(\d+)\s*rollout", placement)
     devices = re.search(r"(\d+)\s*x\s*(?:H|A|B|G|M)", device)
-    if sides or named:
+    if counted:
+        train, rollout = int(config["train_gpus"]), int(config["rollout_gpus"])
+    elif sides or named:
         train, rollout = (per_node * int(n) for n in (sides or named).groups())  # type: ignore[union-attr]
     elif devices:
         train = rollout = int(devices[1])
     else:
         train = rollout = per_node // 2
     # "generation TP16", "vLLM TP32" or a lone "TP8" of the engine; a trainer's TP stands before its PP or EP.
-    engine_tp = re.search(r"(?:generation|vLLM|SGLang|rollout)[^+]*?TP\s*(\d+)", placement) or re.search(
-        r"(?:H\d+|A\d+)\s+TP(\d+)", device
-    )
+    engine_tp = re.search(
+        r"(?:generation|vLLM|SGLang|rollout)[^+]*?(?:TP|EP)\s*(\d+)", placement
+    ) or re.search(r"(?:H\d+|A\d+)\s+TP(\d+)", device)
+    engine_ep = re.search(r"(?:generation|vLLM|SGLang|rollout).*EP\s*(\d+)", placement)
+    replica_gpus = max(int(found[1]) for found in (engine_tp, engine_ep) if found) if engine_tp else 0
+    train_pp = re.search(r"\bPP\s*(\d+)", placement)
     cluster = Cluster(accelerator=accelerator, num_gpus=train + rollout)
     weights = dtype_of(str(config.get("rollout_precision", config["model"])))
     framework = str(config.get("framework", ""))
@@ -440,13 +554,12 @@ def _sync_work(
         method="broadcast",
         num_train_gpus=train,
         num_rollout_gpus=rollout,
-        replica_gpus=int(engine_tp[1])
-        if engine_tp
-        else min(smallest_rollout_tp(model, cluster, assumptions), rollout),
+        replica_gpus=replica_gpus or min(smallest_rollout_tp(model, cluster, assumptions), rollout),
         weight_dtype=weights,
         changed_frac=_changed_frac(model),
         splits_experts=True,
-        shares_devices=not (sides or named),
+        shares_devices=not (sides or named or counted),
+        pp_size=int(train_pp[1]) if train_pp else 1,
         state_is_offloaded=offloads and "veomni" not in placement,
     )
 
@@ -468,20 +581,26 @@ def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
     if config.get("max_agent_turns") or "agent" in str(config.get("mode", "")).lower():
         raise NotCovered("an agent's step without turns, tool seconds and full lengths")
     model = find_model(config["model"])
+    assumptions = _as_published(case, assumptions)
     cluster = Cluster(accelerator=accelerator_of(config["gpu"]), num_gpus=int(config["gpus"]))
-    workload = _workload(config, measured)
+    said = " ".join(str(case.get(key, "")) for key in ("notes", "config"))
+    workload = _workload(config, measured, said)
     mode, num_rollout, num_train = _split(config)
     uses_megatron = "megatron" in str(config.get("train_backend", config.get("engine", ""))).lower()
     generation_tp = numbers(config.get("generation_TP_PP", config.get("rollout_tp", "0")))[0]
     replica = ReplicaLayout(
         tp_size=generation_tp or smallest_rollout_tp(model, cluster, assumptions),
         weight_dtype=dtype_of(config.get("precision_gen", "bf16")),
+        engine=_rollout_engine(case),
     )
     layouts = Layouts(
         replica=replica,
         train=_train_layout(config, workload, num_train or cluster.num_gpus, uses_megatron=uses_megatron),
         sync_method="in_process" if mode == "sync" else "sharded",
         max_staleness_steps=_staleness(config),
+        sleep=SleepChoice(
+            sleep_level=0 if framework_of(case) == "trl" else 2, moves_state=_moves_state(case)
+        ),
     )
     account = step_account(
         model,
@@ -501,6 +620,27 @@ def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         rate = workload.trained_tokens / account.step_s.value / cluster.num_gpus
         error = account.step_s.high / account.step_s.value - 1
         yield "tokens_per_s_per_gpu", middle(measured["tokens_per_s_per_gpu"]), _within(rate, error)
+
+
+def _rollout_engine(case: Case) -> str:
+    """vLLM, in verl before 0.6 without CUDA graphs unless it is told otherwise (`enforce_eager: True`)."""
+    config = case["config"]
+    said = str(config.get("enforce_eager", "")).lower()
+    if said:
+        return "vllm_eager" if said == "true" else "vllm"
+    version = re.search(r"verl\D{0,3}0\.(\d+)", str(config.get("framework", "")).lower())
+    is_old = version is None or int(version[1]) < 6
+    return "vllm_eager" if framework_of(case) == "verl" and is_old else "vllm"
+
+
+def _moves_state(case: Case) -> bool:
+    """Whether the training state waits in host memory while engines generate: TRL keeps it on the device, and verl
+    unless it is told otherwise."""
+    config = case["config"]
+    said = str(config.get("offload", config.get("param_offload", "")))
+    if said:
+        return said.lower() not in ("false", "no", "off", "none")
+    return framework_of(case) not in ("trl", "verl")
 
 
 def _train_layout(
@@ -526,7 +666,7 @@ def _train_layout(
     )
 
 
-def _workload(config: dict[str, Any], measured: dict[str, Any]) -> Workload:
+def _workload(config: dict[str, Any], measured: dict[str, Any], said: str) -> Workload:
     if "avg_sequence_length" in measured:
         prompt = MATH_PROMPT_TOKENS
         response = measured["avg_sequence_length"] - prompt
@@ -549,6 +689,7 @@ def _workload(config: dict[str, Any], measured: dict[str, Any]) -> Workload:
         response_tokens=min(response, limit),
         max_response_tokens=limit,
         num_mini_batches=max(1, sequences // int(config.get("train_batch_T_GBS", sequences))),
+        uses_reference=not re.search(r"no reference|no KL|without (a )?reference", said, re.IGNORECASE),
     )
 
 

@@ -4,8 +4,9 @@
 
 Prints the fitted numbers (a person rounds them and writes them into ledger/data/default.toml) and, with
 `--leave-one-out`, the errors on each family when it was left out of the fit. Families are near-duplicates, so
-holding out single rows would prove nothing. The objective is the mean over families of the mean absolute log
-error, so a large family weighs no more than a small one.
+holding out single rows would prove nothing. The objective is the mean over families of the mean absolute log error, a
+family weighing the root of its cases: neither does a large one drown the others, nor does one odd row count as much as
+forty.
 """
 
 from __future__ import annotations
@@ -38,40 +39,59 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
         "decode.layer_s.default": (5e-6, 4e-05, 80e-6),
         "decode.moe_layer_s": (1e-6, 1.5e-05, 60e-6),
         "decode.all_reduce_latency_s": (4e-6, 1e-05, 40e-6),
+        "decode.latent_layer_s": (1e-6, 2e-05, 80e-6),
+        "decode.prefill_layer_s": (5e-5, 3e-4, 2e-3),
+        "decode.exchange_frac.default": (0.1, 0.5, 1.0),
+        "decode.exchange_frac.MI300X": (0.05, 0.5, 1.0),
+        "decode.host_s.vllm_v0": (0.3e-3, 1e-3, 4e-3),
     },
     "train_mfu": {
-        "stacks.fsdp.gemm_frac.bfloat16": (0.4, 0.6, 0.75),
-        "stacks.fsdp.attention_frac.default": (0.4, 0.5, 0.75),
-        "stacks.fsdp.attention_frac.B200": (0.08, 0.3, 0.4),
-        "stacks.fsdp.dense_bytes": (500.0, 1000.0, 6000.0),
-        "stacks.fsdp.moe_bytes": (50.0, 100.0, 500.0),
-        "stacks.fsdp.least_s_per_width": (1e-12, 1e-11, 2e-9),
+        "stacks.fsdp_primerl.gemm_frac.bfloat16": (0.5, 0.6, 0.75),
+        "stacks.fsdp_primerl.attention_frac.default": (0.4, 0.5, 0.75),
+        "stacks.fsdp_primerl.attention_frac.B200": (0.08, 0.3, 0.4),
+        "stacks.fsdp_primerl.dense_bytes": (500.0, 1000.0, 6000.0),
+        "stacks.fsdp_primerl.moe_bytes": (50.0, 100.0, 500.0),
+        "stacks.fsdp_primerl.least_s_per_width": (1e-11, 3e-10, 2e-9),
         "stacks.fsdp_plain.dense_bytes": (500.0, 1000.0, 6000.0),
-        "stacks.fsdp_plain.least_s_per_width": (1e-12, 1e-11, 2e-9),
+        "stacks.fsdp_plain.least_s_per_width": (1e-11, 3e-10, 2e-9),
         "stacks.megatron_tuned.expert_factor": (0.4, 0.8, 1.0),
         "stacks.megatron_tuned.gemm_frac.float4": (0.15, 0.3, 0.5),
         "stacks.megatron_tuned.gemm_frac.float8": (0.35, 0.5, 0.6),
         "stacks.megatron_tuned.attention_frac.default": (0.4, 0.5, 0.75),
         "stacks.megatron_tuned.dense_bytes": (50.0, 300.0, 1000.0),
         "stacks.megatron_tuned.moe_bytes": (50.0, 100.0, 400.0),
-        "stacks.megatron_tuned.rack_scale_factor": (0.3, 1.0, 1.0),
+        "stacks.megatron_tuned.expert_exchange_frac": (0.01, 0.5, 3.0),
         "stacks.megatron_tuned.exposed_frac": (0.1, 0.5, 1.0),
+        "stacks.megatron_overlap.gemm_frac.bfloat16": (0.4, 0.56, 0.66),
+        "stacks.megatron_overlap.gemm_frac.float8": (0.3, 0.5, 0.6),
+        "stacks.megatron_overlap.moe_bytes": (10.0, 60.0, 200.0),
+        "stacks.megatron_overlap.expert_exchange_frac": (0.01, 0.5, 3.0),
+        "stacks.fsdp_experts.moe_bytes": (10.0, 60.0, 200.0),
+        "stacks.fsdp_experts.expert_exchange_frac": (0.01, 0.5, 5.0),
+        "stacks.fsdp_compiled.gemm_frac.bfloat16": (0.4, 0.6, 0.75),
+        "stacks.fsdp_compiled.dense_bytes": (100.0, 500.0, 3000.0),
         "sync.disk_bytes_per_s": (1e9, 2000000000.0, 1e10),
         "flash2_attention_frac": (0.2, 0.35, 0.6),
     },
     "weight_sync": {
-        "sync.base_s": (0.2, 1.0, 5.0),
-        "sync.near_base_s": (0.05, 0.3, 1.0),
-        "sync.receiver_bytes_per_s": (2e9, 10000000000.0, 3e10),
-        "sync.receiver_cross_bytes_per_s": (1e9, 10000000000.0, 2e10),
-        "sync.assemble_bytes_per_s": (2e9, 10000000000.0, 2e10),
-        "sync.per_tensor_s": (1e-5, 0.0005, 5e-3),
+        "sync.base_s": (0.05, 0.5, 3.0),
+        "sync.near_base_s": (0.05, 0.4, 1.0),
+        "sync.receiver_bytes_per_s": (5e9, 2e10, 3e11),
+        "sync.receiver_cross_bytes_per_s": (5e9, 2e10, 5e10),
+        "sync.assemble_bytes_per_s": (1e10, 5e10, 2e11),
+        "sync.per_tensor_s": (1e-6, 2e-5, 1e-3),
         "sync.host_copy_bytes_per_s": (5e8, 1400000000.0, 2e10),
         "sync.delta_bytes_per_s": (2e8, 2e9, 2e10),
         "sync.delta_tensor_s": (1e-5, 0.0005, 5e-3),
+        "frameworks.slime.sync.shard_gather_bytes_per_s": (1e10, 5e10, 2e11),
+        "frameworks.verl.sync.base_s": (0.2, 1.0, 5.0),
+        "frameworks.verl.sync.assemble_bytes_per_s": (2e9, 10000000000.0, 2e10),
+        "frameworks.verl.sync.per_tensor_s": (1e-5, 0.0005, 5e-3),
+        "frameworks.checkpoint_engine.sync.base_s": (0.2, 1.0, 5.0),
+        "frameworks.checkpoint_engine.sync.receiver_bytes_per_s": (2e9, 10000000000.0, 3e10),
+        "frameworks.checkpoint_engine.sync.receiver_cross_bytes_per_s": (1e9, 10000000000.0, 2e10),
     },
     "rl_step": {
-        "step_base_s": (0.5, 5.0, 30.0),
         "engine_memory_frac": (0.4, 0.6, 0.8),
         "stacks.megatron.gemm_frac.bfloat16": (0.35, 0.56, 0.65),
         "stacks.megatron.gemm_frac.float8": (0.25, 0.45, 0.6),
@@ -80,8 +100,11 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
         "stacks.megatron.moe_least_s": (1e-12, 4e-11, 2e-10),
         "stacks.megatron.generation_factor.GB200 (per GPU)": (0.4, 1.0, 1.0),
         "stacks.megatron.forward_share": (0.2, 0.3, 0.5),
-        "switch.state_bytes_per_s": (1e9, 1300000000.0, 5e10),
-        "switch.base_s": (0.5, 2.0, 20.0),
+        "stacks.fsdp.dense_bytes": (200.0, 1000.0, 4000.0),
+        "frameworks.verl.step_sequence_s": (1e-5, 1e-3, 5e-3),
+        "frameworks.nemo.step_base_s": (0.5, 5.0, 30.0),
+        "frameworks.nemo.switch.state_bytes_per_s": (1e9, 1300000000.0, 5e10),
+        "frameworks.nemo.switch.base_s": (0.5, 2.0, 20.0),
     },
 }
 """Numbers that each category may move: lower bound, what one would guess without any of its cases, upper bound.
@@ -95,6 +118,9 @@ under its experts' traffic where FSDP's dense one is, at 0.9 of what an H100's m
 SHARED: dict[str, str] = {
     "decode.hbm_frac.A100": "decode.hbm_frac.default",
     "decode.hbm_frac.MI300X": "decode.hbm_frac.default",
+    "decode.exchange_frac.MI300X": "decode.exchange_frac.default",
+    "stacks.fsdp_experts.moe_bytes": "stacks.megatron_overlap.moe_bytes",
+    "stacks.fsdp_experts.expert_exchange_frac": "stacks.megatron_overlap.expert_exchange_frac",
 }
 """Numbers of one device, and the shared number that they are drawn to: one row on a device moves its number
 half of the way, many rows all of it, and without a row it is the shared one."""
@@ -128,11 +154,13 @@ def with_value(part: Any, path: str, value: float) -> Any:
 
 
 def _split(path: str) -> list[str]:
+    if path.startswith("frameworks."):
+        return path.split(".")
     return path.split(".", 3) if path.startswith("stacks.") else path.split(".", 2)
 
 
 def objective(cases: list[Case], assumptions: Assumptions) -> float:
-    """Mean over families of the mean absolute log error; each case counts once."""
+    """Mean over families of the mean absolute log error, by the root of their cases; each case counts once."""
     found, _ = predict_all(cases, assumptions)
     by_case: dict[tuple[str, str], list[float]] = defaultdict(list)
     for item in found:
@@ -140,8 +168,9 @@ def objective(cases: list[Case], assumptions: Assumptions) -> float:
     by_family: dict[str, list[float]] = defaultdict(list)
     for (family, _), errors in by_case.items():
         by_family[family].append(min(sum(errors) / len(errors), 0.7))
+    weights = [math.sqrt(len(errors)) for errors in by_family.values()]
     means = [sum(errors) / len(errors) for errors in by_family.values()]
-    return sum(means) / len(means)
+    return sum(w * mean for w, mean in zip(weights, means, strict=True)) / sum(weights)
 
 
 def fit(cases: list[Case], start: Assumptions, category: str, rounds: int, seed: int = 0) -> Assumptions:
@@ -174,7 +203,7 @@ def fit(cases: list[Case], start: Assumptions, category: str, rounds: int, seed:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("category", choices=sorted(FREE))
-    parser.add_argument("--path", type=Path, default=Path(__file__).parent / "data/measurements.yaml")
+    parser.add_argument("--path", type=Path, default=Path(__file__).parent / "data")
     parser.add_argument("--rounds", type=int, default=1500)
     parser.add_argument("--leave-one-out", action="store_true")
     parser.add_argument("--by", choices=("family", "source", "device"), default="family")

@@ -5,7 +5,7 @@
 `--held-out` refits every category without each of its families in turn, from guesses, with so many rounds of search
 (400 are enough; minutes), and prints the errors on what was left out and how much of it lies inside its range.
 
-The file is the argument, else $ROLLBOOK_MEASUREMENTS, else bench/data/measurements.yaml.
+The file (or folder of files) is the argument, else $ROLLBOOK_MEASUREMENTS, else bench/data.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from rollbook.ledger.assumptions import load_assumptions
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default_path = os.environ.get(
-        "ROLLBOOK_MEASUREMENTS", str(Path(__file__).parent / "data/measurements.yaml")
-    )
+    default_path = os.environ.get("ROLLBOOK_MEASUREMENTS", str(Path(__file__).parent / "data"))
     parser.add_argument("path", nargs="?", default=default_path)
     parser.add_argument("--assume", default="default")
     parser.add_argument("--grade", default="A")

@@ -85,7 +85,12 @@ def test_receivers_that_take_their_shard_are_faster_than_one_stream() -> None:
         for method in ("broadcast", "sharded", "delta")
     }
     assert seconds["sharded"] < seconds["broadcast"] / 10
-    assert seconds["delta"] < seconds["broadcast"]
+    # Two per cent of 671 billion numbers through one rank take longer than a broadcast in buckets, but not than a
+    # tensor-by-tensor one.
+    by_tensor = sync_account(
+        big, CLUSTER, DEFAULT.for_framework("verl").sync, replace(work, splits_experts=True)
+    )
+    assert seconds["broadcast"] < seconds["delta"] < by_tensor.seconds
 
 
 def test_delta_sends_positions_and_values_of_what_changed() -> None:
@@ -96,7 +101,7 @@ def test_delta_sends_positions_and_values_of_what_changed() -> None:
 
 def test_what_other_nodes_hold_comes_over_one_port_in_float32() -> None:
     """Half of the shards of two nodes are the other node's: twice their bytes at 0.7 of 50 GB/s."""
-    sync = DEFAULT.sync
+    sync = DEFAULT.for_framework("verl").sync
     near = sync_account(LLAMA, CLUSTER, sync, replace(SYNC, num_train_gpus=8)).stages_s["gather"]
     far = sync_account(LLAMA, CLUSTER, sync, replace(SYNC, num_train_gpus=16)).stages_s["gather"]
     total = 2 * LLAMA.computed_params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_adapters_alone_are_published_where_that_is_asked(capsys: pytest.Capture
 
 
 def test_verl_is_told_of_adapters_and_others_refuse_them() -> None:
-    plan = make_plan(request(lora_rank=16), is_brief=True)
+    plan = make_plan(replace(request(lora_rank=16), recompute="full"), is_brief=True)
     keys = {override.key: override.value for override in verl_overrides(plan)}
     assert keys["actor_rollout_ref.model.lora_rank"] == 16
     for name in ("slime", "areal"):

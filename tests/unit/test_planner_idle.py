@@ -107,7 +107,7 @@ def test_a_bound_that_binds_is_a_loss_of_its_own() -> None:
     assert bound.frac == pytest.approx(found.account.bound_s / found.step_s) and bound.frac > 0.05
 
 
-@pytest.mark.parametrize("num_rollout_gpus", [8, 10, 12])
+@pytest.mark.parametrize("num_rollout_gpus", [12, 14, 16])
 def test_engines_that_judge_keep_their_pace_under_a_bound(num_rollout_gpus: int) -> None:
     """Training takes longer than decoding and less long than decoding and judging; slower, it shortens nothing."""
     options = {"reward": "generative", "reward_tokens": "2k", "max_staleness": 1, "rollout_tp": 1}

@@ -228,7 +228,7 @@ def test_the_stages_of_a_workload_add_up_to_the_ledgers_step(reward: str) -> Non
     options = PlanOptions(model="Qwen3-8B", num_gpus="16", prompts="64", algorithm="ppo", reward=reward)
     found, candidate = expectation_of_request(options.request(), mode="sync")
     assert sum(s.seconds for s in found.stages.values()) == pytest.approx(candidate.step_s)
-    assert found.stages["other"].seconds == options.request().assumptions.step_base_s
+    assert found.stages["other"].seconds == options.request().assumptions.base_s(64 * 16)
     assert {"rollout", "proximal", "reference", "values", "train", "critic", "sync"} <= set(found.stages)
     assert sum(s.flops for s in found.stages.values()) == pytest.approx(candidate.account.flops.total)
 

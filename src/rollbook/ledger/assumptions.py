@@ -43,6 +43,8 @@ class DecodeAssumptions:
     input, output and middle of the experts it visits."""
     layer_s: Mapping[str, float]
     """Launches and small operators of one attention and one feed-forward block, by engine."""
+    latent_layer_s: float
+    """On top, for latent attention: compressions, absorbed products and their norms."""
     moe_layer_s: float
     """On top, for routing."""
     step_s: float
@@ -52,6 +54,13 @@ class DecodeAssumptions:
     small models wait for it."""
     host_row_s: Mapping[str, float]
     """The same for each sequence in it: scheduled, given blocks, its token and logprob handed out."""
+    waiting_frac: Mapping[str, float]
+    """Of the host's seconds, how much the device waits for, by engine: 0 where the host prepares the next step beside
+    this one, 1 where it works between the steps."""
+    prefill_layer_s: float
+    """Of one call that prefills, per layer, whatever its tokens: launched operator by operator, outside CUDA graphs."""
+    exchange_frac: Mapping[str, float]
+    """Of the scale-up link, for the few megabytes that a decode step reduces, by accelerator."""
     all_reduce_latency_s: float
     cross_node_latency_s: float
 
@@ -71,7 +80,12 @@ class DecodeAssumptions:
             layer_s={"default": self.layer_s_of(engine)},
             host_s={"default": step_s},
             host_row_s={"default": row_s},
+            waiting_frac={"default": self.waiting_frac_of(engine)},
         )
+
+    def waiting_frac_of(self, engine: str) -> float:
+        """Share of the host's seconds that the device waits for, for this engine."""
+        return self.waiting_frac.get(engine, self.waiting_frac["default"])
 
     def host_s_of(self, engine: str) -> tuple[float, float]:
         """Seconds of the host for a step and for each of its sequences, for this engine."""
@@ -103,8 +117,8 @@ class StackAssumptions:
     """The same for experts, per unit of `moe_bytes`."""
     generation_factor: Mapping[str, float]
     """On matrices, by accelerator: 1 where the stack's kernels are at home."""
-    rack_scale_factor: float
-    """On the traffic of experts where one scale-up domain holds more than a node."""
+    expert_exchange_frac: float
+    """Of the exchange of tokens between experts on other nodes, not hidden behind computation."""
     forward_share: float
     """Of the traffic, when there is no backward."""
     exposed_frac: float
@@ -142,6 +156,11 @@ class SyncAssumptions:
     """Per GPU of a replica."""
     assemble_bytes_per_s: float
     """One trainer rank making full tensors of the shards of its node, and packing them into buckets."""
+    far_bytes_per_param: float
+    """In which shards of other nodes come to that rank: 2, or 4 where master weights are gathered and cast then."""
+    shard_gather_bytes_per_s: float
+    """Trainers of one pipeline stage making the tensors whose slices each receiver takes; huge where slices go from
+    shard to shard."""
     disk_bytes_per_s: float
     """Gathering, writing and reading on a shared file system."""
     per_tensor_s: float
@@ -205,6 +224,8 @@ class Assumptions:
     """Share of a colocated device that the engine may take: the trainer's runtime keeps the rest."""
     step_base_s: float
     """Rewards, data, logging and scheduling of a step, beside the stages."""
+    step_sequence_s: float
+    """The same for each sequence of the step."""
     flash2_attention_frac: float
     """Of the bfloat16 peak on Hopper, for stacks still on FlashAttention 2."""
     stack: str
@@ -219,6 +240,8 @@ class Assumptions:
     """Of any measured RL step."""
     most_sequence_tokens: int
     """Of any measured training or decoding."""
+    frameworks: Mapping[str, Mapping[str, Any]]
+    """Numbers that one published framework has differently, as in a file of assumptions; see `for_framework`."""
     measured: Mapping[str, Mapping[str, tuple[str, ...]]]
     """Part of the ledger -> kind of trait -> what the measurements behind it have of it; see `reliability`."""
     sources: Mapping[str, str]
@@ -234,6 +257,23 @@ class Assumptions:
                     f"assumption {f.name} is {value}",
                     "give a fraction in (0, 1]" if f.name.endswith("_frac") else "give a number above 0",
                 )
+
+    def base_s(self, num_sequences: float) -> float:
+        """Seconds of a step beside its stages."""
+        return self.step_base_s + self.step_sequence_s * num_sequences
+
+    def for_framework(self, name: str) -> Assumptions:
+        """These with the numbers of one framework's implementation over them.
+
+        Raises:
+            ConfigError: nobody measured that framework.
+        """
+        if name not in self.frameworks:
+            raise ConfigError(f"framework {name!r} has no numbers", nearest_name(name, self.frameworks))
+        sources = dict(self.sources)
+        origin = self.sources.get(f"frameworks.{name}", f"frameworks.{name}")
+        changed: Assumptions = _merged(self, self.frameworks[name], "", origin, sources)
+        return replace(changed, sources=sources)
 
     def as_json(self) -> dict[str, object]:
         """Each number with its source, parts under dotted names."""
@@ -252,7 +292,7 @@ def _flat(part: Any, prefix: str, sources: Mapping[str, str]) -> dict[str, objec
     flat: dict[str, object] = {}
     for name, value in items:
         path = f"{prefix}{name}"
-        if path in ("name", "method", "stack", "sources", "measured"):
+        if path in ("name", "method", "stack", "sources", "measured", "frameworks"):
             continue
         if is_dataclass(value) or isinstance(value, Mapping):
             flat |= _flat(value, f"{path}.", sources)
@@ -327,7 +367,7 @@ def _preset(name: str) -> Assumptions:
 
 
 _NEVER_ZERO = ("_frac", "_per_s", "_factor")
-_SET_BY_NAME = ("name", "method", "sources", "measured")
+_SET_BY_NAME = ("name", "method", "sources", "measured", "frameworks")
 
 
 def _merged(part: Any, table: Mapping[str, Any], prefix: str, origin: str, sources: dict[str, str]) -> Any:

@@ -39,10 +39,14 @@ class DecodeStep:
     bytes_per_gpu: Curve
     host_s: Curve | float = 0.0
     """Of the host, beside all of these."""
+    waiting_frac: float = 0.0
+    """Of the host's seconds, while the device waits."""
 
     @property
     def seconds(self) -> Curve:
-        return np.maximum(self.weights_s + self.kv_s + self.exchange_s + self.fixed_s, self.host_s)
+        device_s = self.weights_s + self.kv_s + self.exchange_s + self.fixed_s
+        waiting_s = self.waiting_frac * self.host_s
+        return waiting_s + np.maximum(device_s, self.host_s - waiting_s)
 
 
 def experts_touched(model: ModelSpec, num_rows: Curve | float) -> Curve:
@@ -141,6 +145,7 @@ def decode_step(
         fixed_s=assumptions.step_s + _layer_s(model, assumptions, layout),
         bytes_per_gpu=dense / layout.tp_size + experts / num_gpus + kv,
         host_s=host_s + host_row_s * rows / copies,
+        waiting_frac=assumptions.waiting_frac_of(layout.engine),
     )
     if accelerator.fitted is None or accelerator.fitted.decode is None:
         return step
@@ -158,7 +163,9 @@ def decode_step(
 def _layer_s(model: ModelSpec, assumptions: DecodeAssumptions, layout: ReplicaLayout) -> float:
     mixers = model.num_attention_layers + model.num_linear_layers
     blocks = (mixers + model.num_mlp_layers) / 2
-    return blocks * assumptions.layer_s_of(layout.engine) + model.num_moe_layers * assumptions.moe_layer_s
+    latent = model.num_attention_layers if model.kv_lora_rank else 0
+    seconds = blocks * assumptions.layer_s_of(layout.engine) + model.num_moe_layers * assumptions.moe_layer_s
+    return seconds + latent * assumptions.latent_layer_s
 
 
 def _absorbed_flops_per_pair(model: ModelSpec) -> float:
@@ -177,7 +184,8 @@ def _exchange_s(
     blocks = model.num_attention_layers + model.num_linear_layers + model.num_mlp_layers
     if layout.tp_size > 1:
         crosses = layout.tp_size > accelerator.scale_up_gpus
-        link = cluster.nic_bytes_per_s if crosses else accelerator.scale_up_bytes_per_s
+        near_link = accelerator.scale_up_bytes_per_s * accelerator.fraction(assumptions.exchange_frac)
+        link = cluster.nic_bytes_per_s if crosses else near_link
         moved = (
             2 * (layout.tp_size - 1) / layout.tp_size * rows / layout.attention_copies * model.hidden_size * 2
         )
@@ -220,6 +228,13 @@ def prefill_s(
     busy = in_matrices / peak(layout.weight_dtype) + in_attention / peak("bfloat16")
     gpu_s = busy / assumptions.gemm_frac + tokens * _traffic_s(model, cluster, assumptions)
     return np.asarray(gpu_s / layout.num_gpus)
+
+
+def prefill_call_s(model: ModelSpec, cluster: Cluster, assumptions: DecodeAssumptions) -> float:
+    """Seconds that a call of prefill takes whatever its tokens, on top of `prefill_s`: launches of every operator."""
+    if cluster.accelerator.fitted is not None and cluster.accelerator.fitted.decode is not None:
+        return 0.0
+    return assumptions.prefill_layer_s * model.num_layers
 
 
 def _traffic_s(model: ModelSpec, cluster: Cluster, assumptions: DecodeAssumptions) -> float:

@@ -199,14 +199,15 @@ def join_sides(
             changed_frac=layouts.changed_frac,
             state_is_offloaded=layouts.state_is_offloaded,
             lora_rank=workload.lora_rank if workload.publishes_adapters else 0,
+            pp_size=layouts.train.pp_size,
         ),
     )
     moves = hand_over_moves(
         model, workload, cluster, assumptions, rollout=rollout, train=train, sleep=layouts.sleep
     )
     wider, notes = step_widening(cluster, workload, assumptions, mode)
-    base_s = 0.0 if cluster.accelerator.is_cpu else assumptions.step_base_s
-    base_s += sum(move.seconds for move in moves if move.name == BASE_MOVE and is_colocated(mode))
+    beside_s = 0.0 if cluster.accelerator.is_cpu else assumptions.base_s(workload.num_sequences)
+    base_s = beside_s + sum(move.seconds for move in moves if move.name == BASE_MOVE and is_colocated(mode))
     account = combine(
         mode,
         cluster=cluster,
@@ -217,9 +218,7 @@ def join_sides(
         switch_s=sum(move.seconds for move in moves),
         sync_s=published.seconds,
         overlaps_sync=False,
-        other_s=own_host_s(model, workload, cluster, assumptions)
-        if cluster.accelerator.is_cpu
-        else assumptions.step_base_s,
+        other_s=own_host_s(model, workload, cluster, assumptions) if cluster.accelerator.is_cpu else beside_s,
         sync_error_frac=published.error_frac,
         widening=wider,
         notes=notes,

@@ -27,7 +27,6 @@ from rollbook.ledger.tensors import tensor_kinds
 SyncMethod = Literal["in_process", "ipc", "broadcast", "sharded", "disk", "delta"]
 SYNC_METHODS: tuple[SyncMethod, ...] = ("in_process", "ipc", "broadcast", "sharded", "disk", "delta")
 BUCKET_BYTES = 256 * 2**20
-_MASTER_BYTES = 4.0
 _POSITION_BYTES = 4.0
 CHANGED_FRAC = 0.02
 """Of the weights' bits in one step, where nobody measured it: open weight_sync cases give 0.0005 to 0.05."""
@@ -52,6 +51,8 @@ class SyncWork:
     """Every expert's matrices are tensors of their own, as Hugging Face checkpoints name them."""
     shares_devices: bool = False
     """Trainer and engines live on the same GPUs."""
+    pp_size: int = 1
+    """Pipeline stages of the trainer: each sends what it holds, at the same time."""
     state_is_offloaded: bool = False
     """The trainer's weights lie in host memory when the publication starts."""
 
@@ -122,7 +123,7 @@ def sync_account(
     if work.method in ("broadcast", "in_process", "ipc"):
         nodes = max(work.num_train_gpus / cluster.gpus_per_node, 1.0)
         # A gather between nodes is a tree: each doubling adds a hop.
-        fixed_s += tensors * assumptions.per_tensor_s * (1 + math.log2(nodes))
+        fixed_s += tensors / work.pp_size * assumptions.per_tensor_s * (1 + math.log2(nodes))
     if work.state_is_offloaded:
         fixed_s += per_sender / assumptions.host_copy_bytes_per_s
     return SyncAccount(
@@ -179,24 +180,32 @@ def _rates(
     if work.method in ("in_process", "ipc"):
         return {"gather": gather, "load": load}
     if work.method == "broadcast":
-        return {"gather": _assembly(cluster, assumptions, work), "transfer": 0.7 * link, "load": load}
+        assembly = work.pp_size * _assembly(cluster, assumptions, work)
+        return {"gather": assembly, "transfer": 0.7 * link, "load": load}
     if work.method == "disk":
         write = assumptions.disk_bytes_per_s
         return {"gather": gather, "transfer": write, "load": load}
     receiver = assumptions.receiver_cross_bytes_per_s if crosses else assumptions.receiver_bytes_per_s
     receiver = min(receiver, 0.7 * link)
     senders = math.inf if crosses else 0.7 * link * work.num_train_gpus
-    return {"transfer": min(receiver * work.replica_gpus, senders), "load": max(load, receiver)}
+    gathered = work.pp_size * assumptions.shard_gather_bytes_per_s
+    return {
+        # The trainer holds bfloat16, whatever the engine is sent.
+        "gather": gathered * DTYPE_BYTES[work.weight_dtype] / DTYPE_BYTES["bfloat16"],
+        "transfer": min(receiver * work.replica_gpus, senders),
+        "load": max(load, receiver),
+    }
 
 
 def _assembly(cluster: Cluster, assumptions: SyncAssumptions, work: SyncWork) -> float:
     """Bytes a second at which one trainer rank makes full tensors, which the stream waits for.
 
-    What other nodes hold comes over that rank's own port, as the float32 master weights that it is kept in. (Of the
-    24 s of a 72B model's broadcast its sender waits 0.5 to 1.8 s for the wire: verl issue 7060.)
+    What other nodes hold of its pipeline stage comes over that rank's own port, in some frameworks as the float32
+    master weights that it is kept in. (Of the 24 s of a 72B model's broadcast its sender waits 0.5 to 1.8 s for the
+    wire: verl issue 7060.)
     """
-    nodes = max(work.num_train_gpus / cluster.accelerator.scale_up_gpus, 1.0)
-    far = (1 - 1 / nodes) * _MASTER_BYTES / DTYPE_BYTES["bfloat16"]
+    nodes = max(work.num_train_gpus / work.pp_size / cluster.accelerator.scale_up_gpus, 1.0)
+    far = (1 - 1 / nodes) * assumptions.far_bytes_per_param / DTYPE_BYTES["bfloat16"]
     return 1 / (1 / assumptions.assemble_bytes_per_s + far / (0.7 * cluster.nic_bytes_per_s))
 
 

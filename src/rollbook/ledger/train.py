@@ -59,13 +59,10 @@ def token_s(
 def _memory_bound_s(
     model: ModelSpec, accelerator: Accelerator, stack: StackAssumptions, *, backward: bool
 ) -> float:
-    rack = stack.rack_scale_factor if accelerator.scale_up_gpus > 8 else 1.0
     seconds = max(stack.dense_bytes / accelerator.hbm_bytes_per_s, stack.least_s_per_width) * dense_width(
         model
     )
-    seconds += max(stack.moe_bytes * rack / accelerator.hbm_bytes_per_s, stack.moe_least_s) * expert_width(
-        model
-    )
+    seconds += max(stack.moe_bytes / accelerator.hbm_bytes_per_s, stack.moe_least_s) * expert_width(model)
     return seconds if backward else seconds * stack.forward_share
 
 
@@ -98,7 +95,8 @@ def exchange_s(
     """Exposed GPU-seconds a token of exchange inside the layers.
 
     Tensor parallelism reduces twice a block, forward and again backward. Context parallelism sends every token's keys
-    and values to the other GPUs of its ring; backward they go round again, and their gradients with them.
+    and values to the other GPUs of its ring; backward they go round again, and their gradients with them. Tokens travel
+    to the experts of other nodes and back.
     """
     seconds = 0.0
     share = (layout.tp_size - 1) / layout.tp_size
@@ -110,7 +108,21 @@ def exchange_s(
         moved = (3 if backward else 1) * model.num_attention_layers * model.kv_width * 2 / layout.tp_size
         ring = _link(cluster, layout.tp_size * layout.cp_size)
         seconds += layout.tp_size * (layout.cp_size - 1) * moved / ring
-    return seconds * stack.exposed_frac
+    return seconds * stack.exposed_frac + _expert_exchange_s(model, cluster, stack, layout, backward=backward)
+
+
+def _expert_exchange_s(
+    model: ModelSpec, cluster: Cluster, stack: StackAssumptions, layout: TrainLayout, *, backward: bool
+) -> float:
+    """GPU-seconds a token of dispatch to other nodes and back, in bfloat16: once to a node, whatever it visits."""
+    near = cluster.accelerator.scale_up_gpus
+    domains = layout.ep_size * layout.tp_size / near if layout.ep_size > 1 else 1.0
+    if not model.num_moe_layers or domains <= 1:
+        return 0.0
+    far = (domains - 1) * (1 - (1 - 1 / domains) ** model.experts_per_token)
+    width = model.expert_input_size or model.hidden_size
+    moved = (4 if backward else 2) * 2 * width * far * model.num_moe_layers
+    return stack.expert_exchange_frac * moved / cluster.nic_bytes_per_s
 
 
 def _link(cluster: Cluster, num_gpus: int) -> float:

@@ -62,7 +62,9 @@ def scenario_of(request: PlanRequest, candidate: Candidate, *, num_steps: int = 
         forward_s=train.forward_s,
         train_s=train.train_s,
         switch_s=account.seconds.switch,
-        gather_s=0.0 if request.assumptions.method == "paper" else request.assumptions.step_base_s,
+        gather_s=0.0
+        if request.assumptions.method == "paper"
+        else request.assumptions.base_s(work.num_sequences),
         sync_pause_s=account.seconds.sync,
         max_staleness_steps=request.max_staleness_steps,
         num_steps=num_steps,
