@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -480,10 +481,47 @@ async def test_a_publication_cancelled_on_the_way_changes_nothing(cluster: Make)
     c.check(2, 2)
 
 
+async def test_an_abort_waits_for_a_proof_that_was_given_up_and_still_runs(cluster: Make) -> None:
+    c = cluster(1)
+    port, source, engine = c.ports[0].inner, c.source, c.engines[0]
+    await port.open(Manifest(weight_version=1, base_version=None, tensors=source.weight_specs()))
+    transaction, order, released = port.transaction, list[str](), threading.Event()
+    assert transaction is not None
+    abort = transaction.abort
+
+    def prove(digests: Digests) -> None:
+        released.wait()
+        order.append("proved")
+
+    def noted() -> None:
+        order.append("aborted")
+        abort()
+
+    transaction.prove, transaction.abort = prove, noted  # type: ignore[method-assign]
+    proving = asyncio.ensure_future(port.prove({}))
+    await asyncio.sleep(0)
+    proving.cancel()
+    aborting = asyncio.ensure_future(port.abort())
+    await asyncio.sleep(0)
+    await engine.step_once()  # whatever was queued before it has been carried out
+    released.set()
+    await aborting
+    assert order == ["proved", "aborted"]
+
+
+async def test_an_engine_that_was_paused_for_a_direct_publication_serves_again_after_its_abort(
+    cluster: Make,
+) -> None:
+    c = cluster(1, staging="direct")
+    specs = c.source.weight_specs()
+    await c.ports[0].open(Manifest(weight_version=1, base_version=None, tensors=specs))
+    assert not c.engines[0].is_serving
+    await c.ports[0].abort()
+    assert c.engines[0].is_serving
+
+
 async def test_a_commit_cut_off_in_the_middle_takes_the_replica_out(cluster: Make) -> None:
     """The deadline passes while the swap runs on the engine's thread: no token may follow under either label."""
-    import threading
-
     c = cluster(1)
     await c.publisher.publish(1)
     c.publisher.config = CONFIG.model_copy(update={"commit_deadline_s": 0.05, "abort_deadline_s": 0.05})

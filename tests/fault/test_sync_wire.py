@@ -253,6 +253,20 @@ async def test_nobody_but_the_connection_that_opened_a_publication_adds_to_it_or
     assert (await ours.commit()).weight_version == 1
 
 
+async def test_an_abort_on_a_new_connection_ends_what_an_earlier_one_opened(
+    remote: Remote, tmp_path: Path
+) -> None:
+    """The trainer dropped its connection with a call that it gave up, and asks for the abort on the next one."""
+    await remote.connect(await inline(remote.source, tmp_path))
+    ours, again = remote.ports[0], RemotePort(0, InlineSender(), port=remote.addresses[0])
+    remote.ports.append(again)
+    await ours.open(manifest_of(remote.source, 1))
+    await again.abort()
+    with pytest.raises(SyncError, match="no publication open on this connection"):
+        await ours.prove({})
+    await again.open(manifest_of(remote.source, 1))
+
+
 class Evil:
     """Unpickled, it writes a file."""
 
