@@ -46,7 +46,7 @@ class AcknowledgedWeights:
     """The trainer's copy of the last version that every replica acknowledged: what a delta is taken against.
 
     `encode` moves the copy forward as it goes. A publication that does not end in `acknowledge` leaves the copy
-    in doubt: `forget` it, and the next publication is full and fills it anew.
+    in doubt: the next one is full and fills it anew.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class AcknowledgedWeights:
         """Start a publication; None: a full one."""
         self._is_delta = base_version is not None and base_version == self.weight_version
         if not self._is_delta:
-            self.forget()
+            self._held.clear()
         self.weight_version = None  # in doubt until acknowledged
         self.num_elements = self.num_changed = 0
         self._new.clear()
@@ -88,10 +88,6 @@ class AcknowledgedWeights:
     def acknowledge(self, weight_version: int) -> None:
         """Every replica holds this version: deltas may be taken against it."""
         self.weight_version = weight_version
-
-    def forget(self) -> None:
-        self.weight_version = None
-        self._held.clear()
 
 
 def as_integers(tensor: Tensor) -> Tensor:

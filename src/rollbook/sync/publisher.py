@@ -320,7 +320,7 @@ class Publisher:
         except BaseException:
             for replica_id in replica_ids:
                 self.handshakes[replica_id].withdraw(version)
-            await asyncio.shield(self._abort_all(publication))
+            await asyncio.shield(self._abort(list(publication.ports.values())))
             raise
         finally:
             self._under_way = None
@@ -567,11 +567,6 @@ class Publisher:
         for port, outcome in zip(ports, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 self.quarantined.setdefault(port.replica_id, _one_line(outcome))
-
-    async def _abort_all(self, publication: _Publication) -> None:
-        if self._acknowledged is not None:
-            self._acknowledged.forget()
-        await self._abort(list(publication.ports.values()))
 
     # ---- the trainer
 
