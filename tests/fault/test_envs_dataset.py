@@ -37,9 +37,7 @@ class ByteTokenizer:
     def decode(self, ids: Ids | Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(int(i) for i in ids if i < 256).decode()
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
-    ) -> Ids:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Ids:
         return self.encode("".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>")
 
 

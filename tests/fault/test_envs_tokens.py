@@ -33,9 +33,7 @@ class MergingTokenizer:
     def decode(self, ids: Ids | Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(self.pieces[i] for i in ids if not (skip_special_tokens and i == 0))
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
-    ) -> Ids:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Ids:
         raise AssertionError("this tokenizer has no chat template")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_sync_named_faults import OF_BUCKETS, OF_MANIFESTS, Fault
+from sync_faults import OF_BUCKETS, OF_MANIFESTS, Fault
 
 import vllm_tiny
 from rollbook.errors import EngineError, SyncError

@@ -31,9 +31,7 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Ids | Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
-    ) -> Ids:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Ids:
         """[n] int32: the messages by the chat template, ending where the assistant's answer begins."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -58,7 +57,7 @@ class CharTokenizer:
         first = len(SPECIAL_TOKENS) if skip_special_tokens else 0
         return "".join(self._tokens[i] for i in ids if first <= i < len(self._tokens))
 
-    def encode_chat(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> Ids:
+    def encode_chat(self, messages: Sequence[Message]) -> Ids:
         """[n] int32, as CHAT_TEMPLATE renders them; a role's token is special, its spelling in a text is not."""
         ids = [self._ids[BOS]]
         for message in messages:

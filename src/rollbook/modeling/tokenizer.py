@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Ids | Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
-    def encode_chat(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> Ids:
+    def encode_chat(self, messages: Sequence[Message]) -> Ids:
         """[n] int32: the messages by the chat template, ending where the assistant's answer begins."""
 
     def save(self, folder: Path) -> None:
@@ -100,9 +100,9 @@ class HubTokenizer:
     def decode(self, ids: Ids | Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
 
-    def encode_chat(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> Ids:
+    def encode_chat(self, messages: Sequence[Message]) -> Ids:
         text = self.inner.apply_chat_template(
-            [dict(m) for m in messages], tools=tools, add_generation_prompt=True, tokenize=False
+            [dict(m) for m in messages], add_generation_prompt=True, tokenize=False
         )
         return np.asarray(self.inner.encode(text, add_special_tokens=False), np.int32)
 
