@@ -6,6 +6,7 @@ One small Ray instance serves all tests; every run starts its own actors on it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +43,7 @@ from tiny_run import RunResult, run_tiny, tiny_config
 ray = pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
 
 from rollbook.cluster.meeting import EngineFacts  # noqa: E402
+from rollbook.cluster.rank import FinishedStream  # noqa: E402
 from rollbook.cluster.replica import ReplicaActor  # noqa: E402
 from rollbook.cluster.replicas import RayPool, RemoteEngine, RemotePublisher  # noqa: E402
 from rollbook.cluster.trainer import RemoteTrainer  # noqa: E402
@@ -351,6 +354,27 @@ def test_a_replica_that_dies_while_the_trainer_is_made_is_started_again(
     run = run_tiny(tmp_path, num_steps=1, **{"cluster.kind": "ray"})
     assert flag.exists()
     assert publications(run)[-1] == (1, [0])
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 3])
+def test_rank_0_goes_through_an_export_to_its_end_wherever_a_publication_ended(num_read: int) -> None:
+    """The other ranks take part in all of its gathers."""
+    exported: list[int] = []
+
+    def export() -> Iterator[int]:
+        for i in range(3):
+            exported.append(i)
+            yield i
+
+    trainer: Any = SimpleNamespace(export_weights=export)
+    stream = FinishedStream(trainer)
+    for _ in range(2):
+        exported.clear()
+        stream.begin()
+        if num_read:
+            list(itertools.islice(stream.export_weights(), num_read))
+        stream.finish()
+        assert exported == [0, 1, 2]
 
 
 def test_a_ray_that_does_not_start_is_an_error_with_a_remedy(

@@ -23,8 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from torch import Tensor
-
 from rollbook.errors import DeadlineError, RunError, SyncError
 from rollbook.observe.values import Last, Peak, Total, Values
 from rollbook.sync.bucket import Buffers, PackedViews, Packer
@@ -398,11 +396,6 @@ class Publisher:
                     self._arrive(publication, travelling.popleft(), loop)
             while travelling and not publication.is_over:
                 self._arrive(publication, travelling.popleft(), loop)
-        except SyncError:
-            if not publication.is_over:
-                publication.packing_ends_at_s = time.monotonic() + self.config.export_deadline_s
-                _drain(packer.stream)
-            raise
         finally:
             for sent in itertools.chain.from_iterable(travelling):
                 sent.cancel()
@@ -637,12 +630,6 @@ class Publisher:
             digest=fold(digests),
             superseded={i: old for i, old in publication.superseded.items() if old},
         )
-
-
-def _drain(stream: Iterator[tuple[str, Tensor]]) -> None:
-    """Go through the rest of an export: other ranks take part in its collectives."""
-    for _ in stream:
-        pass
 
 
 def _one_line(error: Exception) -> str:
