@@ -561,14 +561,14 @@ class ReplicaTransaction:
         self.live.write(name, new)
 
     def _rolled_back(self, replaced: Iterable[str], why: str) -> SyncError:
-        """Put the old tensors back, last one first, and prove them."""
+        """Put the old tensors back, and prove them."""
         manifest = self._manifest
         assert manifest is not None
         outcome = "its old weights are gone"
         is_whole = False
         if self.staging == "staged":
             try:
-                for name in reversed(list(replaced)):
+                for name in replaced:
                     self.live.write(name, self._staged[name])
                 is_whole = not _differing(self._held_live, self._live_digests(self._held_live))
                 outcome = "its old weights were put back and " + ("proven" if is_whole else "did not prove")
