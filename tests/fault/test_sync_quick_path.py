@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from rollbook.sync.inproc import Copied, InprocPort
 from rollbook.sync.remote import RemotePort, ReplicaServer, _Connection
 from rollbook.sync.shm import ShmReceiver, ShmSender
 from rollbook.sync.transaction import ReplicaTransaction
-from rollbook.sync.transport import InlineReceiver, InlineSender, arrived
+from rollbook.sync.transport import InlineReceiver, InlineSender, Once, arrived
 from rollbook.weights import Bucket, BucketEntry, Manifest, Receiving
 
 SOON = CONFIG.model_copy(update={"receive_deadline_s": 2.0, "abort_deadline_s": 0.5, "delta": False})
@@ -272,6 +273,22 @@ def test_a_broadcast_is_not_queued_before_one_that_still_waits_for_its_turn() ->
     assert fourth is not None and fourth.done()
     assert order == [0, 1, 2, 3]
     sender.close()
+
+
+def test_a_broadcast_that_failed_is_not_begun_again_for_the_next_replica() -> None:
+    """Its ranks would meet in it twice; the next publication is another matter."""
+    once, begun = Once(), list[int]()
+
+    def begin() -> Future[dict[str, Any]]:
+        begun.append(1)
+        failed: Future[dict[str, Any]] = Future()
+        failed.set_exception(RuntimeError("a rank is gone"))
+        return failed
+
+    bucket = Bucket(weight_version=1, bucket_idx=0, entries=(), data=None, attempt=1)
+    assert once.run(bucket, begin) is once.run(bucket, begin) and len(begun) == 1
+    once.run(replace(bucket, attempt=2), begin)
+    assert len(begun) == 2
 
 
 def test_a_replica_that_came_later_refuses_a_broadcast_that_it_cannot_meet() -> None:

@@ -73,10 +73,8 @@ class Receiver(Protocol):
 
 
 class Once:
-    """Runs work once per bucket of a publication however many replicas ask for it, and gives all of them its outcome.
-
-    The same version may be published again: to a replica that missed it, or after a publication that failed.
-    """
+    """Runs work once per bucket of a publication however many replicas ask for it, and gives all of them its outcome,
+    an error too. Another attempt at the same version is another publication."""
 
     def __init__(self) -> None:
         self._outcomes: dict[tuple[int, int], Future[Json]] = {}
@@ -86,15 +84,11 @@ class Once:
         key = (bucket.attempt, bucket.bucket_idx)
         with self._lock:
             outcome = self._outcomes.get(key)
-            if outcome is None or _has_failed(outcome):
+            if outcome is None:
                 outcome = self._outcomes[key] = begin()
                 for old in list(self._outcomes)[: -2 * MAX_SLOTS]:
                     del self._outcomes[old]
         return outcome
-
-
-def _has_failed(outcome: Future[Json]) -> bool:
-    return outcome.done() and (outcome.cancelled() or outcome.exception() is not None)
 
 
 def settled(answer: Json) -> Future[Json]:
