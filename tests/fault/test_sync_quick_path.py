@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,6 +273,24 @@ def test_a_broadcast_is_not_queued_before_one_that_still_waits_for_its_turn() ->
     fourth = sender.transfer(buckets[3])
     assert fourth is not None and fourth.done()
     assert order == [0, 1, 2, 3]
+    sender.close()
+
+
+@pytest.mark.parametrize("is_dissolved", [False, True])
+def test_a_broken_group_is_met_until_its_publication_ends_and_a_dissolved_one_not_at_all(
+    is_dissolved: bool,
+) -> None:
+    """The replicas that are left wait in its collectives; those of a dissolved one know that they are in none."""
+    group: Any = SimpleNamespace(device=torch.device("cpu"), group=SimpleNamespace(size=lambda: 3))
+    sender = BroadcastSender(group)
+    data = sender.buffer(0, 16, group.device)
+    bucket = Bucket(weight_version=1, bucket_idx=0, entries=(), data=data, attempt=1, replica_ids=(0, 1))
+    if is_dissolved:
+        sender.dissolve()
+    else:
+        sender.missed(bucket)
+    assert ("is_inline" in sender.announce(bucket)) == is_dissolved
+    assert sender.announce(replace(bucket, attempt=2)) == {"is_inline": True}
     sender.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -64,10 +65,7 @@ class Critic:
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """[S] float32: the value before each action token."""
-        if self.config.backbone == "shared":
-            with torch.no_grad():
-                states = predictor_states(self.backbone, inputs)
-        else:
+        with torch.no_grad() if self.config.backbone == "shared" else nullcontext():
             states = predictor_states(self.backbone, inputs)
         return torch.nn.functional.linear(states.to(self.head.dtype), self.head).squeeze(1)
 
