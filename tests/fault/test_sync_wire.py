@@ -418,6 +418,21 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
             read_safetensors(path)
 
 
+def test_a_file_that_holds_other_tensors_than_the_message_says_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "v1").mkdir()
+    save_file({"w": torch.arange(4)}, tmp_path / "v1" / "bucket_0.safetensors")
+    for name, num_bytes, told in (
+        ("w", 8, "holds 32 bytes of w, the message says 8"),
+        ("v", 32, "not hold v"),
+    ):
+        entry = BucketEntry(name=name, offset_bytes=0, num_bytes=num_bytes)
+        bucket = Bucket(weight_version=1, bucket_idx=0, entries=(entry,), data=None)
+        with pytest.raises(SyncError, match=told):
+            DiskReceiver(str(tmp_path)).take(bucket, {"file": "v1/bucket_0.safetensors"})
+
+
 def test_messages_round_trip() -> None:
     spec = TensorSpec(name="w", shape=(2, 3), dtype="bfloat16", num_bytes=12)
     manifest = Manifest(weight_version=4, base_version=3, base_digest="ab", is_resync=False, tensors=(spec,))
