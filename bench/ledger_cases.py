@@ -21,6 +21,7 @@ from rollbook.ledger.flops import attention_flops, forward_flops, prefill_flops
 from rollbook.ledger.generation import decode_widening
 from rollbook.ledger.hardware import Accelerator, Cluster, load_accelerator
 from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
+from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec, load_model
 from rollbook.ledger.step import Layouts, smallest_rollout_tp, step_account
 from rollbook.ledger.switch import SleepChoice, hand_over
@@ -32,6 +33,9 @@ Case = dict[str, Any]
 
 MATH_PROMPT_TOKENS = 150
 """Prompt of a mathematics data set with its instruction, where only the sum of prompt and response is given."""
+RUNAWAY_FRAC = 0.002
+"""Responses that go on to the limit, where only their mean length is given: in a step of hundreds there always is one.
+(287 s for a limit of 16,384 tokens and a mean of 749: NeMo RL 0.3, Llama 70B; 0.0002 of verl's 7B on GSM8K.)"""
 TYPICAL_CONTEXT_TOKENS = 1000
 """Context of a single-stream decode measurement that does not give one."""
 
@@ -373,10 +377,13 @@ def train_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, floa
         rate, error_frac = _pretraining_rate(config, model, cluster, assumptions, sequence, stack)
     else:
         raise NotCovered("neither a torch FSDP trainer nor a Megatron recipe")
+    tflops = rate * 3 * forward_flops(model, sequence) / sequence / 1e12
     predicted = {
         "tokens_per_s_per_gpu": rate,
         "tokens_per_s_total": rate * cluster.num_gpus,
-        "model_tflops_per_gpu": rate * 3 * forward_flops(model, sequence) / sequence / 1e12,
+        "model_tflops_per_gpu": tflops,
+        "mfu_pct": 1e14 * tflops / accelerator.peak(dtype_of(config.get("precision", "bf16"))),
+        "step_s": float(config.get("gbs", 0)) * sequence / rate / cluster.num_gpus,
     }
     for key, value in predicted.items():
         if key in measured:
@@ -395,10 +402,14 @@ def train_stack_of(case: Case, model: ModelSpec) -> str:
     framework, kind = (str(config.get(key, "")).lower() for key in ("framework", "kind"))
     if "automodel" in framework:
         return "fsdp_experts" if model.num_experts else "fsdp_plain"
-    if "torchtitan" in framework or "fms" in framework:
+    if "torchtitan" in framework or "fms" in framework or "torch.compile" in framework:
         return "fsdp_compiled"
     if "fsdp2 trainer" in framework:
         return "fsdp_primerl" if "rl" in kind else "fsdp_plain"
+    if re.search(
+        r"fsdp|deepspeed|zero-?[123]|hugging ?face|transformers|axolotl|llama-?factory|prime-?rl", framework
+    ):
+        return "fsdp_plain"
     if "gbs" not in config and "megatron" not in framework:
         return ""
     release = re.match(r"(\d+)\.(\d+)", str(config.get("release", "")))
@@ -682,15 +693,30 @@ def _workload(config: dict[str, Any], measured: dict[str, Any], said: str) -> Wo
     if prompts is None or group is None:
         raise NotCovered("the batch size was not published")
     sequences = prompts * group
+    response = min(response, limit)
     return Workload(
         num_prompts=prompts,
         group_size=group,
         prompt_tokens=prompt,
-        response_tokens=min(response, limit),
+        response_tokens=response,
         max_response_tokens=limit,
+        length_samples=_with_runaways(response, limit),
         num_mini_batches=max(1, sequences // int(config.get("train_batch_T_GBS", sequences))),
         uses_reference=not re.search(r"no reference|no KL|without (a )?reference", said, re.IGNORECASE),
     )
+
+
+def _with_runaways(mean_tokens: float, limit: int) -> tuple[float, ...]:
+    """Lengths of that mean, of which `RUNAWAY_FRAC` are the limit; none where the limit is so far that it cannot be."""
+    num_runaways = max(round(RUNAWAY_FRAC * _NUM_LENGTHS), 1)
+    num_others = _NUM_LENGTHS - num_runaways
+    others = (mean_tokens * _NUM_LENGTHS - num_runaways * limit) / num_others
+    if others < mean_tokens / 2:
+        return ()
+    return (*LengthDistribution(limit, others).spread(num_others).tolist(), *[float(limit)] * num_runaways)
+
+
+_NUM_LENGTHS = 1000
 
 
 def _split(config: dict[str, Any]) -> tuple[Mode, int, int]:

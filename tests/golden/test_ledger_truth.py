@@ -12,7 +12,7 @@ pytest.importorskip("yaml")
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
-from ledger_cases import Case, NotCovered, compare, find_model  # noqa: E402
+from ledger_cases import Case, NotCovered, compare, engine_of, find_model, framework_of, train_stack_of  # noqa: E402
 from ledger_errors import load_cases, predict_all, quantiles  # noqa: E402
 from ledger_fit import evidence_of, leave_one_out  # noqa: E402
 from rollbook.ledger.assumptions import load_assumptions  # noqa: E402
@@ -49,6 +49,30 @@ def test_what_was_not_published_is_not_guessed() -> None:
         compare(case, load_assumptions("default"))
     with pytest.raises(NotCovered, match="not in the table"):
         compare({**case, "config": {**case["config"], "gpu": "abacus"}}, load_assumptions("default"))
+
+
+def test_a_case_is_known_by_its_own_words() -> None:
+    """Framework, engine and training software decide which numbers a prediction has."""
+
+    def case(**config: str) -> Case:
+        return {"family": "f", "source": {}, "config": config}
+
+    assert framework_of(case(framework="miles (Megatron to SGLang, disaggregated)")) == "slime"
+    assert framework_of(case(framework="NeMo RL, nccl_reshard refit")) == "nemo"
+    assert framework_of({**case(), "source": {"title": "checkpoint-engine README"}}) == "checkpoint_engine"
+    assert framework_of(case(framework="vLLM RDT weight transfer (FSDP2 trainer)")) == ""
+    assert [engine_of(t) for t in ("vLLM 0.6.3", "vLLM 0.10.0 (ROCm 6.4.1)", "SGLang 0.5.6", "TensorRT-LLM")] == [
+        "vllm_v0", "vllm", "sglang", "tensorrt_llm",
+    ]  # fmt: skip
+    experts, dense = find_model("Qwen3-30B-A3B"), find_model("Qwen3-8B")
+    assert (
+        train_stack_of(case(framework="NeMo AutoModel (PyTorch FSDP2)", gbs="8"), experts) == "fsdp_experts"
+    )
+    assert train_stack_of(case(release="26.04.01", gbs="8"), experts) == "megatron_tuned"
+    assert train_stack_of(case(release="26.08", gbs="8"), experts) == "megatron_overlap"
+    assert train_stack_of(case(release="26.08", gbs="8"), dense) == "megatron_tuned"
+    assert train_stack_of(case(framework="torchtitan (FSDP2 trainer)"), dense) == "fsdp_compiled"
+    assert train_stack_of(case(framework="a trainer of our own"), dense) == ""
 
 
 def test_models_are_found_in_free_text() -> None:

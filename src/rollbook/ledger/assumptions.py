@@ -1,8 +1,9 @@
 """Every number the ledger has to believe, with where it comes from.
 
 `paper` is the plain account that a person can follow with a pocket calculator; `default` is the better model,
-fitted to published measurements. Both live in `data/default.toml`. `rollbook` (`data/rollbook.toml`) is `default` with
-what was measured of our own loop, which does not pay other frameworks' base costs. A file changes single numbers:
+fitted to published measurements. Both live in `data/default.toml`, with what single frameworks do differently (`verl`,
+`nemo`). `rollbook` (`data/rollbook.toml`) is `default` with what was measured of our own loop. A file changes single
+numbers:
 
     base = "default"
     train_mfu_frac = { value = 0.36, source = "our run of May, 64 H100" }
@@ -311,18 +312,21 @@ def _source_of(path: str, sources: Mapping[str, str]) -> str:
 
 
 def load_assumptions(name_or_path: str) -> Assumptions:
-    """A preset by name, or a TOML file that changes single numbers of one.
+    """A preset or a measured framework by name, or a TOML file that changes single numbers of one.
 
     Raises:
         ConfigError: neither a preset nor a readable file; an unknown or impossible number.
     """
     if name_or_path in PRESETS:
         return _preset(name_or_path)
+    frameworks = _preset("default").frameworks
+    if name_or_path in frameworks:
+        return replace(_preset("default").for_framework(name_or_path), name=name_or_path)
     path = Path(name_or_path)
     if not path.exists():
         raise ConfigError(
             f"assumptions {name_or_path!r} are neither a preset nor a file",
-            f"choose one of: {', '.join(PRESETS)}; or give a TOML file",
+            f"choose one of: {', '.join((*PRESETS, *frameworks))}; or give a TOML file",
         )
     try:
         table = tomllib.loads(path.read_text())

@@ -1,0 +1,118 @@
+"""Published implementations differ by factors: what each one's numbers change, and the mechanisms behind them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rollbook.errors import ConfigError
+from rollbook.ledger.assumptions import load_assumptions
+from rollbook.ledger.decode import decode_step, prefill_call_s
+from rollbook.ledger.hardware import Cluster, load_accelerator
+from rollbook.ledger.layout import ReplicaLayout, TrainLayout
+from rollbook.ledger.model import load_model
+from rollbook.ledger.step import step_account
+from rollbook.ledger.sync import SyncWork, sync_account
+from rollbook.ledger.train import exchange_s
+from rollbook.ledger.workload import Workload
+
+DEFAULT = load_assumptions("default")
+H100 = Cluster(accelerator=load_accelerator("H100"), num_gpus=64)
+EXPERTS = load_model("Qwen3-235B-A22B")
+SMALL = load_model("Qwen2.5-0.5B")
+PUBLISHED = SyncWork(
+    method="broadcast", num_train_gpus=64, num_rollout_gpus=64, replica_gpus=32, splits_experts=True
+)
+
+
+def test_a_framework_changes_its_own_numbers_and_no_others() -> None:
+    verl = DEFAULT.for_framework("verl")
+    assert verl.sync.per_tensor_s > 10 * DEFAULT.sync.per_tensor_s
+    assert verl.sync.load_bytes_per_s == DEFAULT.sync.load_bytes_per_s
+    assert verl.sync.error_frac["broadcast"] < DEFAULT.sync.error_frac["broadcast"]
+    assert verl.sync.error_frac["disk"] == DEFAULT.sync.error_frac["disk"]
+    assert verl.decode == DEFAULT.decode and verl.stacks == DEFAULT.stacks
+    assert load_assumptions("verl").sync == verl.sync and load_assumptions("verl").name == "verl"
+
+
+def test_a_framework_that_nobody_measured_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="framework 'verly' has no numbers") as error:
+        DEFAULT.for_framework("verly")
+    assert "verl" in str(error.value.remedy)
+
+
+@pytest.mark.parametrize("name", sorted(DEFAULT.frameworks))
+def test_every_framework_has_a_source(name: str) -> None:
+    assert any(path.startswith(f"frameworks.{name}") for path in DEFAULT.sources)
+
+
+def test_36000_expert_matrices_by_name_take_as_long_as_ten_broadcasts_in_buckets() -> None:
+    buckets, names = (
+        sync_account(EXPERTS, H100, assumptions.sync, PUBLISHED).seconds
+        for assumptions in (DEFAULT, DEFAULT.for_framework("verl"))
+    )
+    assert 8 < buckets < 25 and names > 10 * buckets
+
+
+def test_pipeline_stages_send_what_they_hold_at_the_same_time() -> None:
+    one, four = (sync_account(EXPERTS, H100, DEFAULT.sync, replace(PUBLISHED, pp_size=pp)) for pp in (1, 4))
+    assert four.stages_s["gather"] < one.stages_s["gather"] / 4
+    assert four.stages_s["transfer"] == one.stages_s["transfer"]
+
+
+def test_slices_wait_for_whole_tensors_where_a_trainer_makes_those_first() -> None:
+    work = replace(PUBLISHED, method="sharded", pp_size=4)
+    slices = sync_account(EXPERTS, H100, DEFAULT.sync, work)
+    slime = DEFAULT.for_framework("slime").sync
+    whole = sync_account(EXPERTS, H100, slime, work)
+    assert slices.slowest == "transfer" and whole.slowest == "gather"
+    gathered = 2 * EXPERTS.computed_params / 4 / slime.shard_gather_bytes_per_s
+    assert whole.stages_s["gather"] == pytest.approx(gathered)
+    eight_bits = sync_account(EXPERTS, H100, slime, replace(work, weight_dtype="float8"))
+    assert eight_bits.stages_s["gather"] == pytest.approx(gathered, rel=0.03)  # the trainer holds bfloat16
+
+
+def test_a_host_that_works_between_steps_adds_to_them() -> None:
+    def step_s(engine: str, rows: float) -> float:
+        layout = ReplicaLayout(engine=engine)
+        step = decode_step(SMALL, H100, DEFAULT.decode, layout, num_rows=rows, context_tokens=500.0)
+        return float(step.seconds)
+
+    host_s, row_s = DEFAULT.decode.host_s_of("vllm_v0")
+    beside, between = replace(DEFAULT.decode, waiting_frac={"default": 0.0}), DEFAULT.decode
+    layout = ReplicaLayout(engine="vllm_v0")
+    found = [
+        float(decode_step(SMALL, H100, d, layout, num_rows=8.0, context_tokens=500.0).seconds)
+        for d in (beside, between)
+    ]
+    assert found[1] - found[0] == pytest.approx(host_s + 8 * row_s)
+    assert step_s("vllm_eager", 8.0) > step_s("vllm", 8.0) + 0.4e-3 * SMALL.num_layers
+
+
+def test_a_call_of_prefill_costs_launches_whatever_its_tokens() -> None:
+    assert prefill_call_s(SMALL, H100, DEFAULT.decode) == DEFAULT.decode.prefill_layer_s * 24
+
+
+def test_tokens_travel_to_experts_of_other_nodes_only() -> None:
+    stack = DEFAULT.stacks["megatron_overlap"]
+    rack = Cluster(accelerator=load_accelerator("GB200"), num_gpus=64)
+
+    def seconds(cluster: Cluster, ep_size: int) -> float:
+        return exchange_s(EXPERTS, cluster, stack, TrainLayout(ep_size=ep_size), backward=True)
+
+    assert seconds(H100, 8) == 0 == seconds(rack, 64)
+    # Four nodes, three of them far, each visited by all but (3/4)^8 of the tokens; 2 bytes, there and back, twice.
+    far = 3 * (1 - 0.75**8)
+    assert seconds(H100, 32) == pytest.approx(stack.expert_exchange_frac * 94 * 4096 * 8 * far / 50e9)
+    assert seconds(H100, 16) < seconds(H100, 32) < seconds(H100, 64)
+
+
+def test_what_a_step_costs_beside_its_stages_grows_with_its_sequences() -> None:
+    work = Workload(
+        num_prompts=8, group_size=8, prompt_tokens=100, response_tokens=200, max_response_tokens=512
+    )
+    few, many = (
+        step_account(SMALL, replace(work, num_prompts=n), H100, DEFAULT).seconds.other for n in (8, 512)
+    )
+    assert few < 1 and many - few == pytest.approx(504 * 8 * DEFAULT.step_sequence_s)
