@@ -146,12 +146,14 @@ def test_what_cannot_be_meant_is_told(capsys: pytest.CaptureFixture[str], args: 
 
 
 def test_the_slow_tail_of_environments_acts_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """Three calls between four turns: 15 s without spread, several times that with a 99th percentile of 40 s."""
+    """Three calls between four turns: 15 s without spread, and some more because the next ones wait for slots that are
+    held meanwhile; several times that with a 99th percentile of 40 s."""
     even, spread = planned(capsys, *AGENTS), planned(capsys, *AGENTS, "--env-p99-seconds", "40")
-    assert even["step"]["seconds"]["env"] == even["agents"]["wait_s"] == 15.0
-    assert spread["step"]["seconds"]["env"] > 45
+    even_s, spread_s = (plan["step"]["seconds"]["env"] for plan in (even, spread))
+    assert 15.0 < even_s == even["agents"]["wait_s"] < 40.0
+    assert spread_s > 45 + even_s - 15
     grown = spread["step"]["seconds"]["total"] - even["step"]["seconds"]["total"]
-    assert grown == pytest.approx(spread["step"]["seconds"]["env"] - 15.0)
+    assert grown == pytest.approx(spread_s - even_s)
     assert spread["agents"]["slowest_env_s"] > even["agents"]["slowest_env_s"] == 20.0
 
 

@@ -202,8 +202,8 @@ class StepAccount:
     idle_frac: dict[str, float]
     """Share of the step in which a device of the side, those left over included, neither generates (or judges) nor
     computes a forward or an update: "rollout", "train". Hand-overs and publications count as idle; shared devices are
-    idle together. The simulation counts alike, but for environments: what a step waits for them is idle here, and there
-    only while no engine decodes the few trajectories that go on."""
+    idle together. The simulation counts alike: while environments work, engines stand only where no trajectory of a
+    replica decodes."""
     step_s: Range
     overlaps_sync: bool = False
     """Both sides go on during a publication: its seconds are no part of the step's."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollbook.errors import PlanError
 from rollbook.ledger.flops import turn_prefill_tokens
-from rollbook.ledger.lengths import Curve, LengthDistribution, normal_cdf, normal_quantile
+from rollbook.ledger.lengths import normal_quantile
 from rollbook.ledger.workload import Workload
 
 
@@ -90,48 +90,6 @@ def agent_account(workload: Workload) -> AgentAccount:
         prefilled_tokens_lost=by_prefix[False],
         effective_tokens_per_response_token=through / workload.response_tokens_total,
     )
-
-
-_NUM_DECODES = 40
-_NUM_TIMES = 800
-_BEYOND = 1e-4
-"""Expected number of a step's trajectories beyond the largest value that is looked at."""
-
-
-def env_wait_s(workload: Workload, *, generate_s: float) -> float:
-    """Seconds by which environments delay the last of a step's N trajectories: E[max(D + E)] - E[max D].
-
-    D is a trajectory's decoding, its length at the pace at which the step's longest takes `generate_s`. E is the
-    sum of its calls between turns, taken as one log-normal with the sum's mean and variance (Fenton and Wilkinson),
-    independent of D. The slowest environment and the longest response rarely meet, so the wait is more than the
-    mean of E and less than its maximum. With no spread of the seconds it is their mean.
-    """
-    agent, number = workload.agent, workload.num_sequences
-    num_calls = agent.num_turns - 1
-    mean_s = num_calls * agent.env_s
-    sigma = env_sigma(agent.env_s, agent.env_p50_s, agent.env_p99_s)
-    if mean_s == 0 or sigma == 0:
-        return mean_s
-    sigma = math.sqrt(math.log1p(math.expm1(sigma**2) / num_calls))
-    mu = math.log(mean_s) - sigma**2 / 2
-    lengths = workload.lengths()
-    token_s = generate_s / lengths.expected_max(number)
-    weights, decode_s = _decode_cells(lengths, number, token_s)
-    longest_s = float(decode_s[-1]) + math.exp(mu + sigma * float(normal_quantile(1 - _BEYOND / number)))
-    width = longest_s / _NUM_TIMES
-    at = (np.arange(_NUM_TIMES) + 0.5) * width
-    left = np.maximum(at[:, None] - decode_s[None, :], 1e-12)
-    finished = normal_cdf((np.log(left) - mu) / sigma) @ weights
-    decoded = np.cumsum(weights)  # at most decode_s, which rise
-    last_decode_s = float(decode_s @ np.diff(decoded**number, prepend=0.0))
-    return float((1 - np.minimum(finished, 1.0) ** number).sum()) * width - last_decode_s
-
-
-def _decode_cells(lengths: LengthDistribution, number: int, token_s: float) -> tuple[Curve, Curve]:
-    """Probabilities [n] and seconds [n] of decoding, finer towards the longest, which decide a maximum."""
-    beyond = np.concatenate([np.geomspace(1.0, _BEYOND / number, _NUM_DECODES), [0.0]])
-    weights = beyond[:-1] - beyond[1:]
-    return weights, lengths.quantile(1 - (beyond[:-1] + beyond[1:]) / 2) * token_s
 
 
 def sandboxes_needed(workload: Workload, *, target_s: float) -> int:

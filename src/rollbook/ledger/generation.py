@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollbook.ledger.account import RolloutSide
-from rollbook.ledger.agents import env_wait_s
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.decode import decode_step, kv_bytes_of, kv_shards, prefill_s, replica_weight_bytes
 from rollbook.ledger.flops import attention_flops, prefill_flops
@@ -24,6 +23,7 @@ from rollbook.ledger.own_machine import own_seconds_width
 from rollbook.ledger.prefill import prefill_account
 from rollbook.ledger.quantity import format_bytes
 from rollbook.ledger.reliability import assumed_model_factor, model_traits, widening
+from rollbook.ledger.residence import Residence
 from rollbook.ledger.workload import Workload
 
 _NUM_POINTS = 128
@@ -120,7 +120,8 @@ def default_rollout_side(
         num_slots=room.slots,
     )
     # One call for the full step, the steady step of asynchronous modes, and the curve.
-    steady_rows = _steady_rows(workload, num_replicas, room.most_slots, max_staleness_steps)
+    agents = _residence(model, workload, cluster, assumptions, layout, room, num_replicas=num_replicas)
+    steady_rows = _steady_rows(workload, num_replicas, room.most_slots, max_staleness_steps, agents)
     steps = decode_step(
         model,
         cluster,
@@ -132,6 +133,21 @@ def default_rollout_side(
     full_s, steady_step_s = float(steps[0]), float(steps[1])
     seconds = steps[2:] * curve.num_steps
     tail_s = float((seconds * curve.is_tail).sum())
+    generate_s, busy_s, env_wait_s = float(seconds.sum()), float((seconds * curve.busy_share).sum()), 0.0
+    if agents is not None:
+        per_replica = workload.num_sequences / num_replicas
+        running = min(room.slots, per_replica)
+        # As the curve of running sequences lowers a token's seconds, so do those that wait.
+        pace = (
+            generate_s / float(curve.num_steps.sum()) / float(np.interp(running, agents.rows, agents.step_s))
+        )
+        stay = agents.stay(
+            per_replica=per_replica,
+            num_slots=room.slots,
+            num_replicas=num_replicas,
+            token_s=pace * agents.token_s(per_replica, room.slots),
+        )
+        env_wait_s, busy_s = max(stay.last_s - generate_s, 0.0), max(stay.busy_s, busy_s)
     rate = room.slots / full_s / layout.num_gpus
     why_not = list(room.why_not)
     if num_gpus < layout.num_gpus:
@@ -163,9 +179,9 @@ def default_rollout_side(
         slots_per_replica=room.slots,
         num_waves=math.ceil(workload.num_sequences / (num_replicas * room.slots)),
         decode_step_s=full_s,
-        throughput_s=float(seconds.sum()) - tail_s,
+        throughput_s=generate_s - tail_s,
         tail_s=tail_s,
-        busy_s=float((seconds * curve.busy_share).sum()),
+        busy_s=busy_s,
         steady_s=workload.response_tokens_total * steady_step_s / (num_replicas * steady_rows),
         prefill=prefill,
         prefill_s=prefill.seconds,
@@ -184,7 +200,7 @@ def default_rollout_side(
             context_tokens=room.held_tokens,
             policy_row_s=steady_step_s / steady_rows,
         ),
-        env_wait_s=env_wait_s(workload, generate_s=float(seconds.sum())),
+        env_wait_s=env_wait_s,
         error_frac=error_frac,
         why_not=tuple(why_not),
         notes=tuple(notes),
@@ -257,12 +273,43 @@ def kv_room(
     )
 
 
-def _steady_rows(workload: Workload, num_replicas: int, most_slots: int, max_staleness_steps: int) -> float:
-    """Running sequences while the prompts of the steps within the staleness bound fill the slots.
+def _steady_rows(
+    workload: Workload, num_replicas: int, most_slots: int, max_staleness_steps: int, agents: Residence | None
+) -> float:
+    """Decoding sequences while the prompts of the steps within the staleness bound fill the slots.
 
-    Of the trajectories in flight, those of the oldest step are nearly finished: half of them still run.
+    Of the trajectories in flight, those of the oldest step are nearly finished: half of them still run. Those whose
+    environment works hold a slot, if their prefix is kept, and decode nothing.
     """
-    return min(float(most_slots), workload.num_sequences / num_replicas * (max_staleness_steps + 0.5))
+    in_flight = workload.num_sequences / num_replicas * (max_staleness_steps + 0.5)
+    if agents is None:
+        return min(float(most_slots), in_flight)
+    held = min(float(most_slots), in_flight) if workload.agent.keeps_prefix else in_flight
+    return min(float(most_slots), max(float(agents.live(held)), 1.0))
+
+
+_NUM_ROWS = 16
+
+
+def _residence(
+    model: ModelSpec,
+    workload: Workload,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    layout: ReplicaLayout,
+    room: KvRoom,
+    *,
+    num_replicas: int,
+) -> Residence | None:
+    """Stays of the trajectories on one replica; None where no environment keeps them waiting."""
+    if workload.agent.env_s <= 0 or workload.agent.num_turns <= 1:
+        return None
+    most = max(room.most_slots, workload.num_sequences / num_replicas, 2.0)
+    rows = np.geomspace(1.0, most, _NUM_ROWS)
+    steps = decode_step(
+        model, cluster, assumptions.decode, layout, num_rows=rows, context_tokens=room.held_tokens
+    )
+    return Residence(workload=workload, rows=rows, step_s=steps.seconds)
 
 
 def decode_widening(

@@ -27,6 +27,8 @@ import numpy as np
 from rollbook.ledger.account import Range, RolloutSide, StepAccount
 from rollbook.ledger.generation import generation_curve
 from rollbook.ledger.layout import ReplicaLayout
+from rollbook.ledger.residence import Residence
+from rollbook.ledger.step import is_colocated
 from rollbook.planner.decoding import decode_steps_s
 from rollbook.planner.request import PlanRequest
 
@@ -34,6 +36,34 @@ from rollbook.planner.request import PlanRequest
 def within_bound(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> StepAccount:
     """`account` with the step time that the staleness bound allows; unchanged where the bound does not bind."""
     total_s, _ = bounded_step_s(request, account, layout)
+    account = _stretched(account, total_s)
+    s, agent = account.seconds, request.workload.agent
+    sets_pace = not account.bound_s and s.prefill + s.generate_throughput + s.reward >= account.train.total_s
+    # Engines that everything else waits for have a queue before their slots.
+    if agent.env_s and agent.num_turns > 1 and (is_colocated(account.mode) or not sets_pace):
+        return replace(account, idle_frac=_idle_of_agents(request, account, layout))
+    return account
+
+
+def _idle_of_agents(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> dict[str, float]:
+    """Engines stand only while every trajectory of a replica is in its environment."""
+    work, rollout, total_s = request.workload, account.rollout, account.seconds.total
+    is_shared = is_colocated(account.mode)
+    own_s = account.train.total_s if is_shared else 0.0
+    held_s = own_s + account.seconds.switch + account.seconds.sync + account.seconds.other * is_shared
+    open_s = max(total_s - held_s, 1e-9)  # engines may decode
+    per_replica = work.num_sequences / rollout.num_replicas
+    rows = np.geomspace(1.0, max(in_flight_slots(request, rollout), 2), _NUM_ROWS)
+    context = work.prompt_tokens + work.observation_tokens / 2 + work.response_tokens / 2
+    agents = Residence(workload=work, rows=rows, step_s=decode_steps_s(request, layout, rows, context))
+    busy = agents.busy_frac(period_s=open_s, per_replica=per_replica)
+    used = rollout.used_gpus / rollout.num_gpus
+    idle = max(1 - (busy * open_s * used + own_s) / total_s, 0.0)
+    return {"rollout": idle, "train": idle if is_shared else account.idle_frac["train"]}
+
+
+def _stretched(account: StepAccount, total_s: float) -> StepAccount:
+    """`account` with a longer step; unchanged where it is none."""
     stretch = total_s / account.seconds.total
     if stretch <= 1.0 + 1e-9:
         return account

@@ -1,0 +1,195 @@
+"""Trajectories of agents in time: some decode while the others wait for their environments.
+
+    a trajectory stays   D + E: its tokens at the pace of those that decode, and its calls between turns
+    of n that stay       n D / (D + E) decode at once, which sets that pace
+    slots                held through the calls where engines keep a prefix: what has none waits for a whole stay
+
+So a step's last trajectory ends later than the longest response and the slowest environment alone would, engines work
+with few rows for long, and stand only while every trajectory of a replica is in its environment.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollbook.ledger.agents import env_sigma
+from rollbook.ledger.lengths import Curve, normal_cdf, normal_quantile
+from rollbook.ledger.workload import Workload
+
+_NUM_TIMES = 400
+_NUM_SUM_CELLS = 2048
+_NUM_DECODES = 24
+_NUM_STARTS = 24
+_NUM_ROUNDS = 8
+_NUM_PACES = 3
+_BEYOND = 1e-4
+"""Expected number of a step's trajectories beyond the largest value that is looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stay:
+    """Of the trajectories of one step on one of `num_replicas` replicas, all admitted at once."""
+
+    last_s: float
+    """Expected end of the last one of all replicas."""
+    busy_s: float
+    """In which at least one trajectory of a replica decodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residence:
+    """Of a workload's trajectories, on replicas whose decode step with `rows` [n] sequences takes `step_s` [n]."""
+
+    workload: Workload
+    rows: Curve
+    step_s: Curve
+
+    @property
+    def env_s(self) -> float:
+        """Mean seconds that a trajectory waits for its environment: the last turn ends it."""
+        agent = self.workload.agent
+        return (agent.num_turns - 1) * agent.env_s
+
+    @property
+    def _sigma(self) -> float:
+        agent = self.workload.agent
+        return env_sigma(agent.env_s, agent.env_p50_s, agent.env_p99_s)
+
+    def live(self, running: Curve | float) -> Curve:
+        """Of `running` trajectories, those that decode."""
+        return self._live(np.asarray(running, np.float64), self.env_s)
+
+    def _live(self, running: Curve, env_s: float) -> Curve:
+        live = running
+        for _ in range(_NUM_ROUNDS):
+            decode_s = self.workload.response_tokens * np.interp(live, self.rows, self.step_s)
+            live = running * decode_s / (decode_s + env_s)
+        return live
+
+    def token_s(self, per_replica: float, num_slots: float) -> float:
+        """Seconds of a token of one of the trajectories in so many slots while it decodes.
+
+        What is admitted at once waits at once: only as far as calls differ, by two standard deviations, are the rows
+        spread over the time that they take; or where trajectories get their slots one after the other.
+        """
+        later_frac = max(1 - num_slots / per_replica, 0.0)
+        spread = min(max(2 * math.sqrt(math.expm1(self._sigma**2)), later_frac), 1.0)
+        running = np.asarray(min(num_slots, per_replica), np.float64)
+        rows = self._live(running, spread * self.env_s)
+        return float(np.interp(rows, self.rows, self.step_s))
+
+    def ended(self, at_s: Curve, token_s: float) -> Curve:
+        """[n] probability that a trajectory, alone with its slot, has ended `at_s` [n] after it began."""
+        work, agent, sigma = self.workload, self.workload.agent, self._sigma
+        lengths = work.lengths()
+        if sigma == 0:
+            return 1 - lengths.survival(np.maximum(at_s - self.env_s, 0.0) / token_s) * (at_s >= 0)
+        sums, cdf = call_sums(agent.env_s, sigma, agent.num_turns - 1, work.num_sequences)
+        # Finer towards the longest responses, which decide a maximum.
+        beyond = np.concatenate([np.geomspace(1.0, _BEYOND / work.num_sequences, _NUM_DECODES), [0.0]])
+        decode_s = lengths.quantile(1 - (beyond[:-1] + beyond[1:]) / 2) * token_s
+        left = at_s[:, None] - decode_s[None, :]
+        return np.asarray(np.interp(left, sums, cdf, left=0.0) @ (beyond[:-1] - beyond[1:]))
+
+    def stay(self, *, per_replica: float, num_slots: float, num_replicas: int, token_s: float) -> Stay:
+        """Of `per_replica` trajectories in `num_slots`, which they hold through their calls where prefixes are kept."""
+        work = self.workload
+        keeps = work.agent.keeps_prefix and per_replica > num_slots
+        first = float(num_slots) if keeps else per_replica
+        later = per_replica - first
+        longest_s = token_s * work.max_response_tokens + self._longest_calls_s()
+        waves = math.ceil(later / max(first, 1.0))
+        mean_s = token_s * work.response_tokens + self.env_s
+        width = (longest_s + 1.2 * waves * mean_s) / _NUM_TIMES
+        at_s = (np.arange(_NUM_TIMES) + 0.5) * width
+        ended = self.ended(at_s, token_s)
+        inside = first * (1 - ended)
+        log_all = first * np.log(np.maximum(ended, 1e-300))
+        if later > 0:
+            starts_s = self._starts_s(at_s, ended, first, later)
+            after = at_s[:, None] - starts_s[None, :]
+            theirs = np.where(after > 0, np.interp(after, at_s, ended, left=0.0), 0.0)
+            each = later / len(starts_s)
+            inside = inside + each * ((after > 0) * (1 - theirs)).sum(axis=1)
+            log_all = log_all + each * np.log(np.maximum(theirs, 1e-300)).sum(axis=1)
+        last_s = float((1 - np.exp(num_replicas * log_all)).sum()) * width
+        busy_s = float((1 - np.exp(-self.live(inside))).sum()) * width
+        return Stay(last_s=last_s, busy_s=min(busy_s, last_s))
+
+    def busy_frac(self, *, period_s: float, per_replica: float) -> float:
+        """Share of the time in which a replica decodes, where a step's trajectories are admitted every `period_s`.
+
+        Their pace is that of the rows beside them in the mean of a token, which are many after an admission and few
+        before the next; it and they are solved together.
+        """
+        phases = (np.arange(_NUM_STARTS) + 0.5) / _NUM_STARTS * period_s
+        most = float(self.rows[-1])
+        token_s, busy = self.token_s(per_replica, most), 1.0
+        for _ in range(_NUM_PACES):
+            longest_s = token_s * self.workload.max_response_tokens + self._longest_calls_s()
+            num_ahead = min(max(math.ceil(longest_s / period_s), 1), 64)
+            at_s = (phases[None, :] + period_s * np.arange(num_ahead)[:, None]).ravel()
+            inside = per_replica * (1 - self.ended(at_s, token_s)).reshape(num_ahead, -1).sum(axis=0)
+            live = np.minimum(self.live(inside), most)
+            busy = float((1 - np.exp(-live)).mean())
+            if live.sum() > 0:
+                token_s = float(live.sum() / (live / np.interp(live, self.rows, self.step_s)).sum())
+        return busy
+
+    def _longest_calls_s(self) -> float:
+        agent, sigma = self.workload.agent, self._sigma
+        if sigma == 0:
+            return self.env_s
+        return float(call_sums(agent.env_s, sigma, agent.num_turns - 1, self.workload.num_sequences)[0][-1])
+
+    def _starts_s(self, at_s: Curve, ended: Curve, first: float, later: float) -> Curve:
+        """[n] times at which those that waited get the slots of those that ended: a renewal process in each slot."""
+        density = np.diff(ended, prepend=0.0)
+        size = 2 * len(at_s)
+        one = np.fft.rfft(density, size)
+        freed, power = np.zeros(len(at_s)), np.ones_like(one)
+        for _ in range(min(math.ceil(later / first) + 2, 64)):
+            power = power * one
+            freed += np.cumsum(np.fft.irfft(power, size)[: len(at_s)])
+        num = min(max(round(later), 1), _NUM_STARTS)
+        wanted = (np.arange(num) + 0.5) / num * later / first
+        return np.asarray(np.interp(wanted, np.maximum.accumulate(freed), at_s))
+
+
+_SUMS: dict[tuple[float, float, float, int], tuple[Curve, Curve]] = {}
+
+
+def call_sums(mean_s: float, sigma: float, num_calls: float, num_sequences: int) -> tuple[Curve, Curve]:
+    """[n] seconds and [n] probability that the sum of independent log-normal calls is at most that.
+
+    By convolution: a log-normal of the sum's mean and variance has too light a tail, and the slowest of a step's
+    thousands of trajectories lies in it. A number of calls between two whole ones is a mixture of both.
+    """
+    key = (mean_s, sigma, num_calls, num_sequences)
+    if key not in _SUMS:
+        if len(_SUMS) > 64:
+            _SUMS.clear()
+        _SUMS[key] = _call_sums(*key)
+    return _SUMS[key]
+
+
+def _call_sums(mean_s: float, sigma: float, num_calls: float, num_sequences: int) -> tuple[Curve, Curve]:
+    mu = math.log(mean_s) - sigma**2 / 2
+    rare = _BEYOND / (num_sequences * max(num_calls, 1.0))
+    top_s = math.exp(mu + sigma * float(normal_quantile(1 - max(rare, 1e-9)))) + 1.5 * num_calls * mean_s
+    edges = np.linspace(0.0, top_s, _NUM_SUM_CELLS + 1)
+    with np.errstate(divide="ignore"):
+        single = normal_cdf((np.log(edges) - mu) / sigma)
+    one = np.fft.rfft(np.diff(single), 2 * _NUM_SUM_CELLS)
+    low = math.floor(num_calls)
+    cdf = np.zeros(_NUM_SUM_CELLS)
+    for count, share in ((low, 1 - (num_calls - low)), (low + 1, num_calls - low)):
+        if share > 0:
+            mass = np.fft.irfft(one**count, 2 * _NUM_SUM_CELLS)[:_NUM_SUM_CELLS]
+            cdf += share * np.cumsum(mass)
+    # The middle of a cell stands for it: of a sum of k, k halves.
+    ends = edges[1:] + (num_calls - 1) / 2 * (edges[1] - edges[0])
+    return ends, np.clip(np.maximum.accumulate(cdf), 0.0, 1.0)
