@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from rollbook.ledger.account import Flops
@@ -76,6 +78,7 @@ def turn_prefill_tokens(workload: Workload) -> float:
     return later_turns * workload.prompt_tokens + per_turn * later_turns * (later_turns + 1) / 2
 
 
+@functools.lru_cache(maxsize=64)
 def default_flops(model: ModelSpec, workload: Workload) -> Flops:
     """FLOPs of one step with attention and logits, without recomputation."""
     sequence = workload.sequence_tokens

@@ -100,7 +100,7 @@ def bounded_step_s(request: PlanRequest, account: StepAccount, layout: ReplicaLa
         return (bound + 1) * decode_s >= latency.at(decode_s) + own_s
 
     low, high = 0.0, max(pace_s, latency.at(pace_s) + own_s)
-    for _ in range(18):
+    for _ in range(_NUM_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
     bunched_s = max((latency.of_crowd() + own_s) / (bound + 1), high)
@@ -116,6 +116,8 @@ def batch_latency_s(request: PlanRequest, account: StepAccount, layout: ReplicaL
 
 
 _NUM_ROWS = 16
+_NUM_HALVINGS = 13
+"""To a ten-thousandth of a step."""
 _CROWDING = 0.7
 
 
