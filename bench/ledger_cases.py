@@ -342,11 +342,18 @@ class _Serving:
                     middle(measured["output_tokens_per_s"]),
                     requests * output / seconds,
                 )
+            if "output_tokens_per_s_per_gpu" in measured:
+                value = middle(measured["output_tokens_per_s_per_gpu"])
+                yield (
+                    "output_tokens_per_s_per_gpu",
+                    value,
+                    requests * output / seconds / self.cluster.num_gpus,
+                )
         for key in ("tpot_ms", "ms_per_output_token"):
             if key in measured:
                 yield key, middle(measured[key]), 1e3 * token_s
-        if "itl_ms" in measured and streams == 1:
-            yield "itl_ms", middle(measured["itl_ms"]), 1e3 * self.step_s(context)
+        if "itl_ms" in measured and (streams == 1 or (known and "tpot_ms" not in measured)):
+            yield "itl_ms", middle(measured["itl_ms"]), 1e3 * token_s
         if "tpot_ms_by_isl_osl" in measured:
             for lengths, value in measured["tpot_ms_by_isl_osl"].items():
                 isl, osl = numbers(lengths)
@@ -380,7 +387,9 @@ def train_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, floa
     tflops = rate * 3 * forward_flops(model, sequence) / sequence / 1e12
     predicted = {
         "tokens_per_s_per_gpu": rate,
+        "tokens_per_s_per_device": rate,
         "tokens_per_s_total": rate * cluster.num_gpus,
+        "tokens_per_s": rate * cluster.num_gpus,
         "model_tflops_per_gpu": tflops,
         "mfu_pct": 1e14 * tflops / accelerator.peak(dtype_of(config.get("precision", "bf16"))),
         "step_s": float(config.get("gbs", 0)) * sequence / rate / cluster.num_gpus,
@@ -501,6 +510,27 @@ _SYNC_METRICS: tuple[tuple[str, SyncMethod], ...] = (
 )
 
 
+_SYNC_SECONDS = (
+    "weight_sync_s", "weight_update_s", "update_weights_s", "update_s", "sync_s", "refit_s", "broadcast_s",
+    "transfer_s",
+)  # fmt: skip
+"""Names of a publication's seconds that do not say by which method."""
+
+
+def _sync_method(config: dict[str, Any]) -> SyncMethod:
+    """By the words of a case whose sides are apart: slices or files where it says so, else a stream."""
+    text = " ".join(
+        str(config.get(key, "")) for key in ("framework", "backend", "placement", "note", "method")
+    )
+    if re.search(r"rdma|p2p|nixl|mooncake|reshard", text, re.IGNORECASE):
+        return "sharded"
+    if re.search(r"delta|sparse|lora|adapter", text, re.IGNORECASE):
+        raise NotCovered("parts of the weights, and how large they are was not published")
+    return (
+        "disk" if re.search(r"disk|file ?system|nfs|lustre|\bfiles?\b", text, re.IGNORECASE) else "broadcast"
+    )
+
+
 def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
     """Seconds of one publication, by method."""
     config, measured = case["config"], case["measured"]
@@ -527,6 +557,13 @@ def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
             continue
         account = sync_account(model, cluster, assumptions.sync, replace(work, method=method))
         yield key, middle(measured[key]), _within(account.seconds, account.error_frac)
+    if work.shares_devices is False and not any(key in measured for key, _ in _SYNC_METRICS):
+        method = _sync_method(config)
+        account = sync_account(model, cluster, assumptions.sync, replace(work, method=method))
+        for key in _SYNC_SECONDS:
+            if key in measured:
+                yield key, middle(measured[key]), _within(account.seconds, account.error_frac)
+                return
     if "time_s" in measured and "receive only" in str(config.get("note", "")):
         account = sync_account(model, cluster, assumptions.sync, replace(work, method="broadcast"))
         seconds = account.total_bytes / assumptions.sync.assemble_bytes_per_s
@@ -623,7 +660,7 @@ def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         num_train_gpus=num_train,
         layouts=layouts,
     )
-    for key in ("total_step_s", "step_s", "train_step_s"):
+    for key in ("total_step_s", "step_s", "train_step_s", "step_time_s", "time_per_step_s"):
         if key in measured:
             yield key, middle(measured[key]), account.step_s
             return
@@ -683,13 +720,13 @@ def _workload(config: dict[str, Any], measured: dict[str, Any], said: str) -> Wo
         response = measured["avg_sequence_length"] - prompt
         limit = config["max_sequence_length"] - prompt
     else:
-        response = config.get("mean_response_length", measured.get("response_length_mean"))
-        limit = config.get("max_response_length", config.get("max_sequence_length"))
-        prompt = config.get("mean_prompt_length", MATH_PROMPT_TOKENS)
+        response = _first(config, measured, "mean_response_length", "response_length_mean")
+        limit = _first(config, {}, "max_response_length", "max_sequence_length")
+        prompt = _first(config, measured, "mean_prompt_length", "prompt_length_mean") or MATH_PROMPT_TOKENS
         if response is None or limit is None:
             raise NotCovered("the mean response length was not published")
-    prompts = config.get("prompts_per_step", config.get("train_batch_size_prompts"))
-    group = config.get("generations_per_prompt", config.get("rollout_n"))
+    prompts = _first(config, {}, "prompts_per_step", "train_batch_size_prompts", "num_prompts")
+    group = _first(config, {}, "generations_per_prompt", "rollout_n", "group_size")
     if prompts is None or group is None:
         raise NotCovered("the batch size was not published")
     sequences = prompts * group
@@ -703,6 +740,13 @@ def _workload(config: dict[str, Any], measured: dict[str, Any], said: str) -> Wo
         length_samples=_with_runaways(response, limit),
         num_mini_batches=max(1, sequences // int(config.get("train_batch_T_GBS", sequences))),
         uses_reference=not re.search(r"no reference|no KL|without (a )?reference", said, re.IGNORECASE),
+    )
+
+
+def _first(config: dict[str, Any], measured: dict[str, Any], *names: str) -> Any:
+    """The first of these names that a case has, as it was set or as it was measured."""
+    return next(
+        (part[name] for part in (config, measured) for name in names if part.get(name) is not None), None
     )
 
 

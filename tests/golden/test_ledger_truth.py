@@ -75,6 +75,21 @@ def test_a_case_is_known_by_its_own_words() -> None:
     assert train_stack_of(case(framework="a trainer of our own"), dense) == ""
 
 
+def test_seconds_of_a_publication_without_a_method_are_read_by_its_words() -> None:
+    def predicted(**config: object) -> float:
+        sides = {"model": "Qwen3-32B", "gpu": "H100", "train_gpus": 16, "rollout_gpus": 16}
+        case = {"id": "x", "family": "f", "category": "weight_sync", "config": {**sides, **config}}
+        (found,) = compare({**case, "measured": {"refit_s": 3.0}}, load_assumptions("default"))
+        return found.predicted.value
+
+    stream = predicted(framework="somebody's")
+    assert predicted(framework="somebody's", backend="NIXL") < stream
+    assert predicted(framework="somebody's", note="through a shared file system") > 3 * stream
+    assert predicted(framework="verl") > 2 * stream
+    with pytest.raises(NotCovered, match="parts of the weights"):
+        predicted(framework="somebody's", note="LoRA adapters")
+
+
 def test_models_are_found_in_free_text() -> None:
     assert find_model("DeepSeek-V3/R1").name == "DeepSeek-V3"
     assert find_model("Kimi-K2 1T").name == "Kimi-K2"
