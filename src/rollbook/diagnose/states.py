@@ -9,7 +9,7 @@ import numpy as np
 from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.finding import Evidence, State
 from rollbook.diagnose.rules.wording import num, of_break
-from rollbook.diagnose.signs.gap import gap_of
+from rollbook.diagnose.signs.gap import gap_led, gap_of
 from rollbook.diagnose.signs.lengths import length_growth
 from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.signs.rewards import REWARD, Moved, reward_decline, reward_of
@@ -65,6 +65,8 @@ def _learning_rate_too_high(view: View) -> State | None:
         leads = rise.idx <= policy.blow_up_idx + max(3, view.n // 40)
         if leads and policy.update_ratio < 0.8 * rise.peak_ratio:
             return None  # the engine went its own way first, and further
+        if gap_led(view, policy.blow_up_idx):
+            return None  # it was far off before the policy moved at all
     moved = {b.metric for b in policy.blow_up}
     reward = view.fall(reward_of(view).metric)
     fell = (

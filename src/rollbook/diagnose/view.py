@@ -212,7 +212,7 @@ class View:
         centers = np.median(right) - np.median(left)
         slope = 0.5 * (_slope(left, a) + _slope(right, b))
         before, after = float(np.median(a)), float(np.median(b))
-        noise = max(_spread(left, a), _spread(right, b) if len(b) >= 4 else 0.0)
+        noise = max(spread_around(left, a), spread_around(right, b) if len(b) >= 4 else 0.0)
         jump = after - before - slope * centers
         levels = (float(np.exp(before)), float(np.exp(after))) if log else (before, after)
         return Contrast(metric, *levels, after - before, jump, noise, len(a), len(b))
@@ -306,7 +306,7 @@ def _slope(at: Series, values: Series) -> float:
     return float(np.median(values[-third:]) - np.median(values[:third])) / run if run else 0.0
 
 
-def _spread(at: Series, values: Series) -> float:
+def spread_around(at: Series, values: Series) -> float:
     """Robust standard deviation around the robust line."""
     left = values - _slope(at, values) * (at - np.median(at))
     return 1.4826 * float(np.median(np.abs(left - np.median(left))))

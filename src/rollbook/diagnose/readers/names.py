@@ -166,6 +166,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"rewards/([^/]+)(?:/mean)?"), r"reward/\1/mean"),
     (re.compile(r"rewards/([^/]+)/std"), r"reward/\1/std"),
     (re.compile(r"train/(mis|tis|ois)_(rollout_.+)"), r"rollout_corr/\2"),
+    (re.compile(r"eval/([^/]+)-truncated_ratio"), r"val/\1/clip_ratio"),
     (re.compile(r"eval/([^/]+)"), r"val/\1/reward"),
     (re.compile(r"eval-rollout/reward"), "val/all/reward"),
 )

@@ -273,9 +273,17 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
         (
             "resumed",
-            ("esuming", "esumed", "Setting global step", "Load from checkpoint", "recover"),
+            (
+                "esuming",
+                "esumed",
+                "Setting global step",
+                "Load from checkpoint",
+                "recover",
+                "loaded checkpoint",
+            ),
             r"[Rr]esum(?:ing|ed) (?:training |run )?from|Setting global step to \d+|Load from checkpoint folder"
-            r"|Recovered from checkpoint|Loaded checkpoint from .*step",
+            r"|Recovered from checkpoint|Loaded checkpoint from .*step"
+            r"|successfully loaded checkpoint .*at iteration \d+",
         ),
         (
             "sandbox_failure",

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose.cost import is_worth
+from rollbook.diagnose.cost import is_worth, run_seconds
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
-from rollbook.diagnose.signs.seconds import TRAINER_STAGES, is_of_the_schedule, lost_seconds
+from rollbook.diagnose.signs.seconds import TRAINER_STAGES, is_of_the_schedule, lost_seconds, waiting_of
 from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.spells import Spells
 from rollbook.diagnose.view import View
@@ -40,6 +40,8 @@ def judge(view: View) -> Finding | NotJudged | None:
             confidence = max(confidence, 0.85)
     if not view.has(f"{STALENESS}/mean") and not view.family("buffer/"):
         stages.append("timing_s/gen")  # in an asynchronous run that one is a wait for samples
+    if waiting_of(view) == "timing_s/step":
+        stages = ["timing_s/step"]  # no stage is timed: at equal lengths the whole step tells
     slow = _stalls_again(view) or _slow_link(view)
     if slow is not None and not said:
         return slow
@@ -115,6 +117,8 @@ STALL_S = 45.0
 """Seconds over the usual from which a step of such a stage stalls: at equal tokens no work differs by so much."""
 LEAST_STALLS = 5
 """Steps that stall before it is a habit: a busy cluster stands still for a moment, too."""
+GRAVE_FRAC = 0.2
+"""Share of the run's seconds that is lost from which on fewer stalls are no moment."""
 RARE = 0.02
 """Share of the steps since the first stall below which stalls are hiccups."""
 ONE_LENGTH = 0.05
@@ -127,10 +131,14 @@ def _stalls_again(view: View) -> Finding | None:
     """Steps in which one stage takes minutes longer than in those beside them, for the same work."""
     evidence: list[Evidence] = []
     idx, cost = view.n, 0.0
-    for stage in _COLLECTIVE:
+    timed = ("step",) if waiting_of(view) == "timing_s/step" else _COLLECTIVE
+    for stage in timed:
         metric = f"timing_s/{stage}"
         spells = view.spells(metric, least=np.log(1.5))
-        if spells is None or spells.inside - spells.before < STALL_S or spells.num_hits < LEAST_STALLS:
+        if spells is None or spells.inside - spells.before < STALL_S:
+            continue
+        lost = spells.over_quiet(view.values[metric]) * view.stride
+        if spells.num_hits < LEAST_STALLS and not lost >= GRAVE_FRAC * run_seconds(view):
             continue
         if spells.num_hits < RARE * (view.n - spells.first) and not _are_of_one_length(view, metric, spells):
             continue
@@ -142,7 +150,7 @@ def _stalls_again(view: View) -> Finding | None:
             Evidence(metric=metric, step=view.step_at(spells.first), before=usual, after=longest, says=says)
         )
         idx = min(idx, spells.first)
-        cost += spells.over_quiet(view.values[metric]) * view.stride
+        cost += lost
     if not evidence or not is_worth(view, cost):
         return None
     return _finding(
@@ -167,6 +175,7 @@ def _works_more(view: View, spells: Spells) -> bool:
     explains: tuple[tuple[str | None, float], ...] = (
         ("perf/total_num_tokens", 1.2),
         ("response_length/mean", 1.2),
+        ("response_length/max", 1.5),
         ("global_seqlen/max", 1.3),
         ("timing_s/gen", 1.4),
         ("timing_s/adv", 2.0),

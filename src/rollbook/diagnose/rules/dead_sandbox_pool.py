@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.series import Series
@@ -20,7 +21,15 @@ from rollbook.diagnose.signs.environments import (
     failures_rise,
 )
 from rollbook.diagnose.signs.gap import GAP, gap_of
-from rollbook.diagnose.signs.rewards import Moved, Reward, lost_reward, reward_of
+from rollbook.diagnose.signs.policy import policy_of
+from rollbook.diagnose.signs.rewards import (
+    Moved,
+    Reward,
+    lost_reward,
+    other_prompts,
+    reward_decline,
+    reward_of,
+)
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import Contrast, View
 
@@ -52,7 +61,69 @@ def judge(view: View) -> Finding | NotJudged | None:
         found = _at(view, idx)
         if found is not None and (best is None or found.confidence > best.confidence):
             best = found
-    return best or _one_by_one(view)
+    return best or _one_by_one(view) or _ever_fewer(view)
+
+
+MOST = 0.5
+"""Share of calls or trajectories that fail in the end from which on little else matters."""
+FEWER_TURNS = 0.7
+"""Turns of the end over those at first from which on episodes end early."""
+
+
+def _ever_fewer(view: View) -> Finding | None:
+    """Episodes end ever earlier, their calls return ever sooner, and rewards are lost with them, while the policy stays
+    what it was: ever more of the sandboxes refuse."""
+    seconds = "env/turn_s/mean"
+    metric = reward_of(view).metric
+    if metric is None or view.count(seconds) < 24 or view.count(TURNS) < 24 or view.level(TURNS) <= 2.2:
+        return None
+    part = max(5, view.n // 8)
+    turns, calls = ((view.level(m, 0, part), view.last(m, part)) for m in (TURNS, seconds))
+    lost = reward_decline(view)
+    if turns[1] > FEWER_TURNS * turns[0] or calls[1] > FEWER_TURNS * calls[0] or lost is None:
+        return None
+    smooth = [running_median(np.nan_to_num(view.values[m], nan=view.level(m)), 7) for m in (TURNS, metric)]
+    if spearman(*smooth) < 0.6 or policy_of(view).blow_up_idx is not None:
+        return None
+    entropy, _ = view.trend("actor/entropy")
+    if not 0.8 <= entropy <= 1.25 or (gap_of(view) is not None and view.trend(GAP)[0] >= 1.5):
+        return None
+    begin = view.fall(TURNS)
+    step = begin.step if begin is not None else lost.step
+    evidence = (
+        Evidence(
+            metric=TURNS,
+            step=step,
+            before=turns[0],
+            after=turns[1],
+            says=f"{num(turns[0])} to {num(turns[1])}",
+        ),
+        Evidence(
+            metric=seconds,
+            step=step,
+            before=calls[0],
+            after=calls[1],
+            says=f"{num(calls[0])} s to {num(calls[1])} s",
+        ),
+        Evidence(
+            metric=lost.metric,
+            step=lost.step,
+            before=lost.before,
+            after=lost.after,
+            says=f"{num(lost.before)} at its best, {num(lost.after)} now, and goes with the turns",
+        ),
+    )
+    return Finding(
+        rule=RULE,
+        title="sandboxes die in part: ever more episodes end early and score nothing",
+        area="data",
+        confidence=0.78,
+        step=step,
+        evidence=evidence,
+        cost_reward=max(0.0, lost.before - lost.after),
+        action=ACTION,
+        next_check=CHECK,
+    )
 
 
 DEADLINE = 0.02
@@ -203,6 +274,8 @@ def _at(view: View, idx: int) -> Finding | None:
         c = view.contrast(metric, idx)
         assert c is not None
         add(c, 2.0 if metric == failed[0] else 0.5, True)
+    if any(m.endswith(("frac", "ratio")) and view.last(m) >= MOST for m in failed):
+        weight += 1.0
     for metric in ("env/turn_s/mean", "env/turn_s/p99"):
         c = view.contrast(metric, idx, width=8, log=True)
         if (
@@ -224,10 +297,13 @@ def _at(view: View, idx: int) -> Finding | None:
     c = view.contrast(TURNS, idx, width=8)
     if c is not None and c.score <= -5 and c.ratio <= 0.85:
         add(c, 1.5, True, "episodes end early")
+    shorter = view.contrast("response_length/mean", idx, width=8)
+    ends_early = all(x is not None and x.score <= -8 and x.ratio <= 0.85 for x in (c, shorter))
+    surely = -3.0 if ends_early and not other_prompts(view, idx) else -5.0
     reward = reward_of(view)
     lost = view.contrast(reward.metric, idx, width=8)
     share_lost = lost_reward(view, idx)
-    fell = lost is not None and share_lost >= 0.12 and (lost.score <= -5 or _is_the_fall(reward, idx))
+    fell = lost is not None and share_lost >= 0.12 and (lost.score <= surely or _is_the_fall(reward, idx))
     if lost is not None and fell:
         add(lost, 1.5, False)
     if not is_env:

@@ -14,11 +14,12 @@ from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.gap import GAP, gap_of
 from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.signs.rewards import lowest_reward, other_prompts, reward_of
-from rollbook.diagnose.view import View
+from rollbook.diagnose.view import View, spread_around
 
 RULE = "discontinuity_after_resume"
 
 
+SECOND_WARMUP = "falls at once and warms up again"
 LONE_JUMP = 7.0
 """Noises that a series must jump by when it is the only one: of eight at many restarts, some jump by chance."""
 
@@ -124,7 +125,7 @@ def _restarts(view: View) -> list[Restart]:
         for i in np.flatnonzero(steps[1:] < 0.6 * steps[:-1]):
             idx = int(known[i + 1])
             if 4 < idx < view.n - 4 and np.nanmax(lr[idx : idx + 40]) >= 1.3 * lr[idx]:
-                restarts.append(Restart(idx, "actor/lr", "falls at once and warms up again", False))
+                restarts.append(Restart(idx, "actor/lr", SECOND_WARMUP, False))
         anew = _schedule_begins_anew(lr)
         if anew is not None:
             restarts.append(Restart(anew, "actor/lr", "rises at once to what it was earlier", False))
@@ -363,7 +364,8 @@ def _at(view: View, restart: Restart) -> Finding | None:
     if not restart.is_certain and (other_prompts(view, restart.idx) or _runs_away(view, restart.idx)):
         return None
     num_jumps = len(evidence) - 1
-    if num_jumps < (1 if restart.is_certain else 2):
+    anew_alone = restart.says == SECOND_WARMUP and _warms_up_once(view, restart.idx)
+    if num_jumps < (1 if restart.is_certain or anew_alone else 2):
         return None
     if num_jumps == 1 and surest < LONE_JUMP:
         return None
@@ -375,6 +377,7 @@ def _at(view: View, restart: Restart) -> Finding | None:
     if rise is not None and rise.peak_ratio >= 3 and rise.score >= 8 and abs(rise.idx - restart.idx) <= 2:
         return None
     confidence = 0.55 + 0.13 * num_jumps + (0.1 if restart.is_certain else -0.05) - 0.15 * only_lr
+    confidence = max(confidence, 0.72) if anew_alone else confidence
     reward = view.contrast(reward_of(view).metric, restart.idx)
     return Finding(
         rule=RULE,
@@ -386,6 +389,22 @@ def _at(view: View, restart: Restart) -> Finding | None:
         cost_reward=max(0.0, -reward.diff) if reward is not None else None,
         action=ACTION,
         next_check=CHECK,
+    )
+
+
+def _warms_up_once(view: View, idx: int) -> bool:
+    """Whether a rate that stood, or had only fallen, is a small part of itself at one step of the run alone, and climbs
+    from there step by step: no schedule with cycles does so."""
+    lr = view.values["actor/lr"]
+    known = lr[np.isfinite(lr)]
+    falls = int((known[1:] < 0.3 * known[:-1]).sum())
+    after = lr[idx : idx + 6]
+    before = lr[max(0, idx - 6) : idx]
+    return bool(
+        falls == 1
+        and lr[idx] <= 0.3 * lr[idx - 1]
+        and np.all(np.diff(before[np.isfinite(before)]) <= 0)
+        and np.all(np.diff(after[np.isfinite(after)]) > 0)
     )
 
 
@@ -425,16 +444,21 @@ def _begins_anew(view: View, idx: int) -> list[Evidence]:
 
 
 def _jump(view: View, metric: str, idx: int) -> tuple[float, float, float, float] | None:
-    """(before, after, jump, jump in noises) of a metric at a restart; the first values after count."""
+    """(before, after, jump, jump in noises) of a metric at a restart; the first values after count, and the noise of
+    those before: what a restart shakes calms down again."""
     c = view.contrast(metric, idx, width=10)
     if c is None:
         return None
-    first = view.level(metric, idx, idx + 4)
+    first = view.level(metric, idx, idx + 3)
+    if not np.isfinite(first):
+        return None
     jump = first - c.before
     slope = c.diff - c.jump  # what both sides' slopes explain
-    if slope * jump > 0:  # a slope the other way, by chance, would only add to it
+    if slope * jump > 0 and abs(slope) < abs(jump):  # a slope the other way, by chance, would only add to it
         jump -= slope * 0.5
     # Ten values may lie close together by chance: those of forty before tell how far they usually scatter.
-    noise = max(c.noise, view.noise_before(metric, idx))
-    error = max(noise, 1e-12 + 1e-3 * abs(c.before)) * 1.25 * np.sqrt(1 / c.num_before + 1 / 4)
+    at = np.flatnonzero(np.isfinite(view.values[metric][:idx]))[-10:]
+    spread = spread_around(at.astype(np.float64), view.values[metric][at])
+    noise = max(spread, view.noise_before(metric, idx))
+    error = max(noise, 1e-12 + 1e-3 * abs(c.before)) * 1.25 * np.sqrt(1 / c.num_before + 1 / 3)
     return c.before, first, float(jump), float(abs(jump) / error)

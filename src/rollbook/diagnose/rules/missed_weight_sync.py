@@ -16,8 +16,8 @@ from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
-from rollbook.diagnose.signs.gap import GAP, Gap, begins_fine, gap_of
-from rollbook.diagnose.signs.policy import policy_of
+from rollbook.diagnose.signs.gap import GAP, Gap, begins_fine, gap_led, gap_of
+from rollbook.diagnose.signs.policy import policy_of, step_kl_holds_the_gap
 from rollbook.diagnose.signs.publications import publications_of
 from rollbook.diagnose.signs.rewards import reward_of
 from rollbook.diagnose.signs.versions import versions_of
@@ -193,7 +193,7 @@ def follows_staleness(view: View, idx: int) -> bool:
 def optimizer_explains(view: View, rise: Break) -> bool:
     """Whether the policy's own steps grew first, and by enough: then every version differs more from the last."""
     policy = policy_of(view)
-    if policy.blow_up_idx is None:
+    if policy.blow_up_idx is None or gap_led(view, policy.blow_up_idx):
         return False
     by_far = policy.update_ratio >= 1.25 * rise.peak_ratio  # then a few steps of uncertainty do not matter
     slack = max(8, view.n // 12) if by_far else max(4, view.n // 25)
@@ -204,7 +204,7 @@ def goes_with_the_policy(view: View) -> bool:
     """Whether the gap goes up and down with the trainer's own steps, which grow to many times what they were at first:
     a policy that swings."""
     moved = view.values.get("actor/ppo_kl")
-    if moved is None or gap_of(view) is None:
+    if moved is None or gap_of(view) is None or step_kl_holds_the_gap(view):
         return False
     both = np.isfinite(moved) & np.isfinite(view.values[GAP])
     if both.sum() < 24:

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from rollbook.diagnose.changes import noise_scale
+from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.series import Series
@@ -50,7 +50,7 @@ def judge(view: View) -> Finding | NotJudged | None:
             since = _zero_since(view, metric, least)
             if since is None:
                 since = _outage(view, metric) if group is train else _zero_now_and_then(view, metric)
-            if since is None or not (living or group is held_out):
+            if since is None or not (living or group is held_out) or _is_unlearned(view, metric, since):
                 continue
             if _others_fall(view, since, [m for s, m in group.items() if s != source]):
                 continue  # the policy changed: this one is only the first to reach zero
@@ -265,6 +265,22 @@ def _until(view: View, metric: str, idx: int) -> int | None:
     values = view.values[metric][idx:] - min(0.0, lowest_reward(view))
     back = np.flatnonzero(np.isfinite(values) & (np.abs(values) > 1e-9))
     return view.step_at(idx + int(back[0])) if len(back) else None
+
+
+FADED = 0.25
+"""Share of its best level below which the last scores before the zeros have faded: a scorer dies at once."""
+
+
+def _is_unlearned(view: View, metric: str, since: int) -> bool:
+    """Whether a score had faded out before its zeros, under a policy whose entropy grows and grows."""
+    ratio, steadiness = view.trend("actor/entropy")
+    if not (ratio >= 1.4 and steadiness >= 0.8):
+        return False
+    past = view.values[metric][:since] - _floor_of(view, metric)
+    past = past[np.isfinite(past)]
+    some = past[np.abs(past) > 1e-9]
+    width = 7 if len(past) >= 20 else 3
+    return len(some) >= 4 and float(np.median(some[-3:])) < FADED * float(np.max(running_median(past, width)))
 
 
 def _at_floor_since(view: View, metric: str, floor: float, least: int) -> int | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rollbook.diagnose.changes import spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.rules.wording import num, of_break, share
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.environments import ENV_FAILURES, SANDBOX_S, TURNS
 from rollbook.diagnose.signs.gap import gap_of
@@ -48,6 +48,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         )
     if (teeth := _in_teeth(view)) is not None:
         return teeth
+    if is_agentic and (fast := _in_a_few_steps(view)) is not None:
+        return fast
     points = 0.0
     evidence: list[Evidence] = []
     env = False
@@ -100,6 +102,45 @@ def judge(view: View) -> Finding | NotJudged | None:
         step=view.step_at(min(begin, view.n - 1)),
         evidence=tuple(evidence),
         cost_s=lost_in_steps(view, begin),
+        action=ACTION,
+        next_check=CHECK,
+    )
+
+
+CALLS_GROW = 2.5
+"""Growth of the seconds of a call from which on the host is what is slow."""
+HELD_GROWS = 1.12
+"""Growth of host memory from which on somebody holds it."""
+LEAST_RAMP = 4
+"""Steps that a growth must take: what breaks at once is a pool that died."""
+
+
+def _in_a_few_steps(view: View) -> Finding | None:
+    """Calls and host memory grow together over a few steps, late in a run or up to a level at which they stay, while
+    turns and lengths are what they were."""
+    seconds, held = view.rise("env/turn_s/mean"), view.rise("perf/cpu_memory_used_gb")
+    if seconds is None or held is None or view.level("env/turn_s/mean") < SANDBOX_S:
+        return None
+    if seconds.peak_ratio < CALLS_GROW or held.peak_ratio < HELD_GROWS or min(seconds.score, held.score) < 6:
+        return None
+    if min(seconds.rise_steps, held.rise_steps) < LEAST_RAMP or not view.near(
+        seconds.idx, held.idx, share=0.1, least=8
+    ):
+        return None
+    if seconds.end_idx is not None or held.end_idx is not None or _gap_moves(view):
+        return None
+    for metric in (TURNS, "response_length/mean"):
+        c = view.contrast(metric, seconds.idx, width=20)
+        if c is not None and not 0.85 <= c.ratio <= 1.25:
+            return None
+    return Finding(
+        rule=RULE,
+        title=TITLE,
+        area="data",
+        confidence=0.82,
+        step=min(seconds.step, held.step),
+        evidence=(of_break(seconds, "calls wait"), of_break(held, "and the host fills up")),
+        cost_s=lost_in_steps(view, seconds.idx),
         action=ACTION,
         next_check=CHECK,
     )

@@ -120,6 +120,8 @@ ALWAYS = 4.0
 """Mean staleness from the first steps on that is more than any usual bound, if the importance weights suffer too."""
 
 
+AS_FRESH = 1.2
+"""The gap over that of fresh samples up to which age has no part in it."""
 PARTED = 2.5
 """The gap over that of fresh samples from which on age is most of it."""
 
@@ -148,6 +150,8 @@ def _from_start(view: View, metric: str) -> Finding | None:
     )
     if not (start >= ALWAYS and level >= ALWAYS and suffers):
         return None
+    if fresh is not None and parted <= AS_FRESH and not weights <= 0.75:
+        return None  # the first, fresh samples were as far off: age has no part in it
     evidence = [
         Evidence(
             metric=metric, step=view.step_at(0), after=level, says=f"{num(level)} versions behind all along"

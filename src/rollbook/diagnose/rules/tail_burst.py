@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.series import Series
-from rollbook.diagnose.signs.seconds import EXCESS, excess_of, is_of_the_schedule
+from rollbook.diagnose.signs.seconds import beyond_lengths, is_of_the_schedule, waiting_of
 from rollbook.diagnose.view import View
 
 RULE = "tail_burst"
@@ -22,6 +22,8 @@ ACTION = (
 )
 CHECK = "read the longest responses of one such step: repetition, or honest reasoning cut short?"
 TAIL = "rollout/tail_s"
+PACE = "seconds of the tail beyond length"
+"""Derived: seconds in which a tail shows, over what mean lengths explain, as a multiple of its own median."""
 TURNS = "num_turns/max"
 """Turns of the longest trajectory: one that is stuck goes round until the limit."""
 CLEARLY_APART = 1.6
@@ -41,7 +43,9 @@ LASTING = 0.9
 
 def judge(view: View) -> Finding | NotJudged | None:
     longest = view.first("generated/response_length/max", "response_length/max", "response_length/p99")
-    if excess_of(view) is None or longest is None:
+    waiting = waiting_of(view)
+    pace = beyond_lengths(view, waiting, PACE) if waiting is not None else None
+    if waiting is None or pace is None or longest is None:
         return NotJudged(
             rule=RULE,
             missing=("timing_s/gen", "response_length/max", "response_length/p99"),
@@ -49,10 +53,10 @@ def judge(view: View) -> Finding | NotJudged | None:
         )
     best: Finding | None = None
     for tail in _tails(view, longest):
-        found = _judge_tail(view, *tail)
+        found = _judge_tail(view, waiting, *tail)
         if found is not None and (best is None or found.confidence > best.confidence):
             best = found
-    return best or _in_spells(view)
+    return best or _in_spells(view, waiting)
 
 
 LEAST_STRETCH = 3
@@ -61,10 +65,10 @@ CUT_OFF = 0.003
 """Share of responses that run on to the limit in a stretch, over the steps beside it, from which on it is one."""
 
 
-def _in_spells(view: View) -> Finding | None:
+def _in_spells(view: View, gen: str) -> Finding | None:
     """Stretches in which a few responses run to the limit and all wait for them, beside steps in which none does. One
     wait swings so much that no single step tells; the stretches together do."""
-    clip, gen = "response_length/clip_ratio", "timing_s/gen"
+    clip = "response_length/clip_ratio"
     spells = view.spells(clip, log=False, least=CUT_OFF)
     if spells is None or spells.median_length < LEAST_STRETCH or is_of_the_schedule(view, spells):
         return None
@@ -130,8 +134,8 @@ def _tails(view: View, longest: str) -> list[tuple[str, Series, float]]:
     return out
 
 
-def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding | None:
-    gen = view.values[EXCESS]
+def _judge_tail(view: View, waiting: str, metric: str, tail: Series, least: float) -> Finding | None:
+    gen, seconds = view.values[PACE], view.values[waiting]
     known = np.isfinite(tail) & np.isfinite(gen)
     if known.sum() < 20:
         return None
@@ -178,7 +182,7 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
     if float(np.median(pace[begin:end][both[begin:end]])) < 1.2 * slow_before:
         return None  # the steps were as slow before there was a tail
     start = int(idx[begin])
-    if rate_after >= LASTING and not _step_together(view, metric, start, least):
+    if rate_after >= LASTING and not _step_together(view, waiting, metric, start, least):
         return None  # no burst but a level: then both must have come to it at once
     grown = view.contrast("response_length/mean", start, width=20)
     at_once = (
@@ -194,13 +198,12 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
         return (
             None  # more of them end at the limit, where the longest have always ended: no step waits longer
         )
-    if _host_is_slow(view, hit) or (
-        metric == TAIL and float(np.median(raw[hit] / seconds_of(view)[hit])) < 0.2
+    if _host_is_slow(view, seconds, hit) or (
+        metric == TAIL and float(np.median(raw[hit] / seconds[hit])) < 0.2
     ):
         return None  # everything is slow in those steps, or the tail is a small part of them
     before, after = view.level(metric, 0, start), float(np.median(raw[hit]))
-    seconds = seconds_of(view)
-    usual = view.level("timing_s/gen", 0, start)
+    usual = view.level(waiting, 0, start)
     beside = idx[begin:end][~inside_long]
     if by_tokens and len(beside) >= 4:
         usual = float(np.median(seconds[beside]))
@@ -217,7 +220,7 @@ def _judge_tail(view: View, metric: str, tail: Series, least: float) -> Finding 
             says=f"{num(before)} before, {num(after)} in {len(hit)} of {end - begin} steps since",
         ),
         Evidence(
-            metric="timing_s/gen",
+            metric=waiting,
             step=view.step_at(start),
             before=usual,
             after=slow_gen,
@@ -272,12 +275,12 @@ def _grew(view: View, start: int, hit: NDArray[np.intp]) -> bool:
     return float(np.nanmedian(after)) >= 1.2 * float(np.nanmedian(before))
 
 
-def _step_together(view: View, metric: str, start: int, least: float) -> bool:
+def _step_together(view: View, waiting: str, metric: str, start: int, least: float) -> bool:
     """Whether tail and seconds rise within a few steps of a position, the tail by as much as a burst."""
     slack = max(4, view.n // 40)
     tail = max((_ratio_at(view, metric, i) for i in range(max(3, start - slack), start + slack)), default=1.0)
     slow = max(
-        (_ratio_at(view, "timing_s/gen", i) for i in range(max(3, start - slack), start + slack)), default=1.0
+        (_ratio_at(view, waiting, i) for i in range(max(3, start - slack), start + slack)), default=1.0
     )
     return tail >= 0.8 * least and slow >= 1.25
 
@@ -288,11 +291,7 @@ def _ratio_at(view: View, metric: str, idx: int) -> float:
     return 1.0 if c is None else (c.after + few) / max(c.before + few, 1e-12)
 
 
-def seconds_of(view: View) -> Series:
-    return view.values["timing_s/gen"]
-
-
-def _host_is_slow(view: View, hit: NDArray[np.intp]) -> bool:
+def _host_is_slow(view: View, seconds: Series, hit: NDArray[np.intp]) -> bool:
     """Whether the trainer's own stages take longer in those steps too."""
     train = view.values.get("timing_s/update_actor")
     if train is None:
@@ -301,9 +300,8 @@ def _host_is_slow(view: View, hit: NDArray[np.intp]) -> bool:
     inside = train[hit][np.isfinite(train[hit])]
     if len(inside) < 3 or len(others) < 3:
         return False
-    gen = seconds_of(view)
     slower = float(np.median(inside)) / float(np.median(train[others]))
-    longer = float(np.median(gen[hit])) / float(np.nanmedian(gen[others]))
+    longer = float(np.median(seconds[hit])) / float(np.nanmedian(seconds[others]))
     return slower >= 1.2 and longer < 1.3 * slower
 
 

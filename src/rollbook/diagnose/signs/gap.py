@@ -64,6 +64,10 @@ _LEVELS: dict[str, tuple[float, float]] = {
 }
 
 
+FAR_OFF = 2.5
+"""Times the level that is too much from which on a metric counts twice."""
+
+
 def usual_level(metric: str) -> float:
     """What a gap metric reads for a healthy pair of engines."""
     return _LEVELS.get(metric, (float("nan"), 0.0))[0]
@@ -184,6 +188,7 @@ def _judge_levels(view: View, start: int, end: int) -> tuple[int, int]:
             slack if metric in ("training/rollout_probs_diff_mean", "training/logprob_gap/mean") else slack**2
         )
         bad += abs(level) >= too_much * allowed
+        bad += abs(level) >= FAR_OFF * too_much * allowed  # no correlation makes up for that
         fine += abs(level) <= usual * allowed
     return bad, fine
 
@@ -194,6 +199,22 @@ def begins_fine(view: View) -> bool:
     known = np.flatnonzero(np.isfinite(view.values[GAP]))[:3]
     bad, fine = _judge_levels(view, 0, int(known[-1]) + 1) if len(known) == 3 else (0, 0)
     return fine > 0 and bad == 0
+
+
+LED_STEPS = 4
+LED_RATIO = 2.5
+"""Steps before the policy's own movement, and growth by then, from which on the gap came first."""
+
+
+def gap_led(view: View, blow_up_idx: int) -> bool:
+    """Whether the gap had grown well before a position, by so much that nothing that began there explains it."""
+    found = gap_of(view)
+    rise = found.rise if found is not None else None
+    if rise is None or rise.score < 6 or rise.idx + LED_STEPS > blow_up_idx:
+        return False
+    return view.level(GAP, blow_up_idx - 3, blow_up_idx) >= LED_RATIO * view.level(
+        GAP, max(0, rise.idx - 20), rise.idx
+    )
 
 
 def _freshest(view: View, start: int, end: int) -> NDArray[np.intp] | None:

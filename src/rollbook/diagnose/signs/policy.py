@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollbook.diagnose.breaks import Break
+from rollbook.diagnose.signs.gap import GAP, gap_of
 from rollbook.diagnose.view import View, once
 
 
@@ -34,7 +35,7 @@ def policy_of(view: View) -> Policy:
     shared: list[Break] = []
     ratios: list[float] = []
     with_gap: list[Break] = []
-    is_bypass = _trains_on_the_engines_logprobs(view)
+    is_bypass = _trains_on_the_engines_logprobs(view) or step_kl_holds_the_gap(view)
     for metric, least, power, of_lr, into in (
         ("actor/ppo_kl", 3.0, 0.5, 2.0, own),
         ("actor/pg_clipfrac", 2.2, 1.0, 1.0, shared),
@@ -78,6 +79,45 @@ def _trains_on_the_engines_logprobs(view: View) -> bool:
     """Whether the trainer computes no old logprobs of its own: verl then takes the engine's for them."""
     stages = view.has("timing_s/update_actor") and not view.count("timing_s/old_log_prob")
     return stages and view.run.format.startswith("verl") and bool(view.family("rollout_corr/"))
+
+
+KEPT = 0.5
+"""Share of the gap's growth that gradients may reach where the policy is not what moves."""
+QUIET_NATS = 0.25
+"""Logarithm by which the entropy may move there."""
+ALIKE_NATS = 0.9
+"""Logarithm by which the root of the step KL may grow otherwise than the gap: it is the same distance."""
+
+
+def step_kl_holds_the_gap(view: View) -> bool:
+    """Whether step KL and clip fraction go with the gap while gradients and entropy hardly move: they are taken against
+    the engine's logprobs, whatever the log says of old ones."""
+    found = gap_of(view)
+    rise = found.rise if found is not None else None
+    if rise is None or rise.peak_ratio < 2.0 or rise.score < 6:
+        return False
+    width = max(8, view.n // 8)
+    moved = {}
+    for metric in ("actor/ppo_kl", "actor/grad_norm", "actor/entropy"):
+        before = view.level(metric, max(0, rise.idx - width), max(rise.idx, 3))
+        after = view.level(metric, rise.idx, rise.end_idx)
+        if not (before > 0 and after > 0):
+            return False
+        moved[metric] = float(np.log(after / before))
+    apart = 0.5 * moved["actor/ppo_kl"] - float(np.log(rise.peak_ratio))
+    first = max(3, view.n // 12)
+    ends = [(view.level(m, 0, first), view.last(m)) for m in ("actor/ppo_kl", GAP)]
+    if min(min(pair) for pair in ends) <= 0.0:
+        return False
+    since = [float(np.log(late / early)) for early, late in ends]
+    if rise.end_idx is None and abs(0.5 * since[0] - since[1]) > ALIKE_NATS:
+        return False  # a policy that warms up
+    most = float(np.log(1 + KEPT * (rise.peak_ratio - 1)))
+    return (
+        abs(apart) <= ALIKE_NATS
+        and abs(moved["actor/grad_norm"]) <= most
+        and abs(moved["actor/entropy"]) <= QUIET_NATS
+    )
 
 
 def is_broken_update(view: View, idx: int) -> bool:
@@ -139,7 +179,12 @@ def _not_finite(view: View) -> tuple[int | None, tuple[str, ...]]:
             continue  # never a number: not computed here
         last_known = int(known[-1])
         tail = [s for s in steps if s > last_known]
-        if tail and tail[-1] >= last_step - 2 and (len(tail) >= 2 or tail[-1] == last_step):
+        came_and_went = len(steps) > len(tail)  # a logger that loses values now and then
+        if (
+            tail
+            and tail[-1] >= last_step - 2
+            and (len(tail) >= 2 or (tail[-1] == last_step and not came_and_went))
+        ):
             broken[metric] = tail[0]
     if not broken:
         return None, ()

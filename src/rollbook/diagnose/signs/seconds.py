@@ -22,10 +22,15 @@ def excess_of(view: View) -> str | None:
 
     Responses of less than half the usual length make a step no cheaper: what is left then are prompts and calls.
     """
-    gen = view.values.get("timing_s/gen")
-    if gen is None or np.isfinite(gen).sum() < 8:
+    return beyond_lengths(view, "timing_s/gen", EXCESS)
+
+
+def beyond_lengths(view: View, metric: str, name: str) -> str | None:
+    """Name of the derived series of seconds over what the mean lengths explain, as a multiple of its own median."""
+    seconds = view.values.get(metric)
+    if seconds is None or np.isfinite(seconds).sum() < 8:
         return None
-    out = np.log(np.maximum(gen, 1e-6))
+    out = np.log(np.maximum(seconds, 1e-6))
     length = view.values.get("response_length/mean")
     if length is not None:
         size = np.log(np.maximum(length, 1.0))
@@ -35,7 +40,15 @@ def excess_of(view: View) -> str | None:
             usual = np.median(size)
             out = out - 1.1 * (np.maximum(size, usual - np.log(2.0)) - usual)
     known = np.isfinite(out)
-    return view.derive(EXCESS, np.exp(out - np.median(out[known])))
+    return view.derive(name, np.exp(out - np.median(out[known])))
+
+
+def waiting_of(view: View) -> str | None:
+    """Seconds in which a wait for responses shows: of generation, else of the whole step where no stage is timed."""
+    if view.has("timing_s/gen"):
+        return "timing_s/gen"
+    stages = any(view.has(f"timing_s/{stage}") for stage in _STAGES)
+    return "timing_s/step" if view.has("timing_s/step") and not stages else None
 
 
 def host_slowdown(view: View, idx: int) -> float:
