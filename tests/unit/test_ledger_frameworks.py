@@ -94,6 +94,15 @@ def test_a_call_of_prefill_costs_launches_whatever_its_tokens() -> None:
     assert prefill_call_s(SMALL, H100, DEFAULT.decode) == DEFAULT.decode.prefill_layer_s * 24
 
 
+def test_matrices_reach_no_more_of_a_peak_than_the_best_of_their_device() -> None:
+    """668 of 1,307 TFLOPS are the best GEMM of an MI300X: 0.64 of the share that an H100's reaches."""
+    stack, amd = DEFAULT.stacks["megatron_tuned"], load_accelerator("MI300X")
+    frac = stack.gemm_frac_of(amd, "bfloat16")
+    assert frac == pytest.approx(stack.gemm_frac["bfloat16"] * (668.4 / 1307) / 0.8, rel=1e-3)
+    assert frac * amd.peak("bfloat16") < amd.achieved_flops_per_s["bfloat16"]
+    assert stack.gemm_frac_of(H100.accelerator, "bfloat16") == stack.gemm_frac["bfloat16"]
+
+
 def test_tokens_travel_to_experts_of_other_nodes_only() -> None:
     stack = DEFAULT.stacks["megatron_overlap"]
     rack = Cluster(accelerator=load_accelerator("GB200"), num_gpus=64)
