@@ -133,3 +133,15 @@ def test_a_bound_lets_responses_feel_the_judging_as_the_simulation_does(
     found = search.candidate(mode, *split)
     assert found.account.bound_s + found.account.seconds.reward > 0.1 * found.step_s
     assert simulate(scenario_of(search.request, found)).step_s == pytest.approx(found.step_s, rel=0.08)
+
+
+@pytest.mark.parametrize("reward", ["rule", "generative"])
+@pytest.mark.parametrize("num_rollout_gpus", [14, 16, 18])
+def test_a_trainer_that_all_wait_for_spreads_the_batches_that_it_takes(
+    num_rollout_gpus: int, reward: str
+) -> None:
+    """Where training becomes the longer side, batches no longer bunch: the step is the trainer's, not a crowd's."""
+    search, _ = candidate("separate_async", reward=reward, reward_tokens="256", max_staleness=1)
+    found = search.candidate("separate_async", num_rollout_gpus, 32 - num_rollout_gpus)
+    long = simulate(scenario_of(search.request, found, num_steps=24)).step_s
+    assert found.step_s == pytest.approx(long, rel=0.08)
