@@ -199,6 +199,14 @@ ENTRIES: dict[str, Entry] = {
         "read its own log; resume the run if it did not come back (`cluster.max_restarts`)",
         "is it always the same replica or host?",
     ),
+    "not_finite": Entry(
+        "implementation",
+        "`actor/pg_loss`, `actor/grad_norm` or `critic/vf_loss` is NaN or infinite, and stays so",
+        "an engine mismatch that ends in NaN: then the gap grew first; a learning rate that is too high: then step KL "
+        "and gradients did",
+        "resume from before that step; skip updates whose gradient is not finite",
+        "the first value of that batch that is no number, loss by loss",
+    ),
     "all_rejected": Entry(
         "implementation",
         "`rollout_corr/rollout_rs_masked_fraction` or `.../rollout_rs_seq_masked_fraction` above 0.8",

@@ -25,6 +25,7 @@ BRINGS_ABOUT: dict[str, frozenset[str]] = {
             "buffer_never_fills",
             "engine_mismatch",
             "mismatch_to_nan",
+            "not_finite",
             "stale_samples",
             "filter_starvation",
             "one_source_all_zero",
@@ -43,6 +44,8 @@ def judge(view: View) -> list[State]:
             _learning_rate_too_high(view),
             _lengths_explode(view),
             _entropy_collapse(view),
+            _cut_off(view),
+            _no_signal(view),
             _data_exhausted(view),
             _reward_saturates(view),
         )
@@ -137,6 +140,69 @@ def _of(moved: Moved) -> Evidence:
     return Evidence(metric=moved.metric, step=moved.step, before=moved.before, after=moved.after, says=says)
 
 
+CUT_OFF = 0.5
+"""Share of the answers that end at the limit from which on most of what is scored is unfinished."""
+
+
+def _cut_off(view: View) -> State | None:
+    """Most answers are cut off at the limit, and were from early on: growing ones are another state."""
+    clip = "response_length/clip_ratio"
+    if view.count(clip) < 5:
+        return None
+    third = max(2, view.n // 3)
+    early, late = view.level(clip, 0, third), view.level(clip, view.n - third)
+    if not min(early, late) >= CUT_OFF:
+        return None
+    limit = view.last("response_length/max")
+    of = f" of {num(limit)} tokens" if np.isfinite(limit) else ""
+    says = f"{num(early)} of the answers at first, {num(late)} now"
+    return State(
+        name="answers_cut_off",
+        title=f"most answers are cut off at the limit{of}",
+        step=view.step_at(0),
+        evidence=(Evidence(metric=clip, step=view.step_at(0), before=early, after=late, says=says),),
+        advice="raise the limit, or train shorter answers first: what is cut off is scored unfinished; leave it out "
+        "of the loss; if no answer ever ends, look whether the template has its end-of-sequence token",
+    )
+
+
+NO_SIGNAL = 0.4
+"""Share of the steps without a gradient from which on the job hardly trains."""
+NOTHING = 1e-3
+"""Gradient over its median where there is one, below which a step taught nothing."""
+
+
+def _no_signal(view: View) -> State | None:
+    """Many steps teach nothing: all answers of each of their groups were scored alike, so that no advantage is left."""
+    metric, few = "actor/grad_norm", "batch/effective_frac"
+    if view.count(metric) < 10:
+        return None
+    values = view.values[metric]
+    known = np.flatnonzero(np.isfinite(values))
+    some = values[known][values[known] > 0]
+    if not len(some):
+        return None
+    usual = float(np.median(some[some >= 0.1 * np.max(some)])) if (some >= 0.1 * np.max(some)).any() else 0.0
+    empty = values[known] <= max(NOTHING * usual, 0.0)
+    part = float(empty.mean())
+    alike = view.level(few)
+    if part < NO_SIGNAL and not (alike <= 1 - 2 * NO_SIGNAL and part >= 0.1):
+        return None
+    step = view.step_at(int(known[empty][0])) if empty.any() else view.step_at(0)
+    evidence = [Evidence(metric=metric, step=step, after=part, says=f"nothing in {num(part)} of the steps")]
+    if np.isfinite(alike):
+        says = f"{num(alike)} of the groups have two different rewards"
+        evidence.append(Evidence(metric=few, step=step, after=alike, says=says))
+    return State(
+        name="no_signal",
+        title="many steps teach nothing: the answers of a group are all scored alike",
+        step=step,
+        evidence=tuple(evidence),
+        advice="more prompts a step and more answers a prompt, prompts of middling difficulty, a reward that tells "
+        "more than right or wrong; drop flat groups and sample others in their place",
+    )
+
+
 def _entropy_collapse(view: View) -> State | None:
     if not view.has("actor/entropy") or view.count("actor/entropy") < 12:
         return None
@@ -211,6 +277,8 @@ def _reward_saturates(view: View) -> State | None:
         return None
     last = view.last(metric, max(5, view.n // 10))
     top = view.level("critic/rewards/max")
+    if not np.isfinite(top) and float(np.nanmax(view.values[metric])) > 1.02:
+        return None  # a sum of parts: nobody knows its top
     top = top if np.isfinite(top) and top > 0 else 1.0
     if last < 0.9 * top:
         return None

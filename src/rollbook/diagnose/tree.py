@@ -31,6 +31,7 @@ from rollbook.diagnose.rules import (
     late_oom_with_length,
     mismatch_to_nan,
     missed_weight_sync,
+    not_finite,
     object_store_spill,
     one_source_all_zero,
     oom_in_sync,
@@ -80,6 +81,7 @@ RULES: dict[str, Rule] = {
     "slow_replica": slow_replica.judge,
     "replica_died": replica_died.judge,
     "all_rejected": all_rejected.judge,
+    "not_finite": not_finite.judge,
     "run_stopped": run_stopped.judge,
 }
 
@@ -90,9 +92,9 @@ EXPLAINS: dict[str, frozenset[str]] = {
     for name, consequences in {
         "silent_error_after_wake": "engine_mismatch missed_weight_sync mismatch_to_nan stale_samples version_drift"
         " one_source_all_zero dead_sandbox_pool filter_starvation tail_burst late_oom_with_length buffer_never_fills"
-        " all_rejected",
+        " all_rejected not_finite",
         "missed_weight_sync": "stale_samples version_drift engine_mismatch mismatch_to_nan buffer_never_fills"
-        " filter_starvation one_source_all_zero all_rejected",
+        " filter_starvation one_source_all_zero all_rejected not_finite",
         "version_drift": "stale_samples engine_mismatch mismatch_to_nan missed_weight_sync buffer_never_fills"
         " all_rejected",
         "discontinuity_after_resume": "stale_samples engine_mismatch missed_weight_sync one_source_all_zero"
@@ -104,8 +106,9 @@ EXPLAINS: dict[str, frozenset[str]] = {
         "filter_starvation": "buffer_never_fills tail_burst stale_samples",
         "stale_samples": "engine_mismatch missed_weight_sync mismatch_to_nan buffer_never_fills all_rejected",
         "buffer_never_fills": "stale_samples",
-        "mismatch_to_nan": "engine_mismatch missed_weight_sync run_stopped all_rejected",
-        "engine_mismatch": "filter_starvation all_rejected",
+        "mismatch_to_nan": "engine_mismatch missed_weight_sync run_stopped all_rejected not_finite",
+        "engine_mismatch": "filter_starvation all_rejected not_finite",
+        "not_finite": "run_stopped filter_starvation one_source_all_zero tail_burst",
         "late_oom_with_length": "oom_in_sync fragmentation tail_burst collective_hang run_stopped",
         "oom_in_sync": "collective_hang late_oom_with_length fragmentation discontinuity_after_resume run_stopped",
         "tail_burst": "buffer_never_fills late_oom_with_length stale_samples",

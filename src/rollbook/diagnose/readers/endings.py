@@ -23,12 +23,13 @@ _DEATHS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ),
         (
             "device_memory",
-            r"(?:CUDA|NPU|HIP)(?: [Ee]rror:)? out of memory|torch\.(?:cuda\.)?OutOfMemoryError"
+            r"(?:CUDA|cuda|NPU|HIP)(?: [Ee]rror:)? out of memory|torch\.(?:cuda\.)?OutOfMemoryError"
             r"|CUBLAS_STATUS_ALLOC_FAILED",
         ),
         (
             "collective",
             r"Watchdog caught collective operation timeout|NCCL (?:operation|error|timeout).{0,80}time[d ]?out"
+            r"|watchdog got stuck|NCCL watchdog hang"
             r"|Timed out waiting .{0,60}(?:all_?reduce|broadcast|barrier|all_?gather)",
         ),
         (
@@ -78,7 +79,8 @@ ENDING_BYTES = (
 """Beside `text.TROUBLE_BYTES`: every line that tells how a log ends holds one of both."""
 
 _OF_A_JOB = re.compile(
-    r"^(?:\x1b\[[0-9;]*m)*\(\w+ pid=\d+|local Ray instance|existing Ray cluster|^Error executing job with overrides: \["
+    r"^(?:\x1b\[[0-9;]*m)*\(\w+ pid=\d+|^\[rank\d+\]:|^ray\.exceptions\.\w+.{0,40}ray::"
+    r"|local Ray instance|existing Ray cluster|^Error executing job with overrides: \["
     r"|^\+? ?(?:\S*/)?python3? .*main_ppo"
 )
 _WORD = re.compile(r"""["'(*>-]*[A-Za-z][a-z'-]*[,.;:!?)"']*""")

@@ -244,7 +244,7 @@ def _recognized(head: str) -> str | None:
     return best if scores[best] > 0.0 else None
 
 
-_MARKS = (b"step:", b'"step"', b"Train step", b": {'", b"{'loss'")
+_MARKS = (b"step:", b'"step"', b"Train step", b": {'", b"{'loss'", b"{'reward'", b"max_steps")
 """Every line by which a format of many lines is told holds one of these."""
 LINES_AT_ONCE = 1000
 

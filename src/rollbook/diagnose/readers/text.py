@@ -254,13 +254,25 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         (
             "out_of_memory",
             ("out of memory", "OutOfMemoryError", "Cannot allocate", "ALLOC_FAILED"),
-            r"(?:CUDA|NPU|HIP)(?: [Ee]rror:)? out of memory|OutOfMemoryError"
+            r"(?:CUDA|cuda|NPU|HIP)(?: [Ee]rror:)? out of memory|OutOfMemoryError"
             r"|CUBLAS_STATUS_ALLOC_FAILED|out of memory\. Tried to allocate",
         ),
         (
             "collective_timeout",
-            ("Watchdog", "NCCL", "collective", "Gloo", "gloo", "HCCL", "Timeout", "timed out", "did not"),
+            (
+                "Watchdog",
+                "watchdog",
+                "NCCL",
+                "collective",
+                "Gloo",
+                "gloo",
+                "HCCL",
+                "Timeout",
+                "timed out",
+                "did not",
+            ),
             r"Watchdog caught collective operation timeout|NCCL (?:operation|error|timeout).{0,80}time[d ]?out"
+            r"|watchdog got stuck for|NCCL watchdog hang"
             r"|collective operation timeout|ProcessGroupNCCL.{0,120}[Tt]imeout|Connection closed by peer.{0,80}gloo"
             r"|HCCL.{0,60}timeout|Timed out waiting .{0,60}(?:all_?reduce|broadcast|barrier|all_?gather)"
             r"|Timed out waiting \d+ ?ms for (?:recv|send|operation)"

@@ -1,7 +1,9 @@
-"""TRL: `trainer_state.json` (its `log_history`), the same entries as JSON lines, and the dicts it prints.
+"""TRL: `trainer_state.json` (its `log_history`), the same entries as JSON lines or a list, the dicts it prints, and the
+table that a notebook shows.
 
 Facts (TRL 1.16, transformers 5): an entry has `step` in the history but not in print, where `epoch` is the
-only clock; some versions print every value as a string; training and evaluation entries alternate.
+only clock; some versions print every value as a string, in whatever order; training and evaluation entries alternate;
+ms-swift writes "global_step/max_steps": "1/547" instead; a notebook's table begins with "Step" and "Training Loss".
 """
 
 from __future__ import annotations
@@ -28,16 +30,32 @@ from rollbook.errors import DataError
 _TRAIN_KEYS = ("loss", "reward", "grad_norm", "learning_rate")
 
 
+_TABLE = re.compile(r"^\W*Step\s*[|\t]\s*Training Loss\s*[|\t].*reward", re.MULTILINE)
+_TOLD_BY = r"(?:reward|completions/mean_length|completion_length|grad_norm)"
+_OF_SWIFT = "global_step/max_steps"
+
+
 def recognizes(head: str) -> float:
     if '"log_history"' in head:
         return 0.99
-    printed = re.findall(r"\{'loss': [^\n]{0,2000}'(?:reward|completions/mean_length|grad_norm)'", head)
-    if printed:
+    printed = re.findall(r"\{'loss': [^\n]{0,2000}'" + _TOLD_BY + "'", head)
+    if (
+        printed
+        or len(re.findall(r"^[^\n]{0,200}\{'" + _TOLD_BY + r"': [^\n]{0,2000}'loss': ", head, re.MULTILINE))
+        >= 3
+    ):
+        return 0.9
+    if _TABLE.search(head):
         return 0.9
     history = re.findall(
-        r'^\{[^\n]*"(?:reward|completions/mean_length)"[^\n]*"step":\s*\d+', head, re.MULTILINE
+        r'^\{[^\n]*"(?:reward|completions/mean_length)"[^\n]*"(?:step"|' + _OF_SWIFT + r'"):\s*"?\d+',
+        head,
+        re.MULTILINE,
     )
-    return 0.8 if history else 0.0
+    is_list = (
+        head.lstrip().startswith("[") and re.search(r'"reward"\s*:', head) and re.search(r'"step"\s*:', head)
+    )
+    return 0.8 if history or is_list else 0.0
 
 
 def find(folder: Path) -> Path | None:
@@ -50,14 +68,25 @@ def read(path: Path) -> Iterator[Row | Event]:
     """Rows of a state file, a JSON-lines history or a console log."""
     with open_binary(path) as file:
         head = file.read(65_536).lstrip()
-    if (head.startswith(b"{") and b'"log_history"' in head) or path.name == "trainer_state.json":
+    if (
+        re.match(rb"\[\s*\{", head)
+        or (b'"log_history"' in head and head.startswith(b"{"))
+        or path.name == "trainer_state.json"
+    ):
         yield from _read_state(path)
         return
     watcher, ending = TroubleWatcher(), EndWatcher()
     step = 0
-    for raw in lines(path, (b"{'", b'{"', *TROUBLE_BYTES, *ENDING_BYTES)):
+    columns: list[str] = []
+    is_table = _TABLE.search(plain(head.decode("utf-8", errors="replace"))) is not None
+    for raw in lines(path, () if is_table else (b"{'", b'{"', *TROUBLE_BYTES, *ENDING_BYTES)):
         line = plain(raw)
-        if line.lstrip().startswith('{"') and '"step"' in line:
+        if is_table and _TABLE.search(line):
+            columns = _cells(line)
+        elif columns and (row := _row_of_table(columns, _cells(line))) is not None:
+            step = row.step
+            yield row
+        elif line.lstrip().startswith('{"') and ('"step"' in line or _OF_SWIFT in line):
             try:
                 entry = json.loads(line)
             except ValueError:
@@ -72,7 +101,8 @@ def read(path: Path) -> Iterator[Row | Event]:
             if "train_runtime" in data or not data:
                 ending.watch(line)
                 continue
-            step = int(data.pop("step", step + 1))
+            counted = re.search(rf"'{_OF_SWIFT}': '(\d+)/", line)
+            step = int(counted.group(1)) if counted is not None else int(data.pop("step", step + 1))
             if event := ending.step(step):
                 yield event
             yield Row(step=step, data=data)
@@ -88,7 +118,7 @@ def _read_state(path: Path) -> Iterator[Row]:
     try:
         with open_binary(path) as file:
             state = json.load(file)
-        history = state["log_history"]
+        history = state if isinstance(state, list) else state["log_history"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} is no whole trainer state ({error})",
@@ -99,8 +129,26 @@ def _read_state(path: Path) -> Iterator[Row]:
             yield row
 
 
-def _row(entry: Any) -> Row | None:
-    if not isinstance(entry, dict) or (step := number(entry.get("step"))) is None or step != step:
+def _cells(line: str) -> list[str]:
+    """The cells of a line of a table, between bars or tabs."""
+    return [cell.strip() for cell in re.split(r"[|\t]", line.strip().strip("|"))]
+
+
+def _row_of_table(columns: list[str], cells: list[str]) -> Row | None:
+    if len(cells) != len(columns) or not cells[0].isdigit():
         return None
-    data = {k: v for k, raw in entry.items() if k != "step" and (v := number(raw)) is not None}
+    names = ["loss" if name == "Training Loss" else name.replace(" / ", "/") for name in columns]
+    data = {name: v for name, cell in zip(names[1:], cells[1:]) if (v := number(cell)) is not None}
+    return Row(step=int(cells[0]), data=data) if data else None
+
+
+def _row(entry: Any) -> Row | None:
+    if not isinstance(entry, dict):
+        return None
+    step = number(entry.get("step", str(entry.get(_OF_SWIFT, "")).partition("/")[0]))
+    if step is None or step != step:
+        return None
+    data = {
+        k: v for k, raw in entry.items() if k not in ("step", _OF_SWIFT) and (v := number(raw)) is not None
+    }
     return Row(step=int(step), data=data) if data else None

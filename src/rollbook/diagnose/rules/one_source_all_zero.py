@@ -209,8 +209,13 @@ _HARD = re.compile(r"aime|hmmt|olymp|imo\b|usamo|putnam|frontier|humanity|hle\b|
 """Benchmarks of which a small model may solve nothing at all."""
 
 
+_FORM = re.compile(r"format|xml|tag|strict|soft|length|style|count|boxed", re.IGNORECASE)
+"""Reward functions of TRL that ask for a form, which a model may never meet: no data of their own."""
+
+
 def _never_right(view: View, group: dict[str, str]) -> Finding | None:
     """A source without one right answer in all of the run, or since it was added, beside others that are solved."""
+    group = {s: m for s, m in group.items() if not (view.run.format == "trl" and _FORM.search(s))}
     levels = {s: view.level(m) - _floor_of(view, m) for s, m in group.items()}
     top = {s: float(np.nanmax(view.values[m])) - _floor_of(view, m) for s, m in group.items()}
     dead = [s for s in group if top[s] <= 1e-9 and not _HARD.search(s)]

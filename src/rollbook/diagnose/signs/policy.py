@@ -154,7 +154,7 @@ def _freed_of_warmup(view: View, metric: str, power: float) -> str | None:
     return view.derive(f"abs({metric}) at the full learning rate", values)
 
 
-_MUST_BE_FINITE = (
+MUST_BE_FINITE = (
     "actor/loss",
     "actor/pg_loss",
     "actor/grad_norm",
@@ -162,14 +162,16 @@ _MUST_BE_FINITE = (
     "actor/entropy",
     "actor/kl_loss",
     "critic/vf_loss",
+    "critic/grad_norm",
 )
+"""What a step computes, and is a number in every healthy one."""
 
 
 def _not_finite(view: View) -> tuple[int | None, tuple[str, ...]]:
     """First step after which at least one loss is never finite again, or two are not in three steps."""
     last_step = int(view.run.steps[-1])
     broken: dict[str, int] = {}
-    for metric in _MUST_BE_FINITE:
+    for metric in MUST_BE_FINITE:
         steps = view.run.non_finite.get(metric)
         if not steps:
             continue

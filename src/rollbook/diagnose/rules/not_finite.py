@@ -1,0 +1,52 @@
+"""Losses or gradients are no numbers any more, and nothing else says why: every update since then was lost, or has
+written its NaN into the weights."""
+
+from __future__ import annotations
+
+from rollbook.diagnose.finding import Evidence, Finding
+from rollbook.diagnose.signs.policy import MUST_BE_FINITE, policy_of
+from rollbook.diagnose.view import View
+
+RULE = "not_finite"
+PRINTS_NAN = ("verl-console", "slime", "trl")
+"""Formats in which a NaN was computed: files of JSON write null for what was not, too."""
+FEW_STEPS = 5
+"""Steps of an excerpt, which need not show that a metric was a number before."""
+
+
+def judge(view: View) -> Finding | None:
+    step, metrics = policy_of(view).nan_step, policy_of(view).nan_metrics
+    if step is not None and len(metrics) == 1 and sum(s >= step for s in view.run.non_finite[metrics[0]]) < 2:
+        return None  # one value of the last row: a logger loses some
+    if step is None:
+        step, metrics = _in_an_excerpt(view)
+    if step is None:
+        return None
+    which = ", ".join(metrics[:3])
+    finite = [m for m in MUST_BE_FINITE if m not in metrics and view.count(m)]
+    beside = f", while {', '.join(finite[:2])} still are" if finite else ""
+    evidence = tuple(
+        Evidence(metric=metric, step=step, says=f"not finite from step {step} on") for metric in metrics[:4]
+    )
+    return Finding(
+        rule=RULE,
+        title=f"{which} are no numbers since step {step}{beside}",
+        area="implementation",
+        confidence=0.8,
+        step=step,
+        evidence=evidence,
+        action=f"take the run up again from before step {step}; skip an update whose gradient is not finite instead of "
+        "applying it, and find its batch",
+        next_check="which comes first on that batch: a logprob of minus infinity, exp() of a large ratio (low-variance "
+        "KL), a division by no tokens, or float16 that overflows",
+    )
+
+
+def _in_an_excerpt(view: View) -> tuple[int | None, tuple[str, ...]]:
+    """What a few lines of a console show as NaN in their last step."""
+    last = int(view.run.steps[-1])
+    if view.n > FEW_STEPS or view.run.format not in PRINTS_NAN:
+        return None, ()
+    metrics = tuple(m for m in MUST_BE_FINITE if last in view.run.non_finite.get(m, ()))
+    steps = [step for m in metrics for step in view.run.non_finite[m]]
+    return (min(steps), metrics) if metrics else (None, ())
