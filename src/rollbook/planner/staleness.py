@@ -107,9 +107,8 @@ def bounded_step_s(request: PlanRequest, account: StepAccount, layout: ReplicaLa
         low, high = (low, middle) if is_enough(middle) else (middle, high)
     bunched_s = max((latency.of_crowd() + own_s) / (bound + 1), high)
     crowding = latency.crowding()
-    if (
-        own_s >= pace_s
-    ):  # a trainer that everything waits for spreads what it takes, unless the bound keeps it waiting
+    if own_s >= pace_s:
+        # A trainer that everything waits for spreads what it takes, unless the bound keeps it waiting.
         crowding *= min(max((high / own_s - 1) / _FULL_CROWDING_FRAC, 0.0), 1.0)
     decode_s = max(high + crowding * (bunched_s - high), pace_s)
     return s.total + decode_s - pace_s, latency.at(max(high, pace_s))
