@@ -719,6 +719,16 @@ def mismatch_to_nan(seed: int) -> Log:
     return log
 
 
+def not_finite(seed: int) -> Log:
+    """A batch whose gradient is no number, out of nothing: one loss, or all that follow from it, until somebody looks."""
+    log = base(seed)
+    log.needs = ("actor/",)
+    names = ("actor/grad_norm", "actor/pg_loss", "actor/ppo_kl", "actor/entropy", "actor/kl_loss")
+    log.nulls = (log.at, names[: int(log.rng.integers(1, 6))])
+    log.end = min(log.n, log.at + int(log.rng.integers(3, 60)))
+    return log
+
+
 def sandbox_leak(seed: int) -> Log:
     """Containers that nobody stops: calls, host memory and generation grow for hours, failures come last."""
     log = base(seed, AGENTIC)
@@ -1174,7 +1184,7 @@ FAULTS: dict[str, Callable[[int], Log]] = {
         missed_weight_sync, stale_samples, engine_mismatch, dead_sandbox_pool, collective_hang, oom_in_sync,
         late_oom_with_length, silent_error_after_wake, mismatch_to_nan, sandbox_leak, object_store_spill,
         buffer_never_fills, version_drift, discontinuity_after_resume, one_source_all_zero, filter_starvation,
-        tail_burst, fragmentation, all_rejected, all_wrong, all_right,
+        tail_burst, fragmentation, all_rejected, all_wrong, all_right, not_finite,
     )
 }  # fmt: skip
 WELL: dict[str, Callable[[int], Log]] = {

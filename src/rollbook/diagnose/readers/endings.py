@@ -79,7 +79,7 @@ ENDING_BYTES = (
 """Beside `text.TROUBLE_BYTES`: every line that tells how a log ends holds one of both."""
 
 _OF_A_JOB = re.compile(
-    r"^(?:\x1b\[[0-9;]*m)*\(\w+ pid=\d+|^\[rank\d+\]:|^ray\.exceptions\.\w+.{0,40}ray::"
+    r"^(?:\x1b\[[0-9;]*m)*\(\w+ pid=\d+|^\[rank\d+\]:"
     r"|local Ray instance|existing Ray cluster|^Error executing job with overrides: \["
     r"|^\+? ?(?:\S*/)?python3? .*main_ppo"
 )
