@@ -720,7 +720,7 @@ def mismatch_to_nan(seed: int) -> Log:
 
 
 def not_finite(seed: int) -> Log:
-    """A batch whose gradient is no number, out of nothing: one loss, or all that follow from it, until somebody looks."""
+    """A batch whose gradient is no number, out of nothing: one loss, or all that follow, until somebody looks."""
     log = base(seed)
     log.needs = ("actor/",)
     names = ("actor/grad_norm", "actor/pg_loss", "actor/ppo_kl", "actor/entropy", "actor/kl_loss")

@@ -151,7 +151,8 @@ def _unmarked(view: View) -> list[Restart]:
         for i in np.flatnonzero(np.diff(counter[known]) < 0):
             restarts.append(Restart(int(known[i + 1]), "training/global_step", "goes back", True))
     fall = view.fall("actor/kl_loss")
-    if fall is not None and fall.drop >= 0.4 and fall.score >= 5 and fall.rise_steps <= 2:
+    is_shrunk = fall is not None and fall.drop >= 0.4 and fall.score >= 5 and fall.rise_steps <= 2
+    if fall is not None and is_shrunk and not _shrinks_slowly(view, fall.idx):
         says = "the distance to the reference shrinks at once"
         restarts.append(Restart(fall.idx, "actor/kl_loss", says, False))
     reward = reward_of(view)
@@ -305,6 +306,18 @@ def _schedule_begins_anew(lr: Series) -> int | None:
         if i > 8 and np.all(np.diff(steps[i - 6 : i]) <= 0) and steps[i] <= 1.02 * steps[:i].max()
     ]
     return anew[0] if len(anew) == 1 else None
+
+
+def _shrinks_slowly(view: View, idx: int) -> bool:
+    """Whether a distance to the reference that is shorter after a position goes on falling as fast for many steps: a
+    policy that comes back from a blow-up."""
+    values = view.values["actor/kl_loss"]
+    near = np.log(np.maximum(values[max(0, idx - 6) : idx + 7], 1e-12))
+    near = near[np.isfinite(near)]
+    if len(near) < 10:
+        return False
+    steps = -np.diff(near)
+    return float(np.max(steps)) < 0.4 * float(near[0] - near[-1]) and float((steps > 0).mean()) >= 0.7
 
 
 def _was_there_before(view: View, idx: int) -> bool:

@@ -10,7 +10,7 @@ from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.missed_weight_sync import optimizer_explains, staleness_explains
 from rollbook.diagnose.rules.wording import collect_gap, num, of_break, share
 from rollbook.diagnose.signs.gap import gap_of
-from rollbook.diagnose.signs.policy import Policy, policy_of
+from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.stops import stopped_by
 from rollbook.diagnose.view import View
 
@@ -25,8 +25,6 @@ def judge(view: View) -> Finding | NotJudged | None:
         return None
     gap = gap_of(view)
     if gap is None:
-        if policy.nan_step is not None and policy.blow_up_idx is None:
-            return _of_unknown_origin(view, policy)
         return NotJudged(
             rule=RULE,
             missing=("training/rollout_probs_diff_mean or rollout_corr/kl",),
@@ -63,21 +61,4 @@ def judge(view: View) -> Finding | NotJudged | None:
         f"{rise.step if rise is not None and grew else nan_step}, truncate "
         "the importance weights and mask what lies far outside, then bring both sides to the same numerics",
         next_check="does the gap at staleness 0 grow in a run with the learning rate at 0? Then it is the engine",
-    )
-
-
-def _of_unknown_origin(view: View, policy: Policy) -> Finding:
-    """Losses are no numbers any more, nothing of the policy announced it, and the gap was not logged."""
-    assert policy.nan_step is not None
-    says = f"not finite from step {policy.nan_step} on: {', '.join(policy.nan_metrics)}"
-    return Finding(
-        rule=RULE,
-        title="losses are no longer numbers: by a mismatch of the engine or by the optimizer, the log does not tell",
-        area="implementation",
-        confidence=0.6,
-        step=policy.nan_step,
-        evidence=(Evidence(metric=policy.nan_metrics[0], step=policy.nan_step, says=says),),
-        action=f"go back to a checkpoint before step {policy.nan_step} and stop at the first gradient norm that is not "
-        "finite",
-        next_check=f"what the batch before it held, and the gap: {collect_gap(view)}",
     )

@@ -4,6 +4,8 @@ written its NaN into the weights."""
 from __future__ import annotations
 
 from rollbook.diagnose.finding import Evidence, Finding
+from rollbook.diagnose.rules.wording import collect_gap
+from rollbook.diagnose.signs.gap import gap_of
 from rollbook.diagnose.signs.policy import MUST_BE_FINITE, policy_of
 from rollbook.diagnose.view import View
 
@@ -23,6 +25,7 @@ def judge(view: View) -> Finding | None:
     if step is None:
         return None
     which = ", ".join(metrics[:3])
+    blind = f"; or the engine: {collect_gap(view)}" if gap_of(view) is None else ""
     finite = [m for m in MUST_BE_FINITE if m not in metrics and view.count(m)]
     beside = f", while {', '.join(finite[:2])} still are" if finite else ""
     evidence = tuple(
@@ -38,7 +41,7 @@ def judge(view: View) -> Finding | None:
         action=f"take the run up again from before step {step}; skip an update whose gradient is not finite instead of "
         "applying it, and find its batch",
         next_check="which comes first on that batch: a logprob of minus infinity, exp() of a large ratio (low-variance "
-        "KL), a division by no tokens, or float16 that overflows",
+        f"KL), a division by no tokens, or float16 that overflows{blind}",
     )
 
 
