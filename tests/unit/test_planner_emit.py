@@ -298,7 +298,7 @@ def test_a_plan_without_extras_is_exported_whole() -> None:
 
 
 def test_exporters_take_checkpoints_chunks_and_engine_memory_from_the_plan() -> None:
-    of = planned(checkpoint_every=7, prefill_chunk="2048")
+    of = planned(checkpoint_every=7, prefill_chunk="2048", max_staleness=0)
     side = of.require_chosen().account.rollout
     assert of.require_chosen().mode == "sync"  # engine and trainer share each GPU
     verl = {o.key: o.value for o in verl_overrides(of)}
