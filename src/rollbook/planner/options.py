@@ -20,7 +20,7 @@ from rollbook.ledger.quantity import parse_count, require_number
 from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
 from rollbook.ledger.workload import AgentWork, RewardKind, Workload
-from rollbook.planner.request import PlanRequest, choice_of, split_of
+from rollbook.planner.request import HOST_BYTES_PER_GPU, PlanRequest, choice_of, split_of
 
 Count = str | int
 """A whole number, or its text with a unit: "32k"."""
@@ -129,7 +129,7 @@ class PlanOptions:
     rollout_tp: int = 0
     rollout_dtype: str = "bfloat16"
     offload: str = "auto"
-    host_gb_per_gpu: float = 150.0
+    host_gb_per_gpu: float = HOST_BYTES_PER_GPU / 1e9
     recompute: str = "auto"
     keep_prefix: bool = True
     share_prompts: bool = True

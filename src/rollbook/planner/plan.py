@@ -21,7 +21,7 @@ from rollbook.planner.choice import choose
 from rollbook.planner.derivation import Reasoned, derive
 from rollbook.planner.growth import Grown, growth
 from rollbook.planner.publication import Publication, choose_publication
-from rollbook.planner.request import PlanRequest
+from rollbook.planner.request import HOST_BYTES_PER_GPU, PlanRequest
 from rollbook.planner.search import Candidate, Search, host_bytes_per_node, node_unit
 from rollbook.planner.sensitivity import Shift, sensitivity
 from rollbook.planner.waterfall import Loss, above_peak, waterfall
@@ -237,6 +237,10 @@ def without_effect(request: PlanRequest, chosen: Candidate) -> list[tuple[str, s
     idle: dict[str, tuple[bool, str]] = {
         "--sleep-level": (request.sleep.sleep_level != usual.sleep_level and is_apart, awake),
         "--rebuild-engine": (request.sleep.rebuilds_engine and is_apart, awake),
+        "--host-gb-per-gpu": (
+            request.host_bytes_per_gpu != HOST_BYTES_PER_GPU and not chosen.train.is_offloaded,
+            "the training state stays on the device",
+        ),
         "--lend": (request.lend_switch_s > 0 and chosen.mode != "separate_async", shares),
         "--changed-frac": (
             request.changed_frac != CHANGED_FRAC and chosen.sync_method != "delta",

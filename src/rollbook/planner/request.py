@@ -20,6 +20,10 @@ OffloadChoice = Literal["none", "optimizer", "weights", "auto"]
 RecomputeChoice = Literal["selective", "full", "auto"]
 
 
+HOST_BYTES_PER_GPU = 150e9
+"""Where nobody says it: an 8-GPU host has 1.1 TB (AWS p4d.24xlarge) to 2 TB (DGX H100)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """A model, a step's work, a cluster, and what the caller has already decided."""
@@ -41,8 +45,8 @@ class PlanRequest:
     offload: OffloadChoice = "auto"
     """Training state in host memory (`planner/offload.py`). `auto` asks for each, and keeps it on the device unless it
     does not fit or the step is much shorter without it."""
-    host_bytes_per_gpu: float = 150e9
-    """Host memory for it. An 8-GPU host has 1.1 TB (AWS p4d.24xlarge) to 2 TB (DGX H100)."""
+    host_bytes_per_gpu: float = HOST_BYTES_PER_GPU
+    """Host memory for it."""
     recompute: RecomputeChoice = "auto"
     """Of activations. `auto` recomputes whole layers only where memory demands it."""
     max_staleness_steps: int = 1
