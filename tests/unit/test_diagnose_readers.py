@@ -345,6 +345,7 @@ def test_each_format_with_a_beginning_is_recognized_by_its_own_reader(tmp_path: 
         "verl-console": "(TaskRunner pid=1) step:1 - a/b:1 - c/d:2",
         "trl": "{'loss': 0.1, 'grad_norm': 0.2, 'reward': 0.3, 'epoch': 0.1}",
         "slime": "perf 0: {'perf/rollout_time': 1.0}",
+        "prime-rl": "09:01:17 SUCCESS Step 0 | Time: 850.78s | Reward: 0.5400 | Async Level: 0",
         "areal": "Epoch 1/2 Step 1/3 Train step 1/6 done.",
         "wandb": "Step,critic/rewards/mean",
     }

@@ -143,3 +143,38 @@ def test_steps_without_a_gradient_are_a_state() -> None:
 def test_a_reward_that_is_a_sum_of_parts_has_no_known_top() -> None:
     summed = {"critic/score/mean": np.full(N, np.nan), "critic/rewards/mean": 1.8 + noisy(0.05, 42)}
     assert "reward_saturates" not in [state.name for state in diagnose(run_of(summed)).states]
+
+
+def test_prime_rls_lines_of_both_processes_complete_each_other(tmp_path: Path) -> None:
+    text = "".join(
+        f"09:0{i}:17 SUCCESS Step {i} | Time: 96.42s | Reward: 0.5179 | Seq. Length: 4816.7 tokens/sample | "
+        f"Async Level: 0 | Max. Off-Policy Level: 1\n09:0{i}:18    INFO Starting orchestrator step {i + 1}\n"
+        f"09:0{i}:20 SUCCESS Step {i} | Time: 91.01s | Loss: -0.0078 | Mismatch KL: 0.0486 | Grad. Norm: 2.0312 | "
+        f"Throughput: 5211 tokens/s | MFU: 18.5% | Peak Mem.: 81.1 GiB\n"
+        for i in range(6)
+    )
+    run = load(_write(tmp_path / "run.log", text))
+    assert (run.format, run.num_steps, run.seams) == ("prime-rl", 6, [])
+    assert {name: float(values[0]) for name, values in run.values.items()} == {
+        "timing_s/step": 96.42,
+        "critic/rewards/mean": 0.5179,
+        "response_length/mean": 4816.7,
+        "training/off_policy/trajectory_staleness/max": 1.0,
+        "timing_s/update_actor": 91.01,
+        "actor/pg_loss": -0.0078,
+        "rollout_corr/kl": 0.0486,
+        "actor/grad_norm": 2.0312,
+        "perf/max_memory_reserved_gb": 81.1,
+    }
+
+
+def test_the_tinker_cookbooks_names_are_read(tmp_path: Path) -> None:
+    row = {
+        "env/all/reward/total": 0.62,
+        "optim/kl_sample_train_v1": 0.001,
+        "time/total": 300.0,
+        "optim/lr": 4e-5,
+    }
+    text = "".join(json.dumps({"step": i, **row}) + "\n" for i in range(5))
+    run = load(_write(tmp_path / "metrics.jsonl", text))
+    assert {"critic/rewards/mean", "rollout_corr/kl", "timing_s/step", "actor/lr"} <= set(run.values)

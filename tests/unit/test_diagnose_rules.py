@@ -576,7 +576,7 @@ def test_noise_after_a_broken_update_is_not_laid_on_the_engine_where_no_gap_was_
     assert diagnose(_run(**noise)).verdict == "silent_error_after_wake"
     finding = diagnose(_not_a_number_since(_run(**noise), 100)).findings[0]
     assert (finding.rule, finding.step, finding.confidence) == ("not_finite", 101, 0.8)
-    assert "the log does not tell" in finding.title
+    assert "or the engine: return logprobs" in finding.next_check
 
 
 def test_a_source_at_zero_is_said_with_its_number_where_scores_come_every_few_steps() -> None:

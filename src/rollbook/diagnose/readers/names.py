@@ -160,6 +160,21 @@ AREAL = {
     "timeperf/eval": "timing_s/testing",
 }
 
+TINKER = {
+    "env/all/reward/total": "critic/rewards/mean",
+    "env/all/ac_tokens_per_turn": "response_length/mean",
+    "env/all/turns_per_episode": "num_turns/mean",
+    "env/all/by_group/frac_mixed": "batch/effective_frac",
+    "test/env/all/reward/total": "val/all/reward",
+    "optim/lr": "actor/lr",
+    "optim/entropy": "actor/entropy",
+    "optim/kl_sample_train_v1": "rollout_corr/kl",
+    "time/total": "timing_s/step",
+    "time/train": "timing_s/update_actor",
+    "time/run_evals": "timing_s/testing",
+}
+"""Of the Tinker cookbook's `metrics.jsonl`."""
+
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"mismatch/mismatch_(.+)"), r"rollout_corr/\1"),
     (re.compile(r"mismatch/(rollout_(?:is|rs)_.+)"), r"rollout_corr/\1"),

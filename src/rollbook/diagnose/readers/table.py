@@ -9,6 +9,7 @@ from pathlib import Path
 from rollbook.diagnose.readers import (
     areal,
     names,
+    prime_rl,
     run_dir,
     slime,
     tensorboard,
@@ -73,11 +74,18 @@ READERS: dict[str, Reader] = {
         slime.recognizes,
         "rollout N: {...}",
     ),
+    "prime-rl": Reader(
+        "prime-rl console log of the orchestrator or the trainer",
+        prime_rl.read,
+        (),
+        prime_rl.recognizes,
+        "SUCCESS Step N | Time: ...",
+    ),
     "areal": Reader("AReaL console log", areal.read, (names.AREAL,), areal.recognizes, "Train step N/M done"),
     "wandb": Reader(
         "W&B export (CSV, JSON)",
         wandb.read,
-        (names.VERL, names.SLIME, names.AREAL, names.TRL),
+        (names.VERL, names.SLIME, names.AREAL, names.TRL, names.TINKER),
         wandb.recognizes,
         'a header or rows with "_step"',
     ),
@@ -244,7 +252,16 @@ def _recognized(head: str) -> str | None:
     return best if scores[best] > 0.0 else None
 
 
-_MARKS = (b"step:", b'"step"', b"Train step", b": {'", b"{'loss'", b"{'reward'", b"max_steps")
+_MARKS = (
+    b"step:",
+    b'"step"',
+    b"Train step",
+    b": {'",
+    b"{'loss'",
+    b"{'reward'",
+    b"max_steps",
+    b"SUCCESS Step",
+)
 """Every line by which a format of many lines is told holds one of these."""
 LINES_AT_ONCE = 1000
 

@@ -156,7 +156,9 @@ def _stalls_again(view: View) -> Finding | None:
     return _finding(
         view,
         idx,
-        "a collective stalls again and again: one rank comes late",
+        "a collective stalls again and again: one rank comes late"
+        if len(timed) > 1
+        else "steps stall again and again at the same work: a rank, a service or the host comes late",
         evidence,
         0.8 + 0.05 * len(evidence),
         cost,

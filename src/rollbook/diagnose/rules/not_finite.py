@@ -33,7 +33,7 @@ def judge(view: View) -> Finding | None:
     )
     return Finding(
         rule=RULE,
-        title=f"{which} are no numbers since step {step}{beside}",
+        title=f"{which} {'is no number' if len(metrics) == 1 else 'are no numbers'} since step {step}{beside}",
         area="implementation",
         confidence=0.8,
         step=step,

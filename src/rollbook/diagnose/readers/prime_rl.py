@@ -1,0 +1,72 @@
+"""prime-rl's console log: "SUCCESS Step 12 | Time: 34.10s | Reward: 0.51 | Seq. Length: 1234.5 tokens/sample | ...".
+
+Facts: orchestrator and trainer write logs of their own, in the same form and with other fields; where both went into
+one file their lines of a step complete each other. Times before the lines have no date.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollbook.diagnose.readers.endings import ENDING_BYTES, EndWatcher
+from rollbook.diagnose.readers.text import TROUBLE_BYTES, TroubleWatcher, lines, number, plain
+from rollbook.diagnose.series import Event, Row
+
+_STEP = re.compile(r"SUCCESS\s+Step (\d+) \| (Time: .*)")
+_FIELD = re.compile(r"([A-Z][\w. -]*): ([-+.\w]+)(%?)")
+_NAMES = {
+    "Reward": "critic/rewards/mean",
+    "Seq. Length": "response_length/mean",
+    "Max. Off-Policy Level": "training/off_policy/trajectory_staleness/max",
+    "Loss": "actor/pg_loss",
+    "Entropy": "actor/entropy",
+    "Mismatch KL": "rollout_corr/kl",
+    "Grad. Norm": "actor/grad_norm",
+    "LR": "actor/lr",
+    "Peak Mem.": "perf/max_memory_reserved_gb",
+}
+
+
+def recognizes(head: str) -> float:
+    found = len(_STEP.findall(head))
+    return min(1.0, 0.8 + 0.05 * found) if found else 0.0
+
+
+def read(path: Path) -> Iterator[Row | Event]:
+    """Rows keyed by the step; of both processes in one file, each in its own line."""
+    watcher, ending = TroubleWatcher(), EndWatcher()
+    step: int | None = None
+    for raw in lines(path, (b"SUCCESS", *TROUBLE_BYTES, *ENDING_BYTES)):
+        line = plain(raw)
+        match = _STEP.search(line)
+        if match is None:
+            ending.watch(line)
+            if event := watcher.watch(line, step):
+                yield event
+            continue
+        row = Row(step=int(match.group(1)), data=_data(match.group(2)))
+        if step is None or row.step > step:
+            step = row.step
+            if event := ending.step(step):
+                yield event
+        yield row
+    if event := ending.event(step):
+        yield event
+
+
+def _data(text: str) -> dict[str, float]:
+    """The orchestrator's seconds are those of the whole step; the trainer's, whose line has no reward, of its work."""
+    fields = {name: value for name, value, _ in _FIELD.findall(text)}
+    data: dict[str, float] = {}
+    for name, value in fields.items():
+        digits = re.match(r"[-+]?[\d.]+(?:e[-+]?\d+)?|nan|inf", value, re.IGNORECASE)
+        parsed = number(digits.group()) if digits is not None else None
+        if parsed is None:
+            continue
+        if name == "Time":
+            data["timing_s/step" if "Reward" in fields else "timing_s/update_actor"] = parsed
+        elif name in _NAMES:
+            data[_NAMES[name]] = parsed
+    return data
