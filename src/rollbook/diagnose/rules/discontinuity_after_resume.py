@@ -467,7 +467,7 @@ def _jump(view: View, metric: str, idx: int) -> tuple[float, float, float, float
         return None
     jump = first - c.before
     slope = c.diff - c.jump  # what both sides' slopes explain
-    if slope * jump > 0 and abs(slope) < abs(jump):  # a slope the other way, by chance, would only add to it
+    if slope * jump > 0:  # a slope the other way, by chance, would only add to it
         jump -= slope * 0.5
     # Ten values may lie close together by chance: those of forty before tell how far they usually scatter.
     at = np.flatnonzero(np.isfinite(view.values[metric][:idx]))[-10:]

@@ -20,6 +20,8 @@ def judge(view: View) -> Finding | None:
     step, metrics = policy_of(view).nan_step, policy_of(view).nan_metrics
     if step is not None and len(metrics) == 1 and sum(s >= step for s in view.run.non_finite[metrics[0]]) < 2:
         return None  # one value of the last row: a logger loses some
+    if step is not None and _had_run_away(view, step):
+        return None  # the policy had left its range long before: a state of the algorithm
     if step is None:
         step, metrics = _in_an_excerpt(view)
     if step is None:
@@ -43,6 +45,21 @@ def judge(view: View) -> Finding | None:
         next_check="which comes first on that batch: a logprob of minus infinity, exp() of a large ratio (low-variance "
         f"KL), a division by no tokens, or float16 that overflows{blind}",
     )
+
+
+RAN_AWAY = 2.0
+"""Gradients of the steps before over those of the run's first third from which on the policy had left its range."""
+
+
+def _had_run_away(view: View, step: int) -> bool:
+    """Whether gradients and step KL were many times what they had been, before losses ceased to be numbers."""
+    idx = view.idx_of(step)
+    third = max(8, idx // 3)
+    grown = [
+        view.level(m, max(0, idx - max(20, idx // 3)), idx) >= times * view.level(m, 0, third)
+        for m, times in (("actor/grad_norm", RAN_AWAY), ("actor/ppo_kl", RAN_AWAY**2))
+    ]
+    return idx >= 24 and all(grown)
 
 
 def _in_an_excerpt(view: View) -> tuple[int | None, tuple[str, ...]]:
