@@ -16,7 +16,8 @@ WITHIN_S = 60.0
 """Far below the 600 s for which a worker would hang, far above what a busy host takes to end one."""
 
 DRIVER = """
-import asyncio, sys
+import asyncio, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
 import numpy as np
 from rollbook.envs.config import RewardConfig
 from rollbook.envs.rewards.scorer import Scorer
