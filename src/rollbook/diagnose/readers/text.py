@@ -108,8 +108,10 @@ def is_ended_by_newline(path: Path) -> bool:
 
 TROUBLE_BYTES = (
     b"emory", b"imeout", b"imed out", b"TIMEOUT", b"atchdog", b"pill", b"esum", b"ecover", b"heckpoint", b"global step",
-    b"andbox", b"nv_server", b"ctor", b"Crash", b"OOM", b"oom", b"ALLOC", b"ull", b", line ", b"Error", b"xception",
-    b"Traceback", b"Final ", b"class_name", b"ngine", b"nference server", b"eplica", b"Scheduler hit", b"sigquit",
+    b"andbox", b"nv_server", b"ctor", b"Crash", b"OOM", b"oom", b"ALLOC", b" full", b", line ", b"Error", b"xception",
+    b"Traceback", b"Final ", b"class_name", b"EngineDead", b"ncountered a", b" died", b" dead", b"crashed",
+    b"nhealthy", b" gone", b"ealth check", b"estarted", b"elaunched", b"egistered", b"ejoined", b" back",
+    b"healthy again", b"sigquit",
 )  # fmt: skip
 """Every line in which a log reports trouble, or in which stage it was, holds one of these."""
 
