@@ -26,7 +26,12 @@ from rollbook.ledger.model import ModelSpec, load_model
 from rollbook.ledger.step import Layouts, smallest_rollout_tp, step_account
 from rollbook.ledger.switch import SleepChoice, hand_over
 from rollbook.ledger.sync import SyncMethod, SyncWork, sync_account
-from rollbook.ledger.train import train_tokens_per_s_per_gpu, train_widening
+from rollbook.ledger.train import (
+    optimizer_s,
+    train_tokens_per_s_per_gpu,
+    train_widening,
+    update_exchange_s,
+)
 from rollbook.ledger.workload import Mode, Workload
 
 Case = dict[str, Any]
@@ -155,7 +160,9 @@ def dtype_of(text: Any, default: str = "bfloat16") -> str:
 
 
 _FRAMEWORKS = (
+    (r"verl.*checkpoint engine", "verl_checkpoint_engine"),
     (r"verl|easyr1", "verl"),
+    (r"skyrl", "skyrl"),
     (r"checkpoint[ -_]engine|ckpt[ -_]engine", "checkpoint_engine"),
     (r"nemo[ -_/]*rl", "nemo"),
     (r"\btrl\b", "trl"),
@@ -167,15 +174,15 @@ _FRAMEWORKS = (
 def framework_of(case: Case) -> str:
     """The framework that a case measures, by its own words; "" where the assumptions know none by that name."""
     source = case.get("source") or {}
-    named = (case["config"].get("framework"), source.get("title"), source.get("where"), case["family"])
-    text = " ".join(str(part) for part in named if part).lower()
+    named = (source.get("title"), source.get("where"), case["family"])
+    text = str(case["config"].get("framework") or " ".join(str(part) for part in named if part)).lower()
     return next((name for words, name in _FRAMEWORKS if re.search(words, text)), "")
 
 
 def _as_published(case: Case, assumptions: Assumptions) -> Assumptions:
     """The assumptions with the numbers of the case's framework, where it has its own."""
     name = framework_of(case)
-    return assumptions.for_framework(name) if name in assumptions.frameworks else assumptions
+    return assumptions.for_framework(name) if name else assumptions
 
 
 def _within(value: float, error_frac: float) -> Range:
@@ -196,8 +203,15 @@ def decode_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, flo
     weights = dtype_of(config.get("precision", config["model"]))
     engine = engine_of(str(config.get("engine", "")))
     cluster = Cluster(accelerator=accelerator, num_gpus=int(config.get("gpus", config.get("tp", 1))))
+    num_gpus = int(config.get("tp", config.get("gpus", 1)))
+    repeats = bool(
+        config.get("attention_dp")
+    )  # attention on every GPU for its own sequences, experts over all
     replica = ReplicaLayout(
-        tp_size=int(config.get("tp", config.get("gpus", 1))), weight_dtype=weights, engine=engine
+        tp_size=1 if repeats else num_gpus,
+        ep_size=num_gpus if repeats else 1,
+        weight_dtype=weights,
+        engine=engine,
     )
     error_frac = _decode_error_frac(model, cluster, assumptions, replica)
     for kv_dtype, part in _by_kv_dtype(measured, dtype_of(config.get("kv_cache", ""))):
@@ -342,7 +356,7 @@ class _Serving:
                     middle(measured["output_tokens_per_s"]),
                     requests * output / seconds,
                 )
-            if "output_tokens_per_s_per_gpu" in measured:
+            if "output_tokens_per_s_per_gpu" in measured and "output_tokens_per_s" not in measured:
                 value = middle(measured["output_tokens_per_s_per_gpu"])
                 yield (
                     "output_tokens_per_s_per_gpu",
@@ -411,6 +425,8 @@ def train_stack_of(case: Case, model: ModelSpec) -> str:
     framework, kind = (str(config.get(key, "")).lower() for key in ("framework", "kind"))
     if "automodel" in framework:
         return "fsdp_experts" if model.num_experts else "fsdp_plain"
+    if model.num_experts and _degree(config.get("ep", 1)) > 1 and re.search(r"fsdp|torchtitan", framework):
+        return "fsdp_experts"
     if "torchtitan" in framework or "fms" in framework or "torch.compile" in framework:
         return "fsdp_compiled"
     if "fsdp2 trainer" in framework:
@@ -425,6 +441,11 @@ def train_stack_of(case: Case, model: ModelSpec) -> str:
     is_new = "recipe" in framework or "verification" in framework
     is_new = is_new or (release is not None and (int(release[1]), int(release[2])) >= (26, 8))
     return "megatron_overlap" if is_new and model.num_experts else "megatron_tuned"
+
+
+def _sharded_ep(config: dict[str, Any], cluster: Cluster) -> int:
+    """torch FSDP2 with DeepEP shards experts over the whole group where no degree is printed."""
+    return _degree(config["ep"]) if str(config.get("ep")).isdigit() else cluster.num_gpus
 
 
 def _degree(value: Any) -> int:
@@ -449,7 +470,7 @@ def _pretraining_rate(
         tp_size=degrees[0],
         pp_size=degrees[1],
         cp_size=degrees[2],
-        ep_size=_degree(config.get("ep", 1)),
+        ep_size=_degree(config.get("ep", 1)) if name != "fsdp_experts" else _sharded_ep(config, cluster),
         dtype=dtype_of(config.get("precision", "bf16")),
         recompute="full" if "full" in str(config.get("recompute", "")).lower() else "selective",
         lora="lora" in str(config.get("kind", "")).lower(),
@@ -458,6 +479,9 @@ def _pretraining_rate(
     )
     stack = assumptions.stacks[name]
     rate = train_tokens_per_s_per_gpu(model, cluster, stack, layout, sequence_tokens=sequence)
+    tokens = int(config["gbs"]) * sequence / cluster.num_gpus
+    update_s = update_exchange_s(model, cluster, stack, layout, num_gpus=cluster.num_gpus)
+    rate = tokens / (tokens / rate + update_s + optimizer_s(model.computed_params, cluster, cluster.num_gpus))
     wider, _ = train_widening(model, cluster, assumptions, layout, stack=name)
     return rate, assumptions.train_error_frac * wider
 
@@ -545,7 +569,7 @@ def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         accelerator = load_accelerator("H100")  # the rates below depend little on the device
     if "fsdp1" in str(config.get("placement", "")).lower():
         raise NotCovered("FSDP1's flat parameters: the ledger maps shards of tensors, FSDP2 or Megatron")
-    work = _sync_work(config, model, accelerator, assumptions, device)
+    work = _sync_work(config, model, accelerator, assumptions, device, framework_of(case))
     cluster = Cluster(accelerator=accelerator, num_gpus=work.num_train_gpus + work.num_rollout_gpus)
     nic_unknown = any("differs between rows" in str(text) for text in case.get("missing") or ())
     for key, method in _SYNC_METRICS:
@@ -555,7 +579,10 @@ def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
             continue  # it gathers whole tensors first; the ledger's delta compares shards
         if method == "broadcast" and nic_unknown and cluster.num_nodes > 1:
             continue
-        account = sync_account(model, cluster, assumptions.sync, replace(work, method=method))
+        # miles writes slices first and lets the engine quantise them all at once.
+        slow = work.quantizes_tensors and not (method == "sharded" and framework_of(case) == "slime")
+        way = replace(work, method=method, quantizes_tensors=slow)
+        account = sync_account(model, cluster, assumptions.sync, way)
         yield key, middle(measured[key]), _within(account.seconds, account.error_frac)
     if work.shares_devices is False and not any(key in measured for key, _ in _SYNC_METRICS):
         method = _sync_method(config)
@@ -571,7 +598,12 @@ def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
 
 
 def _sync_work(
-    config: dict[str, Any], model: ModelSpec, accelerator: Accelerator, assumptions: Assumptions, device: str
+    config: dict[str, Any],
+    model: ModelSpec,
+    accelerator: Accelerator,
+    assumptions: Assumptions,
+    device: str,
+    framework_name: str,
 ) -> SyncWork:
     per_node = 8
     placement = " ".join(str(config.get(key, "")) for key in ("placement", "nodes", "device", "hardware"))
@@ -608,6 +640,9 @@ def _sync_work(
         splits_experts=True,
         shares_devices=not (sides or named or counted),
         pp_size=int(train_pp[1]) if train_pp else 1,
+        quantizes_tensors=weights == "float8"
+        and framework_name not in ("checkpoint_engine", "verl_checkpoint_engine")
+        and not re.search(r"batched|prequant", framework),
         state_is_offloaded=offloads and "veomni" not in placement,
     )
 
@@ -650,24 +685,41 @@ def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
             sleep_level=0 if framework_of(case) == "trl" else 2, moves_state=_moves_state(case)
         ),
     )
+    tokens = round(float(config.get("micro_batch_per_gpu", 0)) * workload.sequence_tokens)
     account = step_account(
         model,
         workload,
         cluster,
-        replace(assumptions, stack="megatron" if uses_megatron else "fsdp"),
-        mode=mode,
+        replace(
+            assumptions,
+            stack="megatron" if uses_megatron else "fsdp",
+            micro_batch_tokens=tokens or assumptions.micro_batch_tokens,
+        ),
+        mode="separate_sync" if _waits_a_step_ahead(config) else mode,
         num_rollout_gpus=num_rollout,
         num_train_gpus=num_train,
         layouts=layouts,
     )
+    step_s = account.step_s
+    if _waits_a_step_ahead(config):
+        sides = account.seconds
+        rollout_s = sides.prefill + sides.generate_throughput + sides.generate_tail
+        hidden_s = min(rollout_s, sides.forward + sides.train)
+        shorter = 1 - hidden_s / step_s.value
+        step_s = Range(value=step_s.value * shorter, low=step_s.low * shorter, high=step_s.high * shorter)
     for key in ("total_step_s", "step_s", "train_step_s", "step_time_s", "time_per_step_s"):
         if key in measured:
-            yield key, middle(measured[key]), account.step_s
+            yield key, middle(measured[key]), step_s
             return
     if "tokens_per_s_per_gpu" in measured:
         rate = workload.trained_tokens / account.step_s.value / cluster.num_gpus
         error = account.step_s.high / account.step_s.value - 1
         yield "tokens_per_s_per_gpu", middle(measured["tokens_per_s_per_gpu"]), _within(rate, error)
+
+
+def _waits_a_step_ahead(config: dict[str, Any]) -> bool:
+    """slime's asynchronous loop generates the next step whole beside this one's training: nothing fills its tail."""
+    return "one step ahead" in str(config.get("mode", "")).lower()
 
 
 def _rollout_engine(case: Case) -> str:
@@ -676,8 +728,9 @@ def _rollout_engine(case: Case) -> str:
     said = str(config.get("enforce_eager", "")).lower()
     if said:
         return "vllm_eager" if said == "true" else "vllm"
-    version = re.search(r"verl\D{0,3}0\.(\d+)", str(config.get("framework", "")).lower())
-    is_old = version is None or int(version[1]) < 6
+    framework = str(config.get("framework", "")).lower()
+    version, vllm = (re.search(name + r"\D{0,3}0\.(\d+)", framework) for name in ("verl", "vllm"))
+    is_old = int(version[1]) < 6 if version else vllm is None or int(vllm[1]) < 10
     return "vllm_eager" if framework_of(case) == "verl" and is_old else "vllm"
 
 
@@ -767,13 +820,15 @@ def _split(config: dict[str, Any]) -> tuple[Mode, int, int]:
     mode = str(config.get("mode", "colocated sync")).lower()
     if "async" not in mode and "disaggregated" not in mode:
         return "sync", 0, 0
+    policy = str(config.get("on_off_policy", "")).lower()
     split = str(config.get("gpu_split", config.get("resource_split", "")))
     train = re.search(r"(\d+)\s*(?:train|policy)", split)
     rollout = re.search(r"(\d+)\s*(?:gen|rollout)", split)
+    apart: Mode = "separate_async" if "async" in mode or "off" in policy else "separate_sync"
     if train and rollout:
-        return "separate_async", int(rollout[1]), int(train[1])
+        return apart, int(rollout[1]), int(train[1])
     half = int(config["gpus"]) // 2
-    return "separate_async", half, half
+    return apart, half, half
 
 
 def _staleness(config: dict[str, Any]) -> int:

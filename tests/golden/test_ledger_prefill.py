@@ -81,7 +81,7 @@ def test_a_mixed_step_reads_the_weights_once_and_computes_both() -> None:
 def test_chunks_cost_less_than_whole_prompts_because_weights_are_read_anyway() -> None:
     whole, chunked = prefill(WORK), prefill(replace(WORK, prefill_chunk_tokens=2048))
     assert 0 < chunked.seconds < whole.seconds
-    assert whole.stretch == 1.0 and chunked.stretch > 4  # what a running response feels while prompts come in
+    assert whole.stretch == 1.0 and chunked.stretch > 3  # what a running response feels while prompts come in
     # Attention of the prompts stays: all of it in the bfloat16 peak.
     pairs = 4 * float(attention_flops(LLAMA, 1000)) / (H100.peak("bfloat16") * 0.5)
     assert chunked.seconds > pairs

@@ -33,7 +33,7 @@ def test_published_measurements_are_predicted(cases: list[Case], category: str) 
     median, high = quantiles([item.error_frac for item in found])
     assert median <= 0.15 and high <= 0.40
     assert sum(item.is_in_range for item in found) >= 0.85 * len(found)
-    assert len(left_out) <= 6
+    assert len(left_out) <= 10
     assert all(reason for _, _, reason in left_out)
 
 
@@ -114,9 +114,9 @@ def test_a_family_that_is_left_out_is_not_known_to_the_ranges(cases: list[Case])
     others = [case for case in cases if case["family"] != "qwen3_speed_h20"]
     assert "H20" in evidence_of(cases)["decode"]["device"]
     assert "H20" not in evidence_of(others)["decode"]["device"]
-    others = [case for case in cases if case["family"] != "nim_llama33_70b"]
-    assert "tensorrt_llm" in evidence_of(cases)["decode"]["engine"]
-    assert "tensorrt_llm" not in evidence_of(others)["decode"]["engine"]
+    others = [case for case in cases if case["family"] != "qwen25_speed_a100"]
+    assert "vllm_v0" in evidence_of(cases)["decode"]["engine"]
+    assert "vllm_v0" not in evidence_of(others)["decode"]["engine"]
 
 
 def test_leaving_out_refits_without_the_family(cases: list[Case]) -> None:

@@ -14,7 +14,7 @@ from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.model import load_model
 from rollbook.ledger.step import step_account
 from rollbook.ledger.sync import SyncWork, sync_account
-from rollbook.ledger.train import exchange_s
+from rollbook.ledger.train import exchange_s, update_exchange_s
 from rollbook.ledger.workload import Workload
 
 DEFAULT = load_assumptions("default")
@@ -125,3 +125,45 @@ def test_what_a_step_costs_beside_its_stages_grows_with_its_sequences() -> None:
         step_account(SMALL, replace(work, num_prompts=n), H100, DEFAULT).seconds.other for n in (8, 512)
     )
     assert few < 1 and many - few == pytest.approx(504 * 8 * DEFAULT.step_sequence_s)
+
+
+def test_tensors_that_are_quantised_one_by_one_cost_time_each() -> None:
+    """Eight bits are half the bytes, and 36,945 tensors of their own; slices skip the sender's half."""
+    eight = replace(PUBLISHED, weight_dtype="float8")
+    plain, each = (
+        sync_account(EXPERTS, H100, DEFAULT.sync, replace(eight, quantizes_tensors=q)).seconds
+        for q in (False, True)
+    )
+    assert each - plain == pytest.approx(36_945 * DEFAULT.sync.quantize_tensor_s)
+    slices = [
+        sync_account(
+            EXPERTS, H100, DEFAULT.sync, replace(eight, method="sharded", quantizes_tensors=q)
+        ).seconds
+        for q in (False, True)
+    ]
+    assert slices[1] - slices[0] == pytest.approx((each - plain) / 2)
+
+
+def test_an_update_of_few_tokens_waits_for_gradients_and_weights() -> None:
+    """6 bytes a parameter between copies; experts that are spread over eight GPUs have 32 copies of 256."""
+    stack, small = DEFAULT.stacks["megatron_tuned"], load_model("Qwen3-30B-A3B")
+    layout = TrainLayout(ep_size=8)
+    dense = small.computed_params - small.routed_params
+    moved = 6 * (dense * 255 / 256 + small.routed_params / 8 * 31 / 32)
+    seconds = update_exchange_s(small, H100, stack, layout, num_gpus=256)
+    assert seconds == pytest.approx(stack.exposed_frac * moved / (stack.link_frac * 50e9))
+    assert update_exchange_s(small, H100, stack, TrainLayout(), num_gpus=1) == 0.0
+
+
+def test_micro_batches_of_few_tokens_cost_their_launches() -> None:
+    one = load_model("Llama-3.2-1B")
+    work = Workload(
+        num_prompts=1024, group_size=5, prompt_tokens=107, response_tokens=183, max_response_tokens=1024
+    )
+    cluster = Cluster(accelerator=load_accelerator("H100"), num_gpus=8)
+
+    def train_s(tokens: int) -> float:
+        return step_account(one, work, cluster, replace(DEFAULT, micro_batch_tokens=tokens)).seconds.train
+
+    few = DEFAULT.stacks["fsdp"].micro_batch_layer_s * 16 * (5120 / 8 / 4)  # four sequences each
+    assert train_s(4 * 290) == pytest.approx(few, rel=0.02) and train_s(16384) < few / 3

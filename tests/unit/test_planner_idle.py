@@ -124,7 +124,7 @@ def test_engines_that_judge_keep_their_pace_under_a_bound(num_rollout_gpus: int)
     assert steps == sorted(steps)
 
 
-@pytest.mark.parametrize(("mode", "split"), [("separate_async", (12, 20)), ("colocate_async", (32, 32))])
+@pytest.mark.parametrize(("mode", "split"), [("separate_async", (14, 18)), ("colocate_async", (32, 32))])
 def test_a_bound_lets_responses_feel_the_judging_as_the_simulation_does(
     mode: Mode, split: tuple[int, int]
 ) -> None:

@@ -108,13 +108,13 @@ def test_ticks_are_round_and_within_the_axis() -> None:
 
 def test_a_range_has_one_unit_and_a_wider_one_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     """No "2,087 s to 1 h 01 min"; and what nobody measured stands beside the numbers, in page and terminal."""
-    options = PlanOptions(model="Qwen3-32B", gpu="MI355X", num_gpus="64", response_tokens="8k")
+    options = PlanOptions(model="Qwen3-32B", gpu="MI325X", num_gpus="64", response_tokens="8k")
     made = make_plan(options.request(), is_brief=True)
     page = html_report(made)
-    assert "no published measurement of decoding with MI355X" in page
+    assert "no published measurement of decoding with MI325X" in page
     assert not re.search(r"\d s to [^<]*min", page)
     show_plan(made, Console(width=200))
-    assert "no published measurement of fsdp training with MI355X" in capsys.readouterr().out
+    assert "no published measurement of fsdp training with MI325X" in capsys.readouterr().out
 
 
 def test_the_card_of_the_split_reads_as_one_phrase() -> None:

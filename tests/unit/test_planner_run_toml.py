@@ -209,9 +209,8 @@ def made(*, num_gpus: str, model: str = "qwen3-8b", **options: Any) -> tuple[Pla
 
 def test_separated_one_gpu_replicas_run_on_ray_as_planned() -> None:
     """6 engines beside 2 trainers of 0.6B: as many ranks and replicas as the plan has GPUs."""
-    plan, done = made(
-        model="qwen3-0.6b", num_gpus="8", prompts="32", max_response_tokens="32k", max_staleness=8
-    )
+    options = {"prompts": "16", "max_response_tokens": "32k", "max_staleness": 4}
+    plan, done = made(model="qwen3-0.6b", num_gpus="8", assume="nemo", **options)
     rollout, train = plan.require_chosen().split
     assert plan.require_chosen().mode == "separate_async"
     assert (done.kind, done.num_trainer_ranks, done.num_replicas) == ("ray", train, rollout)

@@ -132,6 +132,8 @@ class StackAssumptions:
     """Times that a micro batch moves the weights: 3 for fully sharded training, 0 where they stay in place."""
     link_frac: float
     """Of a link's rate, for gathering weights."""
+    micro_batch_layer_s: float
+    """Least seconds of one layer for one micro batch, forward and backward: its launches and the hooks of sharding."""
     balance_frac: float
     """Work of the mean GPU over work of the fullest, with sequences packed by length."""
 
@@ -165,6 +167,9 @@ class SyncAssumptions:
     receiver_cross_bytes_per_s: float
     """The same between nodes."""
     gather_bytes_per_s: float
+    """Making full tensors in buckets, inside a scale-up domain."""
+    gather_cross_bytes_per_s: float
+    """The same between nodes."""
     load_bytes_per_s: float
     """Per GPU of a replica."""
     assemble_bytes_per_s: float
@@ -178,6 +183,8 @@ class SyncAssumptions:
     """Gathering, writing and reading on a shared file system."""
     per_tensor_s: float
     """Gathering and naming one tensor on one node of trainers; once more for each doubling of nodes."""
+    quantize_tensor_s: float
+    """Of one tensor that is quantised, scaled and shuffled on its own."""
     host_copy_bytes_per_s: float
     """Per GPU, as frameworks copy weights that lie in host memory; counted in the engine's dtype."""
     delta_bytes_per_s: float
@@ -249,6 +256,8 @@ class Assumptions:
     micro_batch_tokens: int
     rollout_error_frac: float
     train_error_frac: float
+    step_error_factor: float
+    """On the error of a whole step: its stages share what a run's settings hide, such as padding and small batches."""
     most_step_gpus: int
     """Of any measured RL step."""
     most_sequence_tokens: int

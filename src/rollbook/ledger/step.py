@@ -253,6 +253,7 @@ def step_widening(
     if cluster.accelerator.is_cpu:
         return 1.0, ()
     wider, notes = widening(assumptions, "step", {"mode": [mode]}, what="RL steps")
+    wider *= assumptions.step_error_factor
     longest = workload.prompt_tokens + workload.max_response_tokens + workload.observation_tokens
     for size, most, what in (
         (cluster.num_gpus, assumptions.most_step_gpus, "an RL step on more than {:,} GPUs"),

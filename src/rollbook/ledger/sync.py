@@ -51,6 +51,8 @@ class SyncWork:
     """Every expert's matrices are tensors of their own, as Hugging Face checkpoints name them."""
     shares_devices: bool = False
     """Trainer and engines live on the same GPUs."""
+    quantizes_tensors: bool = False
+    """The trainer holds bfloat16, and each tensor is quantised on its own on its way into the engine."""
     pp_size: int = 1
     """Pipeline stages of the trainer: each sends what it holds, at the same time."""
     state_is_offloaded: bool = False
@@ -124,6 +126,9 @@ def sync_account(
         nodes = max(work.num_train_gpus / cluster.gpus_per_node, 1.0)
         # A gather between nodes is a tree: each doubling adds a hop.
         fixed_s += tensors / work.pp_size * assumptions.per_tensor_s * (1 + math.log2(nodes))
+    if work.quantizes_tensors:
+        # Slices are only scaled and shuffled where they arrive, a stream is quantised where it starts as well.
+        fixed_s += tensors * assumptions.quantize_tensor_s * (0.5 if work.method == "sharded" else 1.0)
     if work.state_is_offloaded:
         fixed_s += per_sender / assumptions.host_copy_bytes_per_s
     return SyncAccount(
@@ -175,7 +180,8 @@ def _rates(
     """Bytes of the full weights per second through each stage."""
     accelerator = cluster.accelerator
     link = cluster.nic_bytes_per_s if crosses else accelerator.scale_up_bytes_per_s
-    gather = min(assumptions.gather_bytes_per_s, 0.7 * link * max(work.num_train_gpus - 1, 1))
+    gathered = assumptions.gather_cross_bytes_per_s if crosses else assumptions.gather_bytes_per_s
+    gather = min(gathered, 0.7 * link * max(work.num_train_gpus - 1, 1))
     load = assumptions.load_bytes_per_s * work.replica_gpus
     if work.method in ("in_process", "ipc"):
         return {"gather": gather, "load": load}
@@ -188,10 +194,10 @@ def _rates(
     receiver = assumptions.receiver_cross_bytes_per_s if crosses else assumptions.receiver_bytes_per_s
     receiver = min(receiver, 0.7 * link)
     senders = math.inf if crosses else 0.7 * link * work.num_train_gpus
-    gathered = work.pp_size * assumptions.shard_gather_bytes_per_s
+    staged = work.pp_size * assumptions.shard_gather_bytes_per_s
     return {
         # The trainer holds bfloat16, whatever the engine is sent.
-        "gather": gathered * DTYPE_BYTES[work.weight_dtype] / DTYPE_BYTES["bfloat16"],
+        "gather": staged * DTYPE_BYTES[work.weight_dtype] / DTYPE_BYTES["bfloat16"],
         "transfer": min(receiver * work.replica_gpus, senders),
         "load": max(load, receiver),
     }

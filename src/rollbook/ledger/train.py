@@ -160,6 +160,21 @@ def gather_s(
     return passes * assumptions.weight_bytes_per_param * params * share / (stack.link_frac * link)
 
 
+def update_exchange_s(
+    model: ModelSpec, cluster: Cluster, stack: StackAssumptions, layout: TrainLayout, *, num_gpus: int
+) -> float:
+    """Exposed seconds of one optimizer update: gradients reduced in float32 and weights gathered in bfloat16, between
+    the GPUs that hold the same part of the model. Batches of few tokens a GPU spend as long on it as on computing."""
+    copies = max(num_gpus // (layout.tp_size * layout.pp_size), 1)
+    expert_copies = max(num_gpus // (layout.pp_size * max(layout.ep_size, layout.tp_size)), 1)
+    parts = (
+        ((model.computed_params - model.routed_params) / (layout.tp_size * layout.pp_size), copies),
+        (model.routed_params / (layout.pp_size * max(layout.ep_size, layout.tp_size)), expert_copies),
+    )
+    moved = sum(6.0 * params * (1 - 1 / group) for params, group in parts)
+    return stack.exposed_frac * moved / (stack.link_frac * _link(cluster, num_gpus))
+
+
 def bubble_frac(layout: TrainLayout) -> float:
     """Idle share of an interleaved pipeline: (p - 1) / (v m + p - 1).
 
@@ -199,10 +214,11 @@ def train_seconds(
         busy += exchange_s(of, cluster, stack, layout, backward=backward)
         busy = busy / (1 - bubble_frac(layout)) / stack.balance_frac
         gather = gather_s(of, cluster, assumptions, stack, layout, num_gpus=num_gpus, backward=backward)
-        # Gathering the next layer overlaps with computing this one, so the slower of the two sets the pace.
-        return max(
-            busy, gather / max(assumptions.micro_batch_tokens, sequence) * layout.tp_size * layout.cp_size
-        )
+        launches = of.num_layers / layout.pp_size * stack.micro_batch_layer_s
+        launches *= 1.0 if backward else stack.forward_share
+        # Gathering and launching the next layer overlap with computing this one, so the slowest sets the pace.
+        micro_batch = max(assumptions.micro_batch_tokens, sequence)
+        return max(busy, max(gather, launches) / micro_batch * layout.tp_size * layout.cp_size)
 
     tokens_per_gpu = workload.trained_tokens / num_gpus
     forwards = int(workload.uses_reference) + int(workload.uses_proximal)
