@@ -179,6 +179,17 @@ class View:
     def fall(self, metric: str | None, *, log: bool = False) -> Break | None:
         return self._break(metric, -1, log)
 
+    def begins(self, metric: str | None, least: float) -> int | None:
+        """Position from which most steps have at least `least` of what none before them had: what never happened needs
+        no noise to stand out of, however much the steps differ since."""
+        if metric is None or metric not in self.values:
+            return None
+        over = np.nan_to_num(self.values[metric]) >= least
+        at = np.flatnonzero(over)
+        if len(at) < 4 or at[0] < 4 or over[at[0] :].mean() < 0.6:
+            return None
+        return int(at[0]) if not np.nan_to_num(self.values[metric])[: at[0]].any() else None
+
     def _break(self, metric: str | None, direction: Direction, log: bool) -> Break | None:
         if metric is None or metric not in self.values:
             return None

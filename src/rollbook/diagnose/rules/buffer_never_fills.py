@@ -14,6 +14,7 @@ from rollbook.diagnose.cost import is_asynchronous
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.filter_starvation import DROPPED, batch_of
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
+from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.environments import ENV_FAILURES, failure_kinds_of
 from rollbook.diagnose.signs.seconds import (
     excess_of,
@@ -64,11 +65,11 @@ def judge(view: View) -> Finding | NotJudged | None:
     if idx is None:
         idx = _ends_waiting(view)
     if idx is None:
-        return None
+        return _by_batches(view)
     wait, step_s = view.level("timing_s/gen", idx), step_seconds(view, idx)
     before = view.level("timing_s/gen", max(0, idx - 40), idx)
     if not np.isfinite(wait) or wait < 0.35 * step_s or wait < LONGER * before:
-        return None  # shorter responses need no shorter wait: prompts, calls and the tail stay
+        return _by_batches(view)  # shorter responses need no shorter wait: prompts, calls and the tail stay
     if _has_another_reason(view, idx):
         return None
     evidence: list[Evidence] = []
@@ -97,6 +98,12 @@ def judge(view: View) -> Finding | NotJudged | None:
         if rise is not None and rise.late >= 2 * rise.before + least and rise.score >= 4:
             evidence.append(of_break(rise, "what fails does not reach the trainer"))
     lost = (wait - before) * (view.n - idx) * view.stride if np.isfinite(before) else None
+    return _waits(view, idx, evidence, confidence, lost)
+
+
+def _waits(
+    view: View, idx: int, evidence: list[Evidence], confidence: float, cost_s: float | None
+) -> Finding:
     return Finding(
         rule=RULE,
         title="the trainer waits for samples that do not come",
@@ -104,7 +111,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         confidence=share(confidence),
         step=view.step_at(idx),
         evidence=tuple(evidence),
-        cost_s=lost,
+        cost_s=cost_s,
         action="compare admitted with running + finished + failed + evicted; raise the staleness bound "
         "or admit less ahead "
         "when they are evicted, put a deadline on every trajectory when they hang",
@@ -117,29 +124,36 @@ def _deadlines(view: View) -> Finding | None:
     if failure_kinds_of(view).main != "timeout" or view.family("env/"):
         return None
     rise = view.rise("failures/frac", log=False)
-    if rise is None or rise.late < max(0.04, 3 * rise.before) or rise.score < 6:
+    if rise is not None and rise.late >= max(0.04, 3 * rise.before) and rise.score >= 6:
+        idx, evidence = rise.idx, of_break(rise, "failures are time-outs")
+    elif (since := view.begins("failures/frac", 0.02)) is not None and view.level(
+        "failures/frac", since
+    ) >= 0.04:
+        after, says = view.level("failures/frac", since), "failures are time-outs, and there were none before"
+        idx = since
+        evidence = Evidence(
+            metric="failures/frac", step=view.step_at(since), before=0.0, after=after, says=says
+        )
+    else:
         return None
-    before, after = (
-        view.level("timing_s/gen", max(0, rise.idx - 40), rise.idx),
-        view.level("timing_s/gen", rise.idx),
-    )
+    before, after = view.level("timing_s/gen", max(0, idx - 40), idx), view.level("timing_s/gen", idx)
     return Finding(
         rule=RULE,
         title="trajectories hang until their deadline, and the trainer waits for them",
         area="async",
         confidence=0.88,
-        step=rise.step,
+        step=view.step_at(idx),
         evidence=(
-            of_break(rise, "failures are time-outs"),
+            evidence,
             Evidence(
                 metric="timing_s/gen",
-                step=rise.step,
+                step=view.step_at(idx),
                 before=before,
                 after=after,
                 says=f"the trainer waits {num(after)} s a step, {num(before)} s before",
             ),
         ),
-        cost_s=max(after - before, 0.0) * (view.n - rise.idx) * view.stride
+        cost_s=max(after - before, 0.0) * (view.n - idx) * view.stride
         if np.isfinite(after - before)
         else None,
         action="look at what hangs (failures name trajectory, turn and replica), leave its prompts out, and lower the "
@@ -246,6 +260,59 @@ def _again(view: View) -> Finding | None:
         "every group: a step then goes on with those that have finished",
         next_check="the oldest trajectory still running: its age, its turn and its replica",
     )
+
+
+BLOCK = 4
+"""Steps over which waits are added up: those of an asynchronous run come with the batch, in every second step or so."""
+LEAST_BLOCKS = 3
+"""On either side of a change of what the blocks add up to."""
+WAIT_SHARE = 0.35
+"""Of the steps' seconds, by which the wait must have grown."""
+
+
+def _by_batches(view: View) -> Finding | None:
+    """The trainer hardly ever waited, and now does for a good part of every few steps: not of each one, as several
+    batches come at once. Near zero, multiples say nothing; added up, waits are judged against the steps' seconds."""
+    if not is_asynchronous(view) or not view.has("timing_s/gen", "timing_s/step"):
+        return None
+    known = np.isfinite(view.values["timing_s/gen"]) & np.isfinite(view.values["timing_s/step"])
+    at = np.flatnonzero(known)[1:]  # the first step waits for the first samples
+    wait_s, step_s = view.values["timing_s/gen"][at], view.values["timing_s/step"][at]
+    best: tuple[float, int] | None = None
+    for i in range(LEAST_BLOCKS * BLOCK, len(at) - LEAST_BLOCKS * BLOCK + 1):
+        grown = float(wait_s[i:].mean() - wait_s[:i].mean()) * np.sqrt(i * (len(at) - i))
+        best = (grown, i) if best is None or grown > best[0] else best
+    if best is None:
+        return None
+    i = best[1]
+    before, after = _added_up(wait_s[:i][::-1])[::-1], _added_up(wait_s[i:])
+    step_before, step_after = float(_added_up(step_s[:i]).mean()), float(_added_up(step_s[i:]).mean())
+    grown = float(np.median(after) - np.median(before))
+    is_apart = float(np.quantile(after, 0.1)) > float(np.max(before[-10:])) + 0.25 * grown
+    if not is_apart or grown < WAIT_SHARE * step_after or step_after < LONGER * step_before:
+        return None
+    idx = int(at[i])
+    if _has_another_reason(view, idx):
+        return None
+    usual, now = float(np.median(before)) / BLOCK, float(np.median(after)) / BLOCK
+    evidence = [
+        Evidence(
+            metric="timing_s/gen",
+            step=view.step_at(idx),
+            before=usual,
+            after=now,
+            says=f"the trainer waits {num(now)} s of {num(step_after / BLOCK)} s a step on average over {BLOCK}, "
+            f"{num(usual)} s before",
+        )
+    ]
+    if (c := view.contrast("response_length/mean", idx)) is not None:
+        evidence.append(of_contrast(view, c, idx, "responses are no longer"))
+    return _waits(view, idx, evidence, 0.75, (now - usual) * (len(at) - i) * view.stride)
+
+
+def _added_up(values: Series) -> Series:
+    """[k] sums of each `BLOCK` values in a row, without the rest at the end."""
+    return np.asarray(values[: len(values) // BLOCK * BLOCK].reshape(-1, BLOCK).sum(axis=1))
 
 
 def _ends_waiting(view: View) -> int | None:

@@ -206,11 +206,12 @@ def _slow_link(view: View) -> Finding | None:
         ("perf/total_num_tokens", 1.4),
         ("response_length/mean", 1.4),
         ("timing_s/gen", 1.5),
+        ("rollout/decode_step_s", 1.5),  # in an asynchronous run generation is a wait, and this is it
         ("timing_s/adv", 2.0),
         ("timing_s/reward", 2.0),
     ):
         before, after = (view.level(metric, piece.start, piece.stop) for piece in (usual, late))
-        if after >= most * before:
+        if after > before and after >= most * before:
             return None
     if not others:
         return None

@@ -42,9 +42,20 @@ def judge(view: View) -> Finding | NotJudged | None:
         evidence.append(Evidence(metric="log", step=first, says=f"{len(said)} times: {said[0].text}"))
         direct = 0.3 if len(said) >= 3 else 0.15
     rise = view.rise(spilled, log=False)
-    if rise is not None and rise.late > 1e6 and rise.score >= 4:
+    if rise is not None and rise.late > LEAST_BYTES and rise.score >= 4:
         evidence.append(of_break(rise, "bytes a step"))
         idx, direct = rise.idx if idx is None else min(idx, rise.idx), 0.35
+    elif (since := view.begins(spilled, LEAST_BYTES)) is not None:
+        idx, direct = since if idx is None else min(idx, since), 0.35
+        evidence.append(
+            Evidence(
+                metric=spilled or "",
+                step=view.step_at(since),
+                before=0.0,
+                after=view.level(spilled or "", since),
+                says="bytes a step, none before",
+            )
+        )
     slow = _slow_movers(view, other)
     step_s = step_seconds(view)
     host = view.rise("perf/cpu_memory_used_gb")
@@ -70,6 +81,10 @@ def judge(view: View) -> Finding | NotJudged | None:
     cost = max(cost, lost_in_steps(view, idx) or 0.0)  # computing waits for what is moved
     confidence = 0.5 + direct + 0.1 * len(slow) + 0.15 * (fuller and together)
     return _finding(view, idx, evidence, confidence, cost)
+
+
+LEAST_BYTES = 1e6
+"""Spilled in a step, from which on it is worth a word."""
 
 
 def _in_spells(view: View, other: str | None) -> Finding | None:

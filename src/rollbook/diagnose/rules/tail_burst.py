@@ -161,7 +161,8 @@ def _judge_tail(view: View, waiting: str, metric: str, tail: Series, least: floa
     rate_after = float(both[begin:end].mean())
     if rate_after < 0.12 or rate_after < 3 * rate_before + 0.05 or begin < 4 or both[begin:end].sum() < 4:
         return None
-    if not _is_an_onset(both[:begin], rate_after):
+    counted = long if by_tokens else both  # so much longer, the tokens begin, whatever the host's seconds do
+    if not _is_an_onset(counted[:begin], float(counted[begin:end].mean())):
         return None  # they were never fewer: the share of runaway responses that this model always has
     inside_long, inside_gen = long[begin:end], pace[begin:end]
     if float(slow[begin:end][inside_long].mean()) < 0.6:
@@ -202,6 +203,8 @@ def _judge_tail(view: View, waiting: str, metric: str, tail: Series, least: floa
         metric == TAIL and float(np.median(raw[hit] / seconds[hit])) < 0.2
     ):
         return None  # everything is slow in those steps, or the tail is a small part of them
+    if metric == TAIL and _ends_at_deadlines(view, start, hit):
+        return None  # the seconds are those of what never ends, and no response is long
     before, after = view.level(metric, 0, start), float(np.median(raw[hit]))
     usual = view.level(waiting, 0, start)
     beside = idx[begin:end][~inside_long]
@@ -261,6 +264,16 @@ def _beside_others(pace: Series, long: NDArray[np.bool_]) -> Series:
         if len(near) >= 3:
             out[i] = pace[i] / max(float(np.median(pace[near])), 1e-12)
     return out
+
+
+def _ends_at_deadlines(view: View, start: int, hit: NDArray[np.intp]) -> bool:
+    """Whether trajectories run into their deadline in the steps that are hit, and hardly before."""
+    timeouts = view.values.get("failures/timeout/num")
+    if timeouts is None:
+        return False
+    counted = np.nan_to_num(timeouts)
+    inside = float((counted[hit] > 0).mean())
+    return inside >= 0.8 and float(np.median(counted[:start])) <= 0.3 * float(np.median(counted[hit]))
 
 
 def _grew(view: View, start: int, hit: NDArray[np.intp]) -> bool:
