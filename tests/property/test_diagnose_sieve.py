@@ -38,6 +38,20 @@ def test_lines_of_many_blocks_come_once_and_in_order(tmp_path: os.PathLike[str])
         "(WorkerDict pid=81) INFO Engine 000: Avg prompt throughput: 1203.1 tokens/s, Running: 64 reqs",
         "[2026-03-01 10:00:00 DP0 TP0] Decode batch. #running-req: 12, #token: 4096, token usage: 0.11, gen throughput",
         "(EngineCore_0 pid=812) INFO 03-01 10:00:00 [block_pool.py:280] Successfully reset prefix cache",
+        *(
+            f"\x1b[36m({worker} pid=81, ip=10.0.0.4)\x1b[0m {says}"
+            for worker in (
+                "AgentLoopWorker",
+                "vLLMHttpServer",
+                "RayWorkerWrapper",
+                "EngineCore_DP0",
+                "TaskRunner",
+            )
+            for says in (
+                "INFO 11-30 03:11:02 [loggers.py:116] GPU KV cache usage: 34.1%, Prefix cache hit rate: 21.0%",
+                "<answer> we factor it, go back to the full sum and recall step 5: 47 </answer>",
+            )
+        ),
         "INFO:     10.0.0.3:41822 - POST /generate HTTP/1.1 200 OK, by replica 3 of the inference server",
     ],
 )

@@ -108,12 +108,14 @@ def is_ended_by_newline(path: Path) -> bool:
 
 TROUBLE_BYTES = (
     b"emory", b"imeout", b"imed out", b"TIMEOUT", b"atchdog", b"pill", b"esum", b"ecover", b"heckpoint", b"global step",
-    b"andbox", b"nv_server", b"ctor", b"Crash", b"OOM", b"oom", b"ALLOC", b" full", b", line ", b"Error", b"xception",
-    b"Traceback", b"Final ", b"class_name", b"EngineDead", b"ncountered a", b" died", b" dead", b"crashed",
-    b"nhealthy", b" gone", b"ealth check", b"estarted", b"elaunched", b"egistered", b"ejoined", b" back",
-    b"healthy again", b"sigquit",
+    b"andbox", b"nv_server", b"update_actor", b"Crash", b"OOM", b"oom", b"ALLOC", b"is full", b", line ", b"Error",
+    b"xception", b"Traceback", b"Final ", b"class_name", b"EngineDead", b"ncountered a", b" died", b" dead",
+    b"crashed", b"nhealthy", b" gone", b"ealth check", b"estarted", b"elaunched", b"egistered", b"ejoined",
+    b"is back", b"was back", b"back online", b"back up", b"back in service", b"back after", b"healthy again",
+    b"sigquit",
 )  # fmt: skip
-"""Every line in which a log reports trouble, or in which stage it was, holds one of these."""
+"""Every line in which a log reports trouble, or in which stage it was, holds one of these; what a server or a sampled
+text says all the time must hold none of them, or a log of gigabytes is read line by line."""
 
 
 def lines(path: Path, wanted: tuple[bytes, ...] = ()) -> Iterator[str]:
@@ -329,7 +331,8 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
             ("ngine", "eplica", "nference server"),
             r"(?:[Rr]estarted|[Rr]ecovered|[Rr]elaunched|[Rr]e-?registered) .{0,30}(?:engine|replica|inference server)"
             r"|\b(?:[Ee]ngine|[Rr]eplica|[Ii]nference server) (?=\S*\d)\S{1,60} (?:is |was |has )?(?:been )?"
-            r"(?:restarted|recovered|relaunched|rejoined|back\b|healthy again)",
+            r"(?:restarted|recovered|relaunched|rejoined|back (?:online|up|in service|after)|healthy again)"
+            r"|\b(?:[Ee]ngine|[Rr]eplica|[Ii]nference server) (?=\S*\d)\S{1,60} (?:is|was) back\b",
         ),
     )
 )
