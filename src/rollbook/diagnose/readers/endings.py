@@ -72,9 +72,9 @@ _BEGINS_ANEW = re.compile(
 )
 ENDING_BYTES = (
     b"illed", b"egmentation", b"us error", b"SIG", b"xit code", b"xitcode", b"returncode", b"CUDA", b"nccl", b"NCCL",
-    b"Xid", b"terminate called", b"Aborted", b"Fatal", b"slurm", b"CANCELLED", b"DUE TO", b"navailable", b"unexpectedly",
+    b"Xid", b"terminate called", b"Aborted", b"Fatal", b"slurm", b"CANCELLED", b"DUE TO", b"navailable",
     b"process down", b"STATUS_", b"rogress: 100%", b"train_runtime", b"succeeded", b"local Ray", b"ssert", b"illegal",
-    b"eartbeat",
+    b"eartbeat", b"unexpectedly",
 )  # fmt: skip
 """Beside `text.TROUBLE_BYTES`: every line that tells how a log ends holds one of both."""
 
