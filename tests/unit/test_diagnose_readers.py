@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import math
+import random
 import struct
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from rollbook.diagnose.readers.table import READERS, detect, load
+from rollbook.diagnose.readers.text import is_ended_by_newline
 from rollbook.errors import DataError
 from rollbook.observe.clock import ManualClock
 from rollbook.observe.recorder import Recorder
@@ -287,6 +289,21 @@ def test_a_compressed_log_is_read(tmp_path: Path) -> None:
     with gzip.open(path, "wt") as file:
         file.write("".join(f"step:{i} - critic/rewards/mean:0.{i}\n" for i in range(1, 9)))
     assert load(str(path)).values["critic/rewards/mean"].tolist() == [i / 10 for i in range(1, 9)]
+
+
+def test_a_compressed_log_that_was_cut_is_read_up_to_the_cut(tmp_path: Path) -> None:
+    """A copy of a .gz that ended early, in the middle of a record; members written one after the other are one log."""
+    noise = random.Random(0)
+    steps = [f"step:{i} - a/b:{noise.random()} - c/d:{noise.random()}\n" for i in range(2000)]
+    whole = gzip.compress("".join(steps[:1000]).encode()) + gzip.compress("".join(steps[1000:]).encode())
+    path = tmp_path / "run.log.gz"
+    path.write_bytes(whole)
+    assert load(str(path)).num_steps == 2000
+    path.write_bytes(whole[: len(whole) * 3 // 4])
+    run = load(str(path))
+    assert 1400 < run.num_steps < 1600
+    assert run.values["a/b"][1200] == float(steps[1200].split("a/b:")[1].split()[0])
+    assert not is_ended_by_newline(path)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-8"])

@@ -4,15 +4,15 @@ people and programs write them, and the sentences in which a log reports trouble
 from __future__ import annotations
 
 import codecs
-import gzip
 import io
 import itertools
 import math
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -54,7 +54,7 @@ def open_binary(path: Path) -> BinaryIO:
         file = path.open("rb")
         if file.peek(2)[:2] == _GZIP:
             file.close()
-            file = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(path)))
+            file = io.BufferedReader(_Unpacked(path))
         for bom, encoding in _BOMS:
             if file.peek(len(bom))[: len(bom)] == bom:
                 file.read(len(bom))
@@ -64,6 +64,39 @@ def open_binary(path: Path) -> BinaryIO:
             f"cannot read {path}: {error.strerror or error}", "check the path and its permissions"
         ) from error
     return file
+
+
+class _Unpacked(io.RawIOBase):
+    """What a gzip file holds, up to where it can be unpacked: a copy that was cut short ends there."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        self._packed = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            packed = self._packed or self._file.read(BLOCK_BYTES)
+            try:
+                data = self._unpacker.decompress(packed, len(buffer))
+            except zlib.error:
+                return 0
+            if not packed and not data:
+                return 0
+            self._packed = self._unpacker.unconsumed_tail
+            if self._unpacker.eof:  # another member may follow: `cat a.gz b.gz`
+                self._packed = self._unpacker.unused_data
+                self._unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class _Recoded(io.RawIOBase):
@@ -93,14 +126,18 @@ class _Recoded(io.RawIOBase):
 
 
 def is_ended_by_newline(path: Path) -> bool:
-    """Whether the last line of a log is whole; of a compressed one that is taken for granted."""
+    """Whether the last line of a log is whole; a compressed one is unpacked again for it."""
     with path.open("rb") as file:
         head = file.read(4)
         size = file.seek(0, os.SEEK_END)
-        if head[:2] == _GZIP or not size:
+        if not size:
             return True
         file.seek(-min(4, size), os.SEEK_END)
         tail = file.read()
+    if head[:2] == _GZIP:
+        with open_binary(path) as file:
+            while block := file.read(BLOCK_BYTES):
+                tail = block[-1:]
     if any(head.startswith(bom) for bom, encoding in _BOMS if encoding != "utf-8"):
         tail = tail.rstrip(b"\0")  # of the wide character
     return tail[-1:] in (b"\r", b"\n")
