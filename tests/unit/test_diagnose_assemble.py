@@ -24,6 +24,13 @@ def test_rows_of_a_step_complete_each_other_and_repeats_change_nothing() -> None
     assert run.seams == []
 
 
+def test_more_digits_of_the_same_number_are_no_other_value() -> None:
+    run = _run(
+        [(1, {"epoch": 0.0113, "a": 1.0}), (2, {"epoch": 0.0226}), (2, {"epoch": 0.02260000001, "eval": 3.0})]
+    )
+    assert (run.seams, run.steps.tolist(), run.num_runs) == ([], [1, 2], 1)
+
+
 def test_a_number_whose_square_is_infinite_counts_as_infinite() -> None:
     run = _run([(1, {"a": 1.0}), (2, {"a": -1e308}), (3, {"a": 3.0})])
     np.testing.assert_array_equal(run.values["a"], [1.0, math.nan, 3.0])

@@ -248,6 +248,37 @@ def test_oldest_samples_that_fall_behind_alone_are_some_replicas_and_with_all_ot
     assert _diagnose({**every, **gap}).verdict == "stale_samples"
 
 
+def test_oldest_samples_that_fall_behind_at_once_are_some_replicas_if_the_mean_rises_by_their_share() -> None:
+    lag = np.where(T >= 60, 9.0, 0.0)
+    few = _with_age(_noisy(0.9, 30) + 0.12 * lag, 2 + lag, np.zeros(N))
+    every = _with_age(_noisy(0.9, 30) + 0.9 * lag, 2 + lag, 0.8 * lag)
+    found = _diagnose(few)
+    assert (found.verdict, found.findings[0].step) == ("version_drift", 61)
+    assert _diagnose(every).verdict != "version_drift"
+
+
+@pytest.mark.parametrize("bound", [5.0, 60.0])
+def test_trajectories_that_run_on_over_ever_more_versions_are_found_by_their_first_tokens(
+    bound: float,
+) -> None:
+    age = np.minimum(np.clip(T - 60, 0, None), bound)
+    worst = {
+        f"{AGE}_worst/max": 3.0 + age,
+        f"{AGE}_worst/min": np.zeros(N),
+        f"{AGE}_worst/mean": 1 + 0.08 * age,
+    }
+    spans = {"training/off_policy/trajectory_spans/max": 2 + (T % 3 == 0) + age}
+    evicted = {EVICTED: np.where(T >= 65, 60.0 + T % 7, 0.0) * (bound < 10)}
+    found = _diagnose({**FRESH, **worst, **spans, **evicted})
+    assert found.verdict == "version_drift"
+    assert "do not end" in found.findings[0].title
+    assert abs(found.findings[0].step - 61) <= 4
+    longer = {
+        f"response_length/{end}": _noisy(800.0 * k * (1 + age), 8) for end, k in (("mean", 1), ("max", 4))
+    }
+    assert _diagnose({**FRESH, **worst, **spans, **longer}).verdict != "version_drift"
+
+
 def _memory(held: Array) -> dict[str, Array]:
     used = _noisy(50.0, 15, 0.001)
     return {ALLOCATED: used, RESERVED: used + np.clip(held, 0, 28.5)}

@@ -34,6 +34,10 @@ class _Column:
         return self.values[i] if i < len(self.rows) and self.rows[i] == row else None
 
 
+SAME = 1e-6
+"""Relative difference within which two rows of a step say the same: one may print more digits of an epoch."""
+
+
 @dataclass(slots=True)
 class _Run:
     """One run under construction. Rows are numbered in the order of the log."""
@@ -56,8 +60,13 @@ class _Run:
             for name, value in row.data.items():
                 column = self.columns.get(name)
                 held = column.at(earlier) if column else None
-                if held is not None and held != value and not (math.isnan(held) and math.isnan(value)):
-                    return True
+                if (
+                    held is None
+                    or math.isclose(held, value, rel_tol=SAME)
+                    or (math.isnan(held) and math.isnan(value))
+                ):
+                    continue
+                return True
         return False
 
     def roll_back(self, step: int) -> None:

@@ -264,8 +264,8 @@ def _again(view: View) -> Finding | None:
 
 BLOCK = 4
 """Steps over which waits are added up: those of an asynchronous run come with the batch, in every second step or so."""
-LEAST_BLOCKS = 3
-"""On either side of a change of what the blocks add up to."""
+LEAST_BLOCKS = (3, 2)
+"""Before and after a change of what the blocks add up to."""
 WAIT_SHARE = 0.35
 """Of the steps' seconds, by which the wait must have grown."""
 
@@ -279,7 +279,7 @@ def _by_batches(view: View) -> Finding | None:
     at = np.flatnonzero(known)[1:]  # the first step waits for the first samples
     wait_s, step_s = view.values["timing_s/gen"][at], view.values["timing_s/step"][at]
     best: tuple[float, int] | None = None
-    for i in range(LEAST_BLOCKS * BLOCK, len(at) - LEAST_BLOCKS * BLOCK + 1):
+    for i in range(LEAST_BLOCKS[0] * BLOCK, len(at) - LEAST_BLOCKS[1] * BLOCK + 1):
         grown = float(wait_s[i:].mean() - wait_s[:i].mean()) * np.sqrt(i * (len(at) - i))
         best = (grown, i) if best is None or grown > best[0] else best
     if best is None:

@@ -35,6 +35,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     evidence: list[Evidence] = []
     idx: int | None = None
     confidence = 0.0
+    never_ends = False
     if versions.standing_replicas and len(versions.standing_replicas) < len(replicas):
         idx, confidence = versions.standing_since or 0, 0.97
         names = ", ".join(versions.standing_replicas)
@@ -52,6 +53,9 @@ def judge(view: View) -> Finding | NotJudged | None:
         evidence += told[1]
     elif (told := _lags(view)) is not None:
         idx, confidence = told[0], 0.85
+        evidence += told[1]
+    elif (told := _never_end(view)) is not None:
+        idx, confidence, never_ends = told[0], 0.85, True
         evidence += told[1]
     elif (
         (rise := view.rise(spread, log=False)) is not None
@@ -82,6 +86,18 @@ def judge(view: View) -> Finding | NotJudged | None:
         c = view.contrast(metric, idx, width=30)
         if c is not None:
             evidence.append(of_contrast(view, c, idx))
+    if never_ends:
+        return Finding(
+            rule=RULE,
+            title="a few trajectories do not end: they run on over ever more weight versions",
+            area="version",
+            confidence=share(confidence),
+            step=view.step_at(idx),
+            evidence=tuple(evidence),
+            action="put a deadline on every trajectory, in versions or seconds, and leave out the prompts that meet "
+            "it; if they are of one replica, take it out of service",
+            next_check="the oldest trajectory still running: its prompt, its turn and its replica",
+        )
     return Finding(
         rule=RULE,
         title="a part of the replicas stands at an old weight version",
@@ -145,10 +161,13 @@ def _lags(view: View) -> tuple[int, list[Evidence]] | None:
     smooth = running_median(view.values[oldest][known], 7)
     low = np.flatnonzero(smooth <= early + 1.0)
     steady = spearman(smooth[int(low[-1]) :], known[int(low[-1]) :].astype(np.float64)) if len(low) else 0.0
-    if not fresh or grown > FEW * (late - early) or steady < 0.8:
+    rise = view.rise(oldest, log=False)
+    at_once = rise is not None and rise.score >= 8 and rise.end_idx is None and rise.after >= 0.7 * late
+    if not fresh or grown > FEW * (late - early) or not (steady >= 0.8 or at_once):
         return None
-    idx = int(known[int(low[-1])])
-    says = f"the oldest samples fall behind step by step, from {num(early)} to {num(late)} versions"
+    idx = rise.idx if rise is not None and at_once else int(known[int(low[-1])])
+    how = "at once, and stay there" if at_once else "step by step"
+    says = f"the oldest samples fall behind {how}, from {num(early)} to {num(late)} versions"
     few = f"the mean by {num(grown / (late - early))} of that: the share of a few replicas"
     return idx, [
         Evidence(metric=oldest, step=view.step_at(idx), before=early, after=late, says=says),
@@ -160,6 +179,56 @@ def _lags(view: View) -> tuple[int, list[Evidence]] | None:
         ),
         Evidence(metric=mean, step=view.step_at(idx), after=view.level(mean, view.n - tenth), says=few),
     ]
+
+
+WORST = f"{STALENESS}_worst"
+"""Age of the oldest token of a sample, where the one above is that of its newest."""
+SPANS = "training/off_policy/trajectory_spans/max"
+"""Weight versions that the longest-running trajectory of a step was sampled with."""
+
+
+def _never_end(view: View) -> tuple[int, list[Evidence]] | None:
+    """(position, evidence) of trajectories that are continued over ever more versions: their first tokens age, their
+    last ones and all other samples do not, and the answers are no longer."""
+    oldest, mean = f"{WORST}/max", f"{WORST}/mean"
+    rise, spans = view.rise(oldest, log=False), view.rise(SPANS, log=False)
+    if rise is None or spans is None or not view.has(f"{STALENESS}/max", f"{WORST}/min"):
+        return None
+    if rise.end_idx is not None or not (
+        rise.score >= 5 and spans.score >= 5 and spans.late >= 2.0 * spans.before
+    ):
+        return None
+    idx, tenth = min(rise.idx, spans.idx), max(5, view.n // 10)
+    aged = rise.late - rise.before
+
+    def grown(metric: str) -> float:
+        return view.level(metric, max(idx, view.n - tenth)) - view.level(metric, 0, idx)
+
+    thrown_away = view.contrast(EVICTED, idx + 4, width=20)
+    is_old = aged >= LAG and rise.late >= 2.5 * rise.before
+    is_cut = thrown_away is not None and thrown_away.after >= 2.0 * thrown_away.before + 4.0
+    is_cut &= aged >= 2.0  # at the bound of staleness
+    if not (is_old or is_cut) or not view.near(rise.idx, spans.idx, share=0.1, least=10):
+        return None
+    few = (
+        grown(mean) <= 0.5 * aged and grown(f"{STALENESS}/max") <= 0.5 * aged and grown(f"{WORST}/min") <= 0.5
+    )
+    longer = [view.last(m, tenth) / view.level(m, 0, idx) for m in LENGTHS if view.has(m)]
+    if not few or max(longer, default=1.0) > 0.7 * spans.late / spans.before:
+        return None
+    evidence = [
+        of_break(spans, "versions of the trajectory that runs longest"),
+        of_break(rise, "age of the oldest token"),
+    ]
+    fresh = view.level(f"{STALENESS}/max", max(idx, view.n - tenth))
+    says = "the newest tokens of the same samples stay fresh"
+    evidence.append(Evidence(metric=f"{STALENESS}/max", step=view.step_at(idx), after=fresh, says=says))
+    if thrown_away is not None and is_cut:
+        evidence.append(of_contrast(view, thrown_away, idx, "evicted a step as too stale"))
+    return idx, evidence
+
+
+LENGTHS = ("response_length/mean", "response_length/max")
 
 
 def _gap_of_one_replica(view: View) -> Break | None:
