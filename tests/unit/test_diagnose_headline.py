@@ -177,3 +177,28 @@ def test_data_are_exhausted_where_the_held_out_score_falls_back_or_stops_to_foll
     assert states(np.full(N, 0.05), np.full(N, 0.06)) == ["plateau"]
     assert states(rises, np.minimum(rises, 0.3)) == ["data_exhausted"]
     assert states(rises, 0.4 - 0.2 * np.clip((T - 50) / 70, 0, 1)) == ["data_exhausted"]
+
+
+def test_a_signal_that_no_state_explains_is_named_beside_what_limits_the_run() -> None:
+    """The policy's own steps grow with the gap, so no rule takes it for a missed sync; all the same it moved."""
+    grows = np.clip(T - 60, 0, None)
+    diagnosis = diagnose(
+        run(
+            critic__score__mean=np.full(N, 0.45) + np.random.default_rng(1).normal(0, 0.01, N),
+            actor__ppo_kl=around(2e-4 + 3e-4 * grows),
+            **{GAP.replace("/", "__"): around(0.004 + 0.002 * grows)},
+        )
+    )
+    assert [state.name for state in diagnosis.states] == ["plateau"]
+    moved = 'the system is well, but look at "gap of trainer and engine", which moved; what limits the run: '
+    assert moved in " ".join(to_text(diagnosis).split())
+
+
+def test_the_top_of_a_score_is_the_best_that_an_answer_ever_got() -> None:
+    """Nearly every answer gets the 0.1 of its format, few the 1.0 of passing tests; the reward lacks the KL term."""
+    best = np.where(T % 3 == 0, 1.0, 0.1)
+    level = 0.11 + 0.0 * T + RNG.normal(0, 0.004, N)
+    diagnosis = diagnose(
+        run(critic__score__mean=level, critic__score__max=best, critic__rewards__max=best - 0.02)
+    )
+    assert "reward_saturates" not in [state.name for state in diagnosis.states]

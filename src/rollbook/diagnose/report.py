@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rollbook.diagnose.finding import Diagnosis, Evidence, Finding, OtherRun
 from rollbook.diagnose.rules.wording import in_full, num
+from rollbook.diagnose.states import MOVES
 
 AREA_NAMES = {
     "data": "data and environments",
@@ -83,15 +84,16 @@ def _evidence(evidence: Iterable[Evidence], width: int) -> list[str]:
 def headline(diagnosis: Diagnosis) -> tuple[str, str]:
     """(label, sentence) of a run without a finding: no more than the signals that were logged can prove."""
     missing = diagnosis.missing_signals
+    explained = frozenset[str]().union(*(MOVES.get(state.name, ()) for state in diagnosis.states))
+    moved = [s.name for s in diagnosis.signals if s.verdict == "moved" and s.name not in explained]
+    but = f", but look at {_quoted(moved)}, which moved" if moved else ""
     limited = f"; what limits the run: {diagnosis.states[0].title}" if diagnosis.states else ""
     if len(missing) == len(diagnosis.signals):
         return "NOT JUDGED", "too little was logged to judge the system (the list below says what to collect)"
     if diagnosis.verdict == "not_judged":
         says = f"nothing wrong shows in what was logged, but that is too little: {_without(missing)}"
-        return "NOT JUDGED", says + limited
+        return "NOT JUDGED", says + but + limited
     as_far = f", as far as it can be judged {_without(missing)}" if missing else ""
-    moved = [signal.name for signal in diagnosis.signals if signal.verdict == "moved"]
-    but = f", but look at {_quoted(moved)}, which moved" if moved and not diagnosis.states else ""
     return "NONE OF THESE", f"the system is well{as_far}{but}{limited}"
 
 

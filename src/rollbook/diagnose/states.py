@@ -35,6 +35,18 @@ BRINGS_ABOUT: dict[str, frozenset[str]] = {
 }
 """State -> findings that may be nothing but its consequence."""
 
+MOVES: dict[str, frozenset[str]] = {
+    "learning_rate_too_high": frozenset(
+        {"reward by source", "gap of trainer and engine", "staleness, lengths, sync seconds"}
+    ),
+    "lengths_explode": frozenset({"reward by source", "staleness, lengths, sync seconds"}),
+    **dict.fromkeys(
+        ("entropy_collapse", "answers_cut_off", "no_signal", "data_exhausted", "reward_falls"),
+        frozenset({"reward by source"}),
+    ),
+}
+"""State -> signals that it moves by itself."""
+
 
 def judge(view: View) -> list[State]:
     """The states that hold, the gravest first."""
@@ -276,7 +288,10 @@ def _reward_saturates(view: View) -> State | None:
     if metric is None or view.n < 12:
         return None
     last = view.last(metric, max(5, view.n // 10))
-    top = view.level("critic/rewards/max")
+    top = _best_of(view, metric.replace("/mean", "/max"))
+    if not np.isfinite(top):
+        top = _best_of(view, "critic/rewards/max")  # of a score it lacks the KL term, and may lie below it
+        top = top if top >= last else np.nan
     if not np.isfinite(top) and float(np.nanmax(view.values[metric])) > 1.02:
         return None  # a sum of parts: nobody knows its top
     top = top if np.isfinite(top) and top > 0 else 1.0
@@ -294,6 +309,11 @@ def _reward_saturates(view: View) -> State | None:
         ),
         advice="take harder prompts, or stop",
     )
+
+
+def _best_of(view: View, metric: str) -> float:
+    """The most that an answer ever got: a step without a right one has a lower best."""
+    return float(np.nanmax(view.values[metric])) if view.count(metric) else np.nan
 
 
 def _plateau(view: View) -> State | None:
