@@ -100,3 +100,8 @@ def test_every_word_of_an_engine_that_dies_or_comes_back_is_let_through(says: st
     assert event is None or event.kind in ("engine_died", "engine_back")
     if event is not None:
         assert list(_Sieve(TROUBLE_BYTES).lines(line.encode())) == [line.encode()]
+
+
+def test_the_line_that_says_in_which_stage_memory_ran_out_is_let_through() -> None:
+    line = b"    self.llm.wake_up(tags=['kv_cache'])"
+    assert list(_Sieve(TROUBLE_BYTES).lines(line)) == [line]

@@ -279,6 +279,39 @@ def test_trajectories_that_run_on_over_ever_more_versions_are_found_by_their_fir
     assert _diagnose({**FRESH, **worst, **spans, **longer}).verdict != "version_drift"
 
 
+def test_a_filter_whose_drops_grow_from_little_is_judged_by_what_is_made_in_the_end() -> None:
+    dropped = np.round(_noisy(20.0, 60) * np.exp(2.4 * np.clip((T - 40) / 80, 0, 1)))
+    made = 160.0 + 5 * dropped
+    flat = {"evicted/flat/num_groups": dropped, "batch/num_groups": np.full(N, 32.0)}
+    slow = {"timing_s/gen": _noisy(50.0, 10) * made / made[0], "generated/num_trajectories": made}
+    assert _diagnose({**flat, **slow}).verdict == "filter_starvation"
+    same = {"generated/num_trajectories": np.full(N, 300.0)}
+    assert _diagnose({**flat, **same}).verdict == "well"
+
+
+@pytest.mark.parametrize("steps", [1, 6, 60])
+def test_a_pool_that_is_gone_within_a_few_steps_died_though_nothing_broke_at_one(steps: int) -> None:
+    gone = np.clip((T - 60) / steps, 0, 1)
+    dies = {
+        "rollout/sandbox_error_ratio": 0.003 + 0.96 * gone + np.random.default_rng(3).normal(0, 1e-3, N),
+        "critic/score/mean": _noisy(0.45, 1) * (1 - 0.4 * gone),
+        "response_length/mean": _noisy(800.0, 8) * (1 - 0.5 * gone),
+        "timing_s/gen": _noisy(50.0, 10) * (1 - 0.3 * gone),
+    }
+    found = _diagnose(dies)
+    if steps <= 6:
+        assert (found.verdict, abs(found.findings[0].step - 61) <= 3) == ("dead_sandbox_pool", True)
+    else:
+        assert found.verdict != "dead_sandbox_pool"
+
+
+def test_memory_that_is_full_early_in_the_run_is_fragmented_if_the_update_waits() -> None:
+    held = {RESERVED: np.minimum(52 + 0.6 * np.clip(T - 15, 0, None), 78.6)}
+    slow = {"timing_s/update_actor": _noisy(40.0, 11) * (1 + np.clip((T - 70) / 60, 0, 1))}
+    assert _diagnose({**held, **slow}).verdict == "fragmentation"
+    assert _diagnose(held).verdict == "well"
+
+
 def _memory(held: Array) -> dict[str, Array]:
     used = _noisy(50.0, 15, 0.001)
     return {ALLOCATED: used, RESERVED: used + np.clip(held, 0, 28.5)}

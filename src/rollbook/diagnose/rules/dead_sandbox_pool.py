@@ -248,6 +248,21 @@ def _is_broken(c: Contrast) -> bool:
     return abs(c.score) >= 6 and not 0.5 <= c.ratio <= 2.0 and c.is_at_once
 
 
+QUICK_STEPS = 8
+"""Steps within which a pool is gone, beside the hundreds of steps of a leak or of a policy that changes."""
+
+
+def _is_quick(view: View, metric: str) -> bool:
+    """Whether a share of failures became that of most calls within some steps: as good as at once."""
+    rise = view.rise(metric, log=False) if metric.endswith(("frac", "ratio")) else None
+    return (
+        rise is not None
+        and rise.late >= MOST
+        and rise.late >= 5 * rise.before
+        and rise.rise_steps <= QUICK_STEPS
+    )
+
+
 def _is_the_fall(reward: Reward, idx: int) -> bool:
     """Whether the reward's own fall, told from the whole run, is at a position."""
     return reward.fall is not None and abs(reward.fall.idx - idx) <= 1
@@ -312,7 +327,8 @@ def _at(view: View, idx: int) -> Finding | None:
         c = view.contrast(metric, idx, width=8)
         if c is not None and abs(c.score) >= 5 and not 0.8 <= c.ratio <= 1.25:
             add(c, 0.5, False)
-    if weight < 3.0 or sum(sudden) < 0.5 * len(sudden):
+    is_quick = any(_is_quick(view, metric) for metric in failed)  # what follows takes as many steps
+    if weight < 3.0 or (sum(sudden) < 0.5 * len(sudden) and not is_quick):
         return None
     return Finding(
         rule=RULE,

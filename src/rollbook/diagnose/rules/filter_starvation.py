@@ -182,8 +182,11 @@ def _share_of_made(view: View, dropped: str) -> Series:
 def _asks_for_no_more(view: View, idx: int) -> bool:
     """Whether a step generates as many responses as before: flat groups are then left out and nothing is made again,
     which is what a solved task looks like."""
-    made = view.contrast("generated/num_trajectories", idx, width=20)
-    return made is not None and made.ratio < 1.15
+    metric = "generated/num_trajectories"
+    made = view.contrast(metric, idx, width=20)
+    if made is None:
+        return False
+    return max(made.ratio, view.last(metric, 20) / max(made.before, 1.0)) < 1.15  # drops may grow from little
 
 
 def _evicted(view: View) -> str | None:

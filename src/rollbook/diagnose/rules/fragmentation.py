@@ -46,7 +46,7 @@ def _grows(view: View, used: str, kept: str) -> Finding | None:
         return None
     grown = late - early
     flat = abs(used_after - used_before) <= 0.6 * grown
-    after_warmup = late - third >= 0.4 * grown
+    after_warmup = late - third >= 0.4 * grown or _is_full_and_waits(view, kept)
     if (
         grown < 0.07 * top
         or late < 1.4 * early
@@ -90,6 +90,15 @@ def _grows(view: View, used: str, kept: str) -> Finding | None:
         action=ACTION,
         next_check=CHECK,
     )
+
+
+def _is_full_and_waits(view: View, kept: str) -> bool:
+    """Whether what is held has come to the brim, however early, and the update now takes longer than longer answers
+    explain: a warm-up that fills the device costs no seconds."""
+    capacity, (length, _) = memory.device_gib(view), view.trend("response_length/mean")
+    seconds, steadiness = view.trend("timing_s/update_actor")
+    is_full = capacity is not None and view.last(kept) >= BRIM * capacity
+    return is_full and seconds >= RETRIES * max(length, 1.0) ** 1.5 and steadiness >= 0.6
 
 
 def _left_at(view: View, first: float, late: float) -> int:
