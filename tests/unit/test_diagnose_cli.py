@@ -16,6 +16,7 @@ import pytest
 
 from rollbook.cli.main import main
 from rollbook.diagnose.readers import prometheus as prometheus_reader
+from rollbook.diagnose.readers.table import READERS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import described_runs
@@ -192,3 +193,10 @@ def test_a_run_much_shorter_than_the_hours_asked_for_keeps_its_steps() -> None:
         thread.join()
         server.server_close()
     assert [row.step for row in rows] == list(range(40))
+
+
+def test_the_help_names_every_format_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--help")
+    assert {
+        name for name in (*READERS, "prometheus") if name not in out.split("--format")[1].split("--run")[0]
+    } == set()

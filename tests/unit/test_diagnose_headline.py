@@ -202,3 +202,16 @@ def test_the_top_of_a_score_is_the_best_that_an_answer_ever_got() -> None:
         run(critic__score__mean=level, critic__score__max=best, critic__rewards__max=best - 0.02)
     )
     assert "reward_saturates" not in [state.name for state in diagnosis.states]
+
+
+@pytest.mark.parametrize(
+    ("format", "is_told"),
+    [("verl-console", True), ("tensorboard", True), ("wandb", True)]
+    + [(other, False) for other in ("prime-rl", "areal", "slime", "trl", "rollbook")],
+)
+def test_only_where_a_log_may_be_verls_its_reader_is_told_how_verl_logs_it(
+    format: str, is_told: bool
+) -> None:
+    text = to_text(diagnose(run(format, leave_out=(GAP,))))
+    assert "could not be judged" in text
+    assert ("(verl" in text) == is_told

@@ -29,7 +29,7 @@ def command(
         str,
         typer.Option(
             "--format",
-            help="rollbook, verl-file, verl-console, tensorboard, trl, slime, areal, wandb or prometheus; "
+            help="rollbook, verl-file, verl-console, tensorboard, trl, slime, areal, prime-rl, wandb or prometheus; "
             "empty: found out.",
         ),
     ] = "",

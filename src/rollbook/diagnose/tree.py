@@ -183,7 +183,7 @@ def in_short(run: RunSeries) -> OtherRun:
 
 def _for_framework(run: RunSeries, missing: NotJudged) -> NotJudged:
     """Leave out how verl is told to log it where the log is known to be another's."""
-    if run.format not in ("rollbook", "prometheus", "trl", "slime", "areal"):
+    if run.format in ("verl-file", "verl-console", "tensorboard", "wandb"):
         return missing
     return replace(missing, collect=re.sub(r" \(verl[^)]*\)", "", missing.collect))
 
