@@ -233,6 +233,7 @@ def test_an_allocator_that_warms_up_or_jumps_once_is_well() -> None:
 
 def test_what_was_not_logged_is_said_with_how_to_collect_it() -> None:
     run = _run()
+    run.format = "verl-file"
     for name in [n for n in run.values if n.startswith(("training/", "rollout_corr/"))]:
         del run.values[name]
     missing = {judged.rule: judged.collect for judged in diagnose(run).not_judged}

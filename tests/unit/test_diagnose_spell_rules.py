@@ -397,6 +397,14 @@ def test_runaway_responses_at_a_rate_that_never_changed_are_no_burst(first: int)
     assert _diagnose(runaway).verdict == "well"
 
 
+@pytest.mark.parametrize("every", [2, 6])
+def test_the_longest_of_a_heavy_tail_come_in_clusters_by_chance(every: int) -> None:
+    longs = np.isin(T, [12, 40, 71, 99]) | ((T >= 125) & (T < 150) & (T % every == 0))
+    tail = {"response_length/max": _noisy(3000.0, 9, 0.06) * np.where(longs, 2.2, 1.0)}
+    found = _diagnose({**tail, "timing_s/gen": _noisy(50.0, 10) * np.where(longs, 1.9, 1.0)})
+    assert ("tail_burst" in [f.rule for f in found.findings]) == (every == 2)
+
+
 def test_a_burst_that_costs_next_to_nothing_is_a_note() -> None:
     has = (T >= 80) & (T < 100) & (T % 4 < 1)
     burst = {

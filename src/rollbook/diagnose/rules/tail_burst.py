@@ -164,6 +164,8 @@ def _judge_tail(view: View, waiting: str, metric: str, tail: Series, least: floa
     counted = long if by_tokens else both  # so much longer, the tokens begin, whatever the host's seconds do
     if not _is_an_onset(counted[:begin], float(counted[begin:end].mean())):
         return None  # they were never fewer: the share of runaway responses that this model always has
+    if not by_tokens and _nats_over_one_rate(both, begin, end) < np.log(len(both)) + BEYOND_CHANCE_NATS:
+        return None  # the longest of a heavy tail come in clusters now and then
     inside_long, inside_gen = long[begin:end], pace[begin:end]
     if float(slow[begin:end][inside_long].mean()) < 0.6:
         return None  # long tails do not cost seconds here
@@ -245,6 +247,23 @@ def _judge_tail(view: View, waiting: str, metric: str, tail: Series, least: floa
 
 ONSET_NATS = 6.0
 """Logarithm of the odds against so few hits before a stretch at its own rate, from which on it has a beginning."""
+
+
+BEYOND_CHANCE_NATS = 1.5
+"""Evidence for a stretch of more hits, beyond what the best of all stretches has by chance (the logarithm of the
+steps)."""
+
+
+def _nats_over_one_rate(both: NDArray[np.bool_], begin: int, end: int) -> float:
+    """Log likelihood of one rate of hits inside a stretch and one outside of it, over that of one rate for all."""
+
+    def nats(hits: float, steps: float) -> float:
+        rate = hits / steps if steps else 0.0
+        return hits * np.log(rate) + (steps - hits) * np.log1p(-rate) if 0.0 < rate < 1.0 else 0.0
+
+    inside, all_hits = float(both[begin:end].sum()), float(both.sum())
+    apart = nats(inside, end - begin) + nats(all_hits - inside, len(both) - (end - begin))
+    return float(apart - nats(all_hits, len(both)))
 
 
 def _is_an_onset(before: NDArray[np.bool_], rate: float) -> bool:
