@@ -12,49 +12,61 @@ import re
 from rollbook.diagnose.readers.text import plain
 from rollbook.diagnose.series import Event
 
-_DEATHS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
-    (cause, re.compile(pattern))
-    for cause, pattern in (
+_DEATHS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
+    (cause, tuple(needles.split("|")), re.compile(pattern))
+    for cause, needles, pattern in (
         # what says most comes first; the last is what others write when a process has gone
         (
             "host_memory",
+            "due to|OutOfMemoryError|low on memory|OOM|oom|Out of memory: Kill",
             r"killed due to (?:the node running low on )?memory|ray\.exceptions\.OutOfMemoryError"
             r"|node (?:was |is )?running low on memory|OOM-?[Kk]ill|oom[-_]kill|Out of memory: Kill",
         ),
         (
             "device_memory",
+            "out of memory|OutOfMemoryError|ALLOC_FAILED",
             r"(?:CUDA|cuda|NPU|HIP)(?: [Ee]rror:)? out of memory|torch\.(?:cuda\.)?OutOfMemoryError"
             r"|CUBLAS_STATUS_ALLOC_FAILED",
         ),
         (
             "collective",
+            "atchdog|NCCL|Timed out waiting",
             r"Watchdog caught collective operation timeout|NCCL (?:operation|error|timeout).{0,80}time[d ]?out"
             r"|watchdog got stuck|NCCL watchdog hang"
             r"|Timed out waiting .{0,60}(?:all_?reduce|broadcast|barrier|all_?gather)",
         ),
         (
             "device",
+            "CUDA|device-side assert|STATUS_|Xid|illegal memory|uncorrectable",
             r"CUDA [Ee]rror: |device-side assert|CUDA_ERROR_|CUBLAS_STATUS_|CUDNN_STATUS_|NVRM: Xid"
             r"|illegal memory access|uncorrectable (?:NVLink|ECC) error",
         ),
         (
             "network",
+            "nccl|NCCL|watchdog thread|eartbeat monitor|process down",
             r"nccl(?:Remote|System|Internal|UnhandledCuda)Error|NCCL communicator (?:was|encountered)"
             r"|watchdog thread terminated|[Hh]eartbeat monitor timed out|taking the (?:entire )?process down",
         ),
-        ("shared_memory", r"[Bb]us error|\bSIGBUS\b"),
+        ("shared_memory", "us error|SIGBUS", r"[Bb]us error|\bSIGBUS\b"),
         (
             "crash",
+            "egmentation fault|SIGSEGV|SIGABRT|terminate called|Aborted|Fatal Python",
             r"[Ss]egmentation fault|\bSIGSEGV\b|terminate called|\bSIGABRT\b|^Aborted\b|Fatal Python error",
         ),
-        ("scheduler", r"slurmstepd: error|CANCELLED AT .{0,40}|DUE TO (?:TIME LIMIT|PREEMPTION)"),
+        (
+            "scheduler",
+            "slurmstepd|CANCELLED AT|DUE TO",
+            r"slurmstepd: error|CANCELLED AT .{0,40}|DUE TO (?:TIME LIMIT|PREEMPTION)",
+        ),
         (
             "killed",
+            "illed|SIGKILL|exit|returncode=",
             r"^Killed\b|(?:^|\s)line \d+:\s+\d+ Killed\b|\bSIGKILL\b|[Kk]illed by signal"
             r"|exit ?code[:=]?\s+(?:-\d+|13[4-9])\b|returncode=-\d+",
         ),
         (
             "process_gone",
+            "Error|The actor |worker died|Worker unexpectedly",
             r"ActorDiedError|ActorUnavailableError|RayActorError|WorkerCrashedError|NodeDiedError|OwnerDiedError"
             r"|The actor (?:died|is dead|is temporarily unavailable)|worker died or was killed"
             r"|Worker unexpectedly exits|ChildFailedError",
@@ -109,6 +121,12 @@ def died_before_a_step(head: list[str]) -> bool:
     return not is_prose and watcher.event(0) is not None and any(map(_OF_A_JOB.search, told))
 
 
+def _holds(text: str, needles: tuple[str, ...], pattern: re.Pattern[str]) -> bool:
+    """Whether a pattern is found, asked only where one of its words stands: a sandbox that is gone writes a million
+    lines with "Error" in them."""
+    return any(map(text.__contains__, needles)) and pattern.search(text) is not None
+
+
 class EndWatcher:
     """Notices how a console log ends; of what comes, only the last words before its end or a new run count."""
 
@@ -149,7 +167,9 @@ class EndWatcher:
         is_error = _ERROR_LINE.match(text) is not None
         if is_error and ("RayTaskError(" not in text or not self._words):
             self._words = text
-        rank = next((i for i, (_, pattern) in enumerate(_DEATHS) if pattern.search(text)), None)
+        rank = next(
+            (i for i, (_, needles, pattern) in enumerate(_DEATHS) if _holds(text, needles, pattern)), None
+        )
         if rank is not None and len(self._deaths) < 1000:
             self._deaths.append((rank, is_error, text))
 

@@ -284,10 +284,11 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
             (
                 "memory pressure",
                 "OutOfMemoryError",
-                "OOM-killed",
+                "OOM",
                 "oom-kill",
                 "oom_kill",
-                "running low on memory",
+                "due to memory",
+                "low on memory",
             ),
             r"killed due to (?:the node running low on )?memory|memory pressure|ray\.exceptions\.OutOfMemoryError"
             r"|OOM-?[Kk]illed|oom[-_]kill|running low on memory",
@@ -309,7 +310,7 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
                 "gloo",
                 "HCCL",
                 "Timeout",
-                "timed out",
+                "imed out",
                 "did not",
             ),
             r"Watchdog caught collective operation timeout|NCCL (?:operation|error|timeout).{0,80}time[d ]?out"
@@ -331,8 +332,8 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
                 "esumed",
                 "Setting global step",
                 "Load from checkpoint",
-                "recover",
-                "loaded checkpoint",
+                "ecovered from checkpoint",
+                "oaded checkpoint",
             ),
             r"[Rr]esum(?:ing|ed) (?:training |run )?from|Setting global step to \d+|Load from checkpoint folder"
             r"|Recovered from checkpoint|Loaded checkpoint from .*step"
@@ -383,13 +384,23 @@ _TRAIN_WORDS = re.compile(
 )
 
 
+_STAGES = tuple(
+    (stage, tuple(word.removeprefix(r"\b").removesuffix(r"\b") for word in words.pattern.split("|")), words)
+    for stage, words in (("sync", _SYNC_WORDS), ("train", _TRAIN_WORDS))
+)
+"""(stage, its words as they are, its words as a pattern)."""
 _OF_METRICS = ("timing_s/", "token_ms/", "mfu/")
 """Before these words they are metrics' names: every step has `timing_s/update_weights`, and is in no stage for it."""
 
 
-def _speaks_of(words: re.Pattern[str], line: str) -> bool:
-    """Whether a line holds one of the words, other than in the name of a metric."""
-    return any(not line[: found.start()].endswith(_OF_METRICS) for found in words.finditer(line))
+def _stage_of(line: str) -> str:
+    """The stage whose words a line holds, other than in the name of a metric; empty for none."""
+    for stage, needles, words in _STAGES:
+        if any(map(line.__contains__, needles)) and any(
+            not line[: found.start()].endswith(_OF_METRICS) for found in words.finditer(line)
+        ):
+            return stage
+    return ""
 
 
 MAX_WATCHED = 2000
@@ -407,19 +418,13 @@ class TroubleWatcher:
         is_record = line.startswith("step:")
         if len(line) > MAX_WATCHED:
             line = line[-MAX_WATCHED:]  # a record of metrics, perhaps with another process's words at its end
-        if is_record:
-            if self._context:
-                self._remember("")
-        elif _speaks_of(_SYNC_WORDS, line):
-            self._remember("sync")
-        elif _speaks_of(_TRAIN_WORDS, line):
-            self._remember("train")
-        elif self._context:
-            self._remember("")
+        stage = "" if is_record else _stage_of(line)
+        if stage or self._context:
+            self._remember(stage)
         if not any(map(line.__contains__, _NEEDLES)):
             return None
         for kind, needles, pattern in _TROUBLE:
-            if any(needle in line for needle in needles) and pattern.search(line):
+            if any(map(line.__contains__, needles)) and pattern.search(line):
                 stages = [stage for stage in self._context if stage]
                 fields = {"stage": stages[-1]} if stages else {}
                 return Event(kind=kind, step=step, text=line.strip()[:300], fields=fields)
