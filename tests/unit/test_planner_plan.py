@@ -349,3 +349,14 @@ def test_printed_stages_and_losses_add_up_with_any_reward(reward: str) -> None:
     assert stages + s.switch + s.sync + s.env + s.reward + s.other == pytest.approx(s.total)
     assert sum(loss.frac for loss in plan.base_waterfall) + plan.base.account.mfu_frac == pytest.approx(1)
     assert all(loss.frac >= 0 for loss in plan.base_waterfall)
+
+
+def test_responses_of_one_length_have_no_tail_to_explain() -> None:
+    """Four groups of equal responses, all in their slots at once, end together."""
+    asked: dict[str, Any] = {"model": "qwen3-0.6b", "num_gpus": "1", "prompts": "4", "group_size": "4"}
+    plan = make_plan(
+        PlanOptions(**asked, response_tokens="256", max_response_tokens="256", length_sigma=0).request(),
+        is_brief=True,
+    )
+    assert plan.base.account.seconds.generate_tail == 0
+    assert "no tail" in plan.derivation[2].because and "hold all replicas" not in plan.derivation[2].because

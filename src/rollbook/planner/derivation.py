@@ -147,7 +147,7 @@ def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
     rank = request.workload.lora_rank
     state = num_models * policy_state_bytes(model, request.workload, assumptions)
     on_host = host_state_bytes(request, base.train.offload)
-    least = math.ceil((state - on_host) / usable)
+    least = max(math.ceil((state - on_host) / usable), 1)
     per_node = cluster.gpus_per_node
     nodes = math.ceil(least / per_node)
     weights = memory["weights_bytes"]
@@ -220,9 +220,14 @@ def _generation(request: PlanRequest, base: Candidate) -> Reasoned:
             f"On all GPUs, {replicas} of {_plural(rollout.slots_per_replica, 'slot')} "
             f"{'takes' if rollout.num_replicas == 1 else 'each take their share of'} the "
             f"{count(work.num_sequences)} responses in {waves}. A decode step of {seconds(rollout.decode_step_s)} is "
-            f"spent reading memory, not computing: {percent(rollout.mfu_frac)} of peak with full slots. Of the "
-            f"{seconds(busy)} of decoding, {percent(base.account.tail_frac)} is the tail, in which a few responses of "
-            f"up to {count(work.max_response_tokens)} tokens hold all replicas; only asynchrony can fill it."
+            f"spent reading memory, not computing: {percent(rollout.mfu_frac)} of peak with full slots. "
+            + (
+                f"Of the {seconds(busy)} of decoding, {percent(base.account.tail_frac)} is the tail, in which a few "
+                f"responses of up to {count(work.max_response_tokens)} tokens hold all replicas; only asynchrony can "
+                "fill it."
+                if base.account.seconds.generate_tail
+                else f"The {seconds(busy)} of decoding have no tail: all responses end together."
+            )
         ),
     )
 
