@@ -371,7 +371,7 @@ def test_every_option_of_a_plan_stands_in_its_page() -> None:
     ("changes", "told"),
     [
         ({"changed_frac": 0.01}, "--changed-frac changes nothing of what is recommended: engine and trainer share"),
-        ({"host_gb_per_gpu": 64.0}, "--host-gb-per-gpu changes nothing of what is recommended: the training state"),
+        ({"host_gb_per_gpu": 640.0}, "--host-gb-per-gpu changes nothing of what is recommended: its training"),
         ({"lend": 5.0}, "--lend changes nothing"),
         ({"max_staleness": 3}, "--max-staleness changes nothing"),
         ({"sleep_level": 1}, ""),

@@ -116,6 +116,36 @@ def test_hosts_without_room_are_refused_with_what_they_lack() -> None:
     assert not any(c.train.is_offloaded for c in Search(replace(request, offload="auto")).run() if c.fits)
 
 
+def test_a_device_is_shared_only_where_the_hosts_have_room_for_the_state_that_waits() -> None:
+    """16 B of 8.19 B parameters and 2 B of their reference, on 16 GPUs: 9.2 GB a GPU, 73.7 GB a node."""
+    asked: dict[str, Any] = {"model": "Qwen3-8B", "gpu": "H100", "num_gpus": "16"}
+    roomy = make_plan(options(**asked, host_gb_per_gpu=9.3).request(), is_brief=True)
+    chosen = roomy.require_chosen()
+    assert chosen.mode == "sync"
+    assert roomy.as_json()["recommendation"]["host_bytes_per_node"] == pytest.approx(  # type: ignore[index]
+        18 * roomy.request.model.params / 2
+    )
+    tight = make_plan(options(**asked, host_gb_per_gpu=9.1).request(), is_brief=True)
+    assert tight.require_chosen().mode.startswith("separate")
+    shared = [c for c in tight.candidates if c.mode in ("sync", "colocate_async")]
+    assert shared and all("9.2 GB of host memory a GPU while the engines" in c.why_refused for c in shared)
+
+
+@pytest.mark.parametrize("host_gb", [0.0, 1.0])
+@pytest.mark.parametrize("offload", ["auto", "weights"])
+def test_a_plan_that_lacks_host_memory_says_how_much_would_do(host_gb: float, offload: str) -> None:
+    """524.8 GB on 8 GPUs do not fit the devices: 65.6 GB of host memory a GPU, wherever they are while the engines
+    have it, and 8.2 GB of the reference."""
+    asked = {"gpu": "H100", "response_tokens": "4k", "max_response_tokens": "16k", "offload": offload}
+    plan = make_plan(options(**asked, host_gb_per_gpu=host_gb).request(), is_brief=True)
+    assert plan.chosen is None
+    enough = 74
+    assert f"give training state more host memory (--host-gb-per-gpu {enough})" in plan.smallest_changes
+    assert make_plan(options(**asked, host_gb_per_gpu=float(enough)).request(), is_brief=True).chosen
+    least = {"auto": 8, "weights": 1}[offload]  # a trainer has a GPU, also where none of its state is there
+    assert plan.derivation[1].outputs["min_train_gpus"] == least
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -97,9 +97,10 @@ def offloaded_side(request: PlanRequest, side: TrainSide, layout: TrainLayout, o
     why_not = tuple(f"{why}, with {held} in host memory" for why in side.why_not)
     needed, room = host_state_bytes(request, offload) / num_gpus, request.host_bytes_per_gpu
     if needed > room:
+        enough = f": it takes about {math.ceil(num_gpus * needed / room)} training GPUs" if room else ""
         why_not += (
-            f"{held} take {format_bytes(needed)} of host memory a GPU of {format_bytes(room)} (--host-gb-per-gpu): "
-            f"it takes about {math.ceil(num_gpus * needed / room)} training GPUs",
+            f"{held} take {format_bytes(needed)} of host memory a GPU of {format_bytes(room)} (--host-gb-per-gpu)"
+            f"{enough}",
         )
     note = f"no published measurement of training with {held} in host memory: a range {_ERROR_FACTOR:g} times as wide"
     return replace(

@@ -5,6 +5,7 @@ make_plan(request) ──► search ──► recommendation ──► derivatio
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from rollbook.planner.derivation import Reasoned, derive
 from rollbook.planner.growth import Grown, growth
 from rollbook.planner.publication import Publication, choose_publication
 from rollbook.planner.request import HOST_BYTES_PER_GPU, PlanRequest
-from rollbook.planner.search import Candidate, Search, host_bytes_per_node, node_unit
+from rollbook.planner.search import Candidate, Search, host_bytes_per_gpu, host_bytes_per_node, node_unit
 from rollbook.planner.sensitivity import Shift, sensitivity
 from rollbook.planner.waterfall import Loss, above_peak, waterfall
 from rollbook.planner.words import MODE_TITLES, device_words, format_bytes, percent, split
@@ -134,7 +135,7 @@ class Plan:
             "because": self.choice_because,
             "max_staleness_steps": staleness_bound(chosen, self.request),
             "publication": publication.as_json(),
-            "host_bytes_per_node": host_bytes_per_node(self.request, chosen.train),
+            "host_bytes_per_node": host_bytes_per_node(self.request, chosen),
             "step": chosen.account.as_json(),
             "waterfall": [loss.as_json() for loss in self.chosen_waterfall],
             "smallest_changes": [],
@@ -234,12 +235,13 @@ def without_effect(request: PlanRequest, chosen: Candidate) -> list[tuple[str, s
         return []  # of which `_unused_by_paper` tells
     shares, awake = "engine and trainer share their GPUs", "no engine sleeps where each side has its own GPUs"
     usual, is_apart = SleepChoice(), not is_colocated(chosen.mode)
+    on_hosts = host_bytes_per_gpu(request, chosen)
     idle: dict[str, tuple[bool, str]] = {
         "--sleep-level": (request.sleep.sleep_level != usual.sleep_level and is_apart, awake),
         "--rebuild-engine": (request.sleep.rebuilds_engine and is_apart, awake),
         "--host-gb-per-gpu": (
-            request.host_bytes_per_gpu != HOST_BYTES_PER_GPU and not chosen.train.is_offloaded,
-            "the training state stays on the device",
+            request.host_bytes_per_gpu > HOST_BYTES_PER_GPU >= on_hosts,
+            f"its training state takes {format_bytes(on_hosts)} of it",
         ),
         "--lend": (request.lend_switch_s > 0 and chosen.mode != "separate_async", shares),
         "--changed-frac": (
@@ -270,6 +272,10 @@ def smallest_changes(request: PlanRequest) -> list[str]:
     if request.assumptions.method != "paper":
         if request.offload == "none" and _fits(replace(request, offload="auto")):
             changes.append("keep the optimizer state in host memory (--offload auto)")
+        if request.offload in ("optimizer", "weights") and _fits(replace(request, offload="auto")):
+            changes.append("leave the place of the training state to the planner (--offload auto)")
+        if enough_gb := _enough_host_gb(request):
+            changes.append(f"give training state more host memory (--host-gb-per-gpu {enough_gb})")
         if request.rollout_dtype == "bfloat16" and _fits(replace(request, rollout_dtype="auto")):
             changes.append("let the engines hold float8 weights (--rollout-dtype auto)")
     enough = _smallest_cluster(request)
@@ -295,6 +301,13 @@ def _fits(request: PlanRequest) -> bool:
         return False
     fits = any(c.fits for c in Search(request, is_brief=True).run())
     return fits or (_may_offload_all(request) and _fits(replace(request, offload="optimizer")))
+
+
+def _enough_host_gb(request: PlanRequest) -> int | None:
+    """Of a GPU, with which something fits; None where no host memory is enough."""
+    roomy = replace(request, host_bytes_per_gpu=math.inf)
+    needed = [host_bytes_per_gpu(request, c) for c in Search(roomy, is_brief=True).run() if c.fits]
+    return math.ceil(min(needed) / 1e9) if needed else None
 
 
 def _may_offload_all(request: PlanRequest) -> bool:

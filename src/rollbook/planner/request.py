@@ -20,8 +20,9 @@ OffloadChoice = Literal["none", "optimizer", "weights", "auto"]
 RecomputeChoice = Literal["selective", "full", "auto"]
 
 
-HOST_BYTES_PER_GPU = 150e9
-"""Where nobody says it: an 8-GPU host has 1.1 TB (AWS p4d.24xlarge) to 2 TB (DGX H100)."""
+HOST_BYTES_PER_GPU = 200e9
+"""Where nobody says it: 8-GPU hosts of H100 and later have 1.9 to 2 TB (AWS p5, Azure ND H100 v5, DGX H100), of which a
+fifth is left to processes and caches; one of A100 may have 1.1 TB (AWS p4d)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class PlanRequest:
     """Training state in host memory (`planner/offload.py`). `auto` asks for each, and keeps it on the device unless it
     does not fit or the step is much shorter without it."""
     host_bytes_per_gpu: float = HOST_BYTES_PER_GPU
-    """Host memory for it."""
+    """Host memory for it, and for what of it waits there while engines have a shared device."""
     recompute: RecomputeChoice = "auto"
     """Of activations. `auto` recomputes whole layers only where memory demands it."""
     max_staleness_steps: int = 1

@@ -14,14 +14,17 @@ from dataclasses import dataclass, field, replace
 from rollbook.ledger.account import RolloutSide, StepAccount, TrainSide
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.memory import train_memory
+from rollbook.ledger.quantity import format_bytes
 from rollbook.ledger.step import (
     Layouts,
+    hand_over_moves,
     is_colocated,
     join_sides,
     rollout_side,
     smallest_rollout_tp,
     train_side,
 )
+from rollbook.ledger.switch import pinned_bytes
 from rollbook.ledger.sync import SyncMethod
 from rollbook.ledger.train import train_seconds
 from rollbook.ledger.workload import MODES, Mode
@@ -307,11 +310,30 @@ class Search:
             by_difference = self._account(mode, rollout, layout, train, "delta")
             if by_difference.seconds.total < account.seconds.total:
                 account, method = by_difference, "delta"
-        why_not = account.why_not
-        if mode.startswith("separate"):
-            why_not += self._not_whole(rollout.num_gpus, train.side.num_gpus)
-        return Candidate(
-            account=account, rollout_layout=layout, train=train, sync_method=method, why_not=why_not
+        found = Candidate(
+            account=account,
+            rollout_layout=layout,
+            train=train,
+            sync_method=method,
+            why_not=account.why_not,
+        )
+        if is_colocated(mode):
+            return replace(found, why_not=found.why_not + self._no_room_on_hosts(found))
+        return replace(found, why_not=found.why_not + self._not_whole(rollout.num_gpus, train.side.num_gpus))
+
+    def _no_room_on_hosts(self, found: Candidate) -> tuple[str, ...]:
+        """What a trainer that gives its device to the engines leaves on the hosts. What lives there anyhow and lacks
+        room is told of with the trainer."""
+        held, room = (
+            host_state_bytes(self.request, found.train.offload) / found.train.side.num_gpus,
+            self.request.host_bytes_per_gpu,
+        )
+        needed = host_bytes_per_gpu(self.request, found)
+        if needed <= room or held > room:
+            return ()
+        return (
+            f"training state and frozen models wait in {format_bytes(needed)} of host memory a GPU while the engines "
+            f"have the device, of {format_bytes(room)} (--host-gb-per-gpu)",
         )
 
     def _account(
@@ -504,7 +526,24 @@ def fitting_layouts(request: PlanRequest, num_gpus: int) -> tuple[list[TrainLayo
     return list(found.values()) or [best], is_limited
 
 
-def host_bytes_per_node(request: PlanRequest, choice: TrainChoice) -> float:
-    """Pinned host memory that the state of `choice` takes on one node."""
-    nodes = max(choice.side.num_gpus / request.cluster.gpus_per_node, 1.0)
-    return host_state_bytes(request, choice.offload) / nodes
+def host_bytes_per_gpu(request: PlanRequest, found: Candidate) -> float:
+    """Host memory of one GPU's training state: what lives there, and what waits there for a shared device."""
+    train = found.train
+    held = host_state_bytes(request, train.offload) / train.side.num_gpus
+    if not is_colocated(found.mode):
+        return held
+    moves = hand_over_moves(
+        request.model,
+        request.workload,
+        request.cluster,
+        on_device(request.assumptions, train.offload),
+        rollout=found.account.rollout,
+        train=train.side,
+        sleep=request.sleep,
+    )
+    return held + pinned_bytes([move for move in moves if not move.name.startswith("engine")])
+
+
+def host_bytes_per_node(request: PlanRequest, found: Candidate) -> float:
+    """The same of all training GPUs of a node."""
+    return host_bytes_per_gpu(request, found) * min(found.split[1], request.cluster.gpus_per_node)
