@@ -172,6 +172,7 @@ def command(
     Example: rollbook simulate --model Qwen3-8B --num-gpus 32 --mode separate_async --split 16:16
     """
     from rollbook.errors import PlanError
+    from rollbook.ledger.step import is_colocated
     from rollbook.planner.plan import without_effect
     from rollbook.planner.request import choice_of
     from rollbook.planner.scenario import scenario_of, with_lending
@@ -217,7 +218,12 @@ def command(
     )  # fmt: skip
     request = options.request()
     candidate = _candidate(request, mode)
-    for option, why in without_effect(request, candidate):
+    idle = without_effect(request, candidate)
+    if lend > 0 and is_colocated(candidate.mode):
+        idle.append(
+            ("--lend", "engine and trainer share their GPUs (--mode separate_async has some to lend)")
+        )
+    for option, why in idle:
         typer.echo(f"note: {option} changes nothing of what is simulated: {why}", err=True)
     least_h = candidate.step_s / _MOST_FAILURES_PER_STEP / 3600
     if 0 < replica_mtbf_hours < least_h:
@@ -239,7 +245,7 @@ def command(
         replica_recovery_s=replica_recovery_seconds,
         length_growth_frac=length_growth,
     )
-    if lend > 0:
+    if lend > 0 and not is_colocated(candidate.mode):
         scenario = with_lending(scenario, candidate, lend)
     result = simulate(scenario)
     if as_json:

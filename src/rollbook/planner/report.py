@@ -390,7 +390,7 @@ def _timeline(plan: Plan, result: SimResult, shown: Candidate) -> str:
     )
     used = {kind for kind, *_ in bars}
     names = [(k, n) for k, n in (*_STAGES, ("free", "waiting for groups")) if k in used]
-    body += legend([("decode", "slots in use"), *names])
+    body += legend([("decode", "slots that decode"), *names])
     span = result.step_range(shown.account.step_s)
     cells = [
         ("step, simulated", seconds(result.step_s)),
@@ -398,7 +398,7 @@ def _timeline(plan: Plan, result: SimResult, shown: Candidate) -> str:
         ("step, closed form", seconds(shown.step_s)),
         ("rollout GPUs idle", percent(result.rollout_idle_frac)),
         ("training GPUs idle", percent(result.train_idle_frac)),
-        ("slots in use while busy", percent(result.occupancy_frac)),
+        ("slots decoding while busy", percent(result.occupancy_frac)),
         ("tail", seconds(result.tail_s)),
     ]
     ages = ", ".join(
@@ -422,7 +422,7 @@ def _timeline(plan: Plan, result: SimResult, shown: Candidate) -> str:
 def _live_share(
     result: SimResult, start_s: float, end_s: float
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """Share of slots in use at 400 times; 0 while a colocated trainer holds the GPUs."""
+    """Share of slots that decode at 400 times; 0 while a colocated trainer holds the GPUs."""
     scenario = result.scenario
     at = np.linspace(start_s, end_s, 400)
     index = np.clip(np.searchsorted(result.curve_at_s, at, side="right") - 1, 0, len(result.curve_at_s) - 1)

@@ -72,7 +72,7 @@ def _averages(result: SimResult, candidate: Candidate) -> Table:
     rows = [
         ("rollout GPUs idle", percent(result.rollout_idle_frac), percent(idle["rollout"])),
         ("training GPUs idle", percent(result.train_idle_frac), percent(idle["train"])),
-        ("slots in use while busy", percent(result.occupancy_frac), ""),
+        ("slots decoding while busy", percent(result.occupancy_frac), ""),
         ("bubble", seconds(result.bubble_s), ""),
         ("tail", seconds(result.tail_s), seconds(account.seconds.generate_tail) if account.tail_frac else ""),
         ("response tokens a second", count(result.tokens_per_s), ""),
@@ -133,6 +133,6 @@ def _timeline(result: SimResult) -> Text:
         f"engines  {curve}",
         f"trainer  {''.join(letters)}",
         f"steps    {''.join(marks)}".rstrip(),
-        f"{seconds(start_s)} to {seconds(end_s)}; engines: share of slots in use; trainer: {legend}",
+        f"{seconds(start_s)} to {seconds(end_s)}; engines: share of slots that decode; trainer: {legend}",
     ]
     return Text("\n".join(lines))
