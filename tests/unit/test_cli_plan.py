@@ -186,6 +186,36 @@ def test_files_are_written_and_named_on_stderr(capsys: pytest.CaptureFixture[str
     assert page.read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.parametrize(
+    ("writes", "loop"),
+    [
+        (["-o", "run.toml"], "rollbook"),
+        (["--emit", "kubernetes"], "rollbook"),
+        (["--emit", "verl"], "verl"),
+        (["--emit", "slime"], "slime"),
+        (["--emit", "areal"], "default"),
+        (["-o", "run.toml", "--emit", "verl"], "default"),
+        (["-o", "run.toml", "--assume", "default"], "default"),
+        ([], "default"),
+    ],
+)
+def test_what_is_written_is_priced_as_the_loop_that_runs_it(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    writes: list[str],
+    loop: str,
+) -> None:
+    """Hand-overs and costs between the stages differ several times from loop to loop, and are most of a short step."""
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "report.html"
+    code, _, err = run(capsys, "plan", *SMALL, *writes, "--html", str(page))
+    assert code == 0 and f"assumptions “{loop}”" in page.read_text()
+    assert (f"priced as {loop}'s own loop" in err) == (loop != "default")
+    if writes[:1] == ["-o"]:
+        assert f"under the assumptions `{loop}`" in (tmp_path / "run.toml").read_text().replace("\n# ", " ")
+
+
 def test_measured_lengths_replace_mean_and_sigma(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text("100\n200\n4000\n")
@@ -251,6 +281,8 @@ def test_simulate_tells_what_its_topology_does_not_read(capsys: pytest.CaptureFi
     )
     assert code == 0 and out
     assert "note: --changed-frac changes nothing of what is simulated" in err
+    _, _, err = run(capsys, "simulate", "--model", "Qwen3-8B", *job, "--max-staleness", "0", "--lend", "5")
+    assert "note: --lend changes nothing of what is simulated" in err
     apart = ["--mode", "separate_async", "--split", "8:8", "--sleep-level", "1", "--rebuild-engine"]
     _, _, err = run(capsys, "simulate", "--model", "Qwen3-8B", *job, *apart)
     assert err.count("no engine sleeps") == 2

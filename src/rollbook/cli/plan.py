@@ -65,7 +65,11 @@ OffloadOption = Annotated[
     ),
 ]
 HostOption = Annotated[
-    float, typer.Option("--host-gb-per-gpu", help="Host memory that a GPU's training state may take.")
+    float,
+    typer.Option(
+        "--host-gb-per-gpu",
+        help="Host memory that a GPU's training state may take, also while it waits there for a shared GPU.",
+    ),
 ]
 StalenessOption = Annotated[
     int, typer.Option("--max-staleness", help="Versions a trained token may be old; 0: on-policy only.")
@@ -143,7 +147,8 @@ AssumeOption = Annotated[
     str,
     typer.Option(
         "--assume",
-        help="default, paper, rollbook (our own loop), or a TOML file that changes single numbers.",
+        help="default, paper, rollbook (our own loop), a measured framework such as verl, or a TOML file that "
+        "changes single numbers.",
     ),
 ]
 
@@ -216,7 +221,14 @@ def command(
         int, typer.Option("--horizon", help="Steps of the run, over which responses may grow.")
     ] = DEFAULTS.horizon,
     max_context: ContextOption = str(DEFAULTS.max_context),
-    assume: AssumeOption = DEFAULTS.assume,
+    assume: Annotated[
+        str,
+        typer.Option(
+            "--assume",
+            help="default, paper, rollbook (our own loop), a measured framework such as verl, or a TOML file that "
+            "changes single numbers; empty: of the loop that -o or --emit writes for, else default.",
+        ),
+    ] = "",
     split: Annotated[
         str, typer.Option("--split", help="Also evaluate this split, as rollout:train GPUs, such as 40:24.")
     ] = "",
@@ -245,6 +257,7 @@ def command(
         raise PlanError(f"--top is {top} and no table is printed", "leave out --top, or --json and --emit")
     if emit:
         emitter(emit)  # a misspelt name is told before the work
+    assumed = assume or _loop_of(output, emit)
     options = PlanOptions(
         model=model, gpu=gpu, num_gpus=num_gpus, gpus_per_node=gpus_per_node, prompts=prompts,
         group_size=group_size, prompt_tokens=prompt_tokens, response_tokens=response_tokens,
@@ -256,7 +269,7 @@ def command(
         max_staleness=max_staleness, lora_rank=lora_rank, lora_publish=lora_publish,
         recompute=recompute, keep_prefix=keep_prefix,
         checkpoint_every=checkpoint_every, checkpoint_async=checkpoint_async, storage_gb_per_s=storage_gb_per_s,
-        max_context=max_context, assume=assume, split=split, reward_model=reward_model,
+        max_context=max_context, assume=assumed, split=split, reward_model=reward_model,
         reward_tokens=reward_tokens, epochs=epochs, env_p50_seconds=env_p50_seconds,
         sandbox_start_seconds=sandbox_start_seconds, cores_per_sandbox=cores_per_sandbox,
         share_prompts=share_prompts, prefill_chunk=prefill_chunk, stack=stack, sleep_level=sleep_level,
@@ -285,6 +298,21 @@ def command(
         show_plan(plan, Console(highlight=False, width=min(console.width, 110)), num_topologies=top)
     if plan.chosen is None:
         raise typer.Exit(1)
+    if assumed not in (assume, DEFAULTS.assume):
+        typer.echo(
+            f"note: priced as {assumed}'s own loop, which runs what is written (--assume {assumed}); --assume "
+            f"{DEFAULTS.assume} has the usual costs of a framework",
+            err=True,
+        )
+
+
+def _loop_of(output: Path | None, emit: str) -> str:
+    """Assumptions of the loop that will run what is written; the default where nothing, or for several, is."""
+    from rollbook.planner.emit import LOOPS
+
+    loops = {LOOPS.get(emit, DEFAULTS.assume)} if emit else set[str]()
+    loops |= {"rollbook"} if output is not None else set[str]()
+    return loops.pop() if len(loops) == 1 else DEFAULTS.assume
 
 
 def _write(path: Path, text: str) -> None:

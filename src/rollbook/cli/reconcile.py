@@ -28,7 +28,7 @@ def command(
         str,
         typer.Option(
             "--assume",
-            help="Assumptions for --workload: default, paper, rollbook, or a TOML file; empty: the workload's own.",
+            help="Assumptions for --workload, as of `rollbook plan`; empty: the workload's own.",
         ),
     ] = "",
     format: Annotated[str, typer.Option("--format", help="Log format; empty: found out.")] = "",

@@ -87,6 +87,9 @@ EMITTERS: Mapping[str, Emitter] = {
 }
 """Ray's script places pools, and Kubernetes' manifest holds a run.toml, which lists its own differences."""
 
+LOOPS: Mapping[str, str] = {"verl": "verl", "slime": "slime", "kubernetes": "rollbook"}
+"""Assumptions that price the loop which runs what an exporter writes, where that loop was measured."""
+
 
 def emitter(name: str) -> Emitter:
     """Raises PlanError, naming the nearest, for an unknown system."""

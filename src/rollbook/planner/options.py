@@ -302,6 +302,8 @@ class PlanOptions:
                 )
 
     def _assumptions(self) -> Assumptions:
+        if not self.assume:
+            raise PlanError("--assume is empty", "leave it out for the default, or name assumptions")
         assumptions = load_assumptions(self.assume)
         if not self.stack:
             return assumptions
