@@ -312,6 +312,52 @@ def test_memory_that_is_full_early_in_the_run_is_fragmented_if_the_update_waits(
     assert _diagnose(held).verdict == "well"
 
 
+def test_a_peak_that_leaps_with_the_longest_response_of_all_is_no_hand_overs() -> None:
+    grows = {"response_length/mean": _noisy(800.0, 8) * (1 + 1.6 * np.clip((T - 40) / 100, 0, 1))}
+    leap = {
+        ALLOCATED: np.where(T >= 120, 77.2, 50 + 0.02 * T),
+        RESERVED: np.where(T >= 120, 78.4, 52 + 0.02 * T),
+    }
+    longest = {"response_length/max": _noisy(3000.0, 9, 0.06) * np.where(T == 120, 2.5, 1.0)}
+    assert _diagnose({**grows, **leap, **longest}).verdict != "oom_in_sync"
+    assert _diagnose(leap).verdict == "oom_in_sync"
+
+
+def test_failures_that_come_one_by_one_while_calls_wait_ever_longer_are_leaked_sandboxes() -> None:
+    rng = np.random.default_rng(4)
+    leaks = np.clip((T - 60) / 90, 0, None)
+    agent = {
+        "num_turns/mean": _noisy(9.0, 61, 0.02) * (1 - 0.22 * leaks),
+        "env/turn_s/mean": _noisy(12.0, 62, 0.12) * (1 + 2.8 * leaks),
+        "perf/cpu_memory_used_gb": _noisy(92.0, 63, 0.01) * (1 + 0.8 * leaks),
+        "training/rollout_failure/evicted_samples": np.round(30 * leaks + rng.uniform(0, 0.4, N)),
+        "timing_s/gen": _noisy(60.0, 64, 0.08) * (1 + 2.3 * leaks),
+    }
+    assert _diagnose(agent).verdict == "sandbox_leak"
+
+
+def test_a_first_short_spell_of_noise_is_no_restart() -> None:
+    spell = (T >= 50) & ((T - 50) % 25 < 3)
+    noise = {
+        GAP: _noisy(0.006, 2) * np.where(spell, 40.0, 1.0),
+        "rollout_corr/k3_kl": _noisy(0.001, 3, 0.08) * np.where(spell, 900.0, 1.0),
+        "actor/grad_norm": _noisy(0.2, 4, 0.1) * np.where(spell, 9.0, 1.0),
+        "actor/entropy": _noisy(0.4, 5, 0.02) * np.where(spell, 4.0, 1.0),
+        "response_length/mean": _noisy(800.0, 8) * np.where(spell, 4.0, 1.0),
+    }
+    assert "discontinuity_after_resume" not in [f.rule for f in _diagnose(noise).findings]
+
+
+def test_the_last_three_scores_of_a_noisy_source_do_not_say_that_it_fell() -> None:
+    noisy = np.clip(0.32 + np.random.default_rng(5).normal(0, 0.08, N), 0, 1)
+    noisy[-3:-1] = 0.14
+    shape = np.where(T >= 60, 0.0, np.minimum(0.05 + 0.012 * T, 0.65))
+    assert (
+        _diagnose({"reward/accuracy/mean": noisy, "reward/format/mean": shape}).verdict
+        == "one_source_all_zero"
+    )
+
+
 def _memory(held: Array) -> dict[str, Array]:
     used = _noisy(50.0, 15, 0.001)
     return {ALLOCATED: used, RESERVED: used + np.clip(held, 0, 28.5)}

@@ -248,6 +248,12 @@ def _is_broken(c: Contrast) -> bool:
     return abs(c.score) >= 6 and not 0.5 <= c.ratio <= 2.0 and c.is_at_once
 
 
+def _grows_on(view: View, metric: str) -> bool:
+    """Whether a metric rises over the rest of the run, rather than to a level."""
+    rise = view.rise(metric, log=metric.startswith("env/turn_s"))
+    return rise is not None and rise.is_ramp and rise.early_share < 0.6 and rise.end_idx is None
+
+
 QUICK_STEPS = 8
 """Steps within which a pool is gone, beside the hundreds of steps of a leak or of a policy that changes."""
 
@@ -327,6 +333,8 @@ def _at(view: View, idx: int) -> Finding | None:
         c = view.contrast(metric, idx, width=8)
         if c is not None and abs(c.score) >= 5 and not 0.8 <= c.ratio <= 1.25:
             add(c, 0.5, False)
+    if failed and _grows_on(view, failed[0]) and _grows_on(view, "env/turn_s/mean"):
+        return None  # one by one, and calls wait ever longer: leaked, not dead
     is_quick = any(_is_quick(view, metric) for metric in failed)  # what follows takes as many steps
     if weight < 3.0 or (sum(sudden) < 0.5 * len(sudden) and not is_quick):
         return None

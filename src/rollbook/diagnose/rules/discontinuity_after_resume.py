@@ -386,6 +386,8 @@ def _at(view: View, restart: Restart) -> Finding | None:
     gap = view.contrast(GAP, restart.idx, width=8) if gap_of(view) else None
     if gap is not None and gap.ratio >= 3 and gap.score >= 8:
         return None  # the engine is not the trainer's: another rule's
+    if not restart.is_certain and gap is not None and _gap_leaps(view, restart.idx, gap.before):
+        return None
     rise = found.rise if (found := gap_of(view)) is not None else None
     if rise is not None and rise.peak_ratio >= 3 and rise.score >= 8 and abs(rise.idx - restart.idx) <= 2:
         return None
@@ -403,6 +405,17 @@ def _at(view: View, restart: Restart) -> Finding | None:
         action=ACTION,
         next_check=CHECK,
     )
+
+
+ENGINE_IS_OFF = 8.0
+"""Gap of two steps over that before them from which on the engine samples something else, however few they are."""
+
+
+def _gap_leaps(view: View, idx: int, before: float) -> bool:
+    """Whether the gap leaps at a position, for the whole rest or for two steps."""
+    near = view.values[GAP][max(0, idx - 1) : idx + 3]
+    near = np.sort(near[np.isfinite(near)])
+    return len(near) >= 2 and bool(near[-2] >= ENGINE_IS_OFF * before > 0.0)
 
 
 def _warms_up_once(view: View, idx: int) -> bool:

@@ -153,6 +153,10 @@ def _at_once(view: View, used: str | None) -> bool:
     if used is None:
         return False
     values = view.values[used]
-    values = values[np.isfinite(values)]
+    known = np.flatnonzero(np.isfinite(values))
+    values = values[known]
     grown = float(np.median(values[-3:]) - np.median(values[: max(3, len(values) // 10)]))
-    return len(values) > 8 and float(np.max(values[3:] - values[:-3])) >= 0.6 * grown
+    if len(values) <= 8 or float(np.max(values[3:] - values[:-3])) < 0.6 * grown:
+        return False
+    leap = int(known[int(np.argmax(np.diff(values))) + 1])
+    return not memory.leaps_with_the_longest(view, leap)

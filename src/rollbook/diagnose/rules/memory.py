@@ -70,3 +70,17 @@ def _last_peak(view: View, metric: str) -> float:
     """The largest of the last three values: each is a peak already, and where they grow the last one counts."""
     values = view.values[metric]
     return float(np.max(values[np.isfinite(values)][-3:]))
+
+
+LONGEST_YET = 1.3
+"""Longest response of a step over all before it from which on a leap of memory in that step is its own."""
+
+
+def leaps_with_the_longest(view: View, idx: int) -> bool:
+    """Whether the longest response up to a position came in its step, or beside it: a peak that is kept leaps with one
+    batch as much as with a hand-over, and medians around it show nothing of one response."""
+    values = view.values.get("response_length/max")
+    if values is None or idx < 4:
+        return False
+    known = np.nan_to_num(values)
+    return bool(known[idx - 1 : idx + 2].max() >= LONGEST_YET * known[: idx - 1].max() > 0.0)

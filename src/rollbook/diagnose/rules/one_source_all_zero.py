@@ -326,7 +326,7 @@ def _others_fall(view: View, since: int, others: list[str]) -> bool:
             continue
         best = float(np.quantile(values[np.isfinite(values)], 0.9))
         fell = float(np.median(after)) < 0.8 * float(np.median(before))
-        lost.append(fell or float(np.median(after[-3:])) < 0.5 * best)
+        lost.append(fell or float(np.median(after[-max(3, min(10, len(after) // 3)) :])) < 0.5 * best)
     return bool(lost) and all(lost)
 
 

@@ -59,6 +59,8 @@ def judge(view: View) -> Finding | NotJudged | None:
     ):
         if grows_with_length or _is_by_length(view, fuller, "response_length/max", 1.3):
             return None
+        if memory.leaps_with_the_longest(view, fuller.idx):
+            return None
         confidence, step = 0.6, fuller.step
     else:
         return None
