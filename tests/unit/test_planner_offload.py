@@ -131,6 +131,14 @@ def test_a_device_is_shared_only_where_the_hosts_have_room_for_the_state_that_wa
     assert shared and all("9.2 GB of host memory a GPU while the engines" in c.why_refused for c in shared)
 
 
+def test_what_lives_on_the_hosts_has_no_place_on_the_device() -> None:
+    """The trained weights, their gradients, master weights and moments; the reference is frozen and stays."""
+    plan = make_plan(options(gpu="H100", num_gpus="16", offload="weights").request(), is_brief=True)
+    owners = {item.name: item.bytes for item in plan.beside.memory if item.place == "train device"}
+    assert not owners.keys() & {"weights", "gradients", "master weights", "optimizer moments"}
+    assert owners["reference"] == pytest.approx(2 * plan.request.model.params / 16)
+
+
 @pytest.mark.parametrize("host_gb", [0.0, 1.0])
 @pytest.mark.parametrize("offload", ["auto", "weights"])
 def test_a_plan_that_lacks_host_memory_says_how_much_would_do(host_gb: float, offload: str) -> None:

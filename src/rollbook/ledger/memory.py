@@ -252,4 +252,4 @@ def memory_items(
                 formula="state, reference and reward model while the engine is awake",
             )
         )
-    return sorted((i for i in items if i.bytes > 0), key=lambda i: (i.place, -i.bytes))
+    return sorted((i for i in items if i.bytes >= 1), key=lambda i: (i.place, -i.bytes))

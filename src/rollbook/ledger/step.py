@@ -223,10 +223,10 @@ def join_sides(
         widening=wider,
         notes=notes,
     )
-    return with_base_note(account, base_s)
+    return with_base_note(account, base_s, assumptions.name)
 
 
-def with_base_note(account: StepAccount, base_s: float) -> StepAccount:
+def with_base_note(account: StepAccount, base_s: float, assumed: str) -> StepAccount:
     """`account`, with a note and a range down to what is left where costs that no work explains are most of the step.
 
     They were fitted on frameworks' jobs of many GPUs; a small job, or a leaner loop, has less of them.
@@ -235,8 +235,10 @@ def with_base_note(account: StepAccount, base_s: float) -> StepAccount:
     if base_s <= _MOST_BASE_FRAC * value:
         return account
     note = (
-        f"{base_s:.1f} s of the step's {value:.1f} s are base costs of other frameworks' loops, measured on 8 GPUs "
-        "and more; a leaner loop has less (--assume rollbook, or a file)"
+        f"{base_s:.1f} s of the step are base costs of other frameworks' loops, measured on 8 GPUs and more; a leaner "
+        "loop has less (--assume rollbook, or a file)"
+        if assumed == "default"
+        else f"{base_s:.1f} s of the step are base costs that no work explains, as `{assumed}` has them"
     )
     span = replace(account.step_s, low=min(account.step_s.low, value - base_s))
     return replace(account, step_s=span, notes=(*account.notes, note))

@@ -39,8 +39,9 @@ IN_SHORT: dict[Offload, str] = {
 """Behind a topology's mode, in a table."""
 _HOST_BYTES_PER_PARAM: dict[Offload, float] = {"none": 0.0, "optimizer": 12.0, "weights": 16.0}
 """Master weights and two moments in float32; weights and gradients in bfloat16."""
-_NOTHING = 1e-9
-"""Bytes of a parameter on the device: what assumptions take for none. Gathered layers are counted apart."""
+_NOTHING = 1e-15
+"""Bytes of a parameter on the device: what assumptions take for none, and less than a byte of any model. Gathered
+layers are counted apart."""
 _ERROR_FACTOR = 1.5
 """On the range of training: no published measurement has its state in host memory."""
 
