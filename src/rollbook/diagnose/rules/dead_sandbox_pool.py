@@ -248,10 +248,10 @@ def _is_broken(c: Contrast) -> bool:
     return abs(c.score) >= 6 and not 0.5 <= c.ratio <= 2.0 and c.is_at_once
 
 
-def _grows_on(view: View, metric: str) -> bool:
-    """Whether a metric rises over the rest of the run, rather than to a level."""
+def _grows_on(view: View, metric: str, early: float) -> bool:
+    """Whether a metric rises on over the rest of the run: its first quarter has less than a share of the end's rise."""
     rise = view.rise(metric, log=metric.startswith("env/turn_s"))
-    return rise is not None and rise.is_ramp and rise.early_share < 0.6 and rise.end_idx is None
+    return rise is not None and rise.growth >= 1.3 and rise.early_share < early and rise.end_idx is None
 
 
 QUICK_STEPS = 8
@@ -333,7 +333,7 @@ def _at(view: View, idx: int) -> Finding | None:
         c = view.contrast(metric, idx, width=8)
         if c is not None and abs(c.score) >= 5 and not 0.8 <= c.ratio <= 1.25:
             add(c, 0.5, False)
-    if failed and _grows_on(view, failed[0]) and _grows_on(view, "env/turn_s/mean"):
+    if failed and _grows_on(view, failed[0], 0.6) and _grows_on(view, "env/turn_s/mean", 0.75):
         return None  # one by one, and calls wait ever longer: leaked, not dead
     is_quick = any(_is_quick(view, metric) for metric in failed)  # what follows takes as many steps
     if weight < 3.0 or (sum(sudden) < 0.5 * len(sudden) and not is_quick):

@@ -82,7 +82,20 @@ def is_of_the_schedule(view: View, found: Spells) -> bool:
     """Whether spells of seconds are the steps that validate or save, or those just after: their work, not a fault."""
     saves = view.values.get("timing_s/save_checkpoint")
     saved = np.flatnonzero(np.isfinite(saves)) if saves is not None else np.zeros(0, np.intp)
-    return follow(found, validations(view)) or (len(saved) < 0.7 * view.n and follow(found, saved))
+    is_a_save = len(saved) < 0.7 * view.n and follow(found, saved)
+    return follow(found, validations(view)) or is_a_save or _is_periodic(view, found)
+
+
+def _is_periodic(view: View, found: Spells) -> bool:
+    """Whether spells begin at multiples of one number of steps, from about the first one of the log on, and at half of
+    them or more: a checkpoint or a validation that the log does not mention."""
+    starts = np.array([view.step_at(start) for start, _ in found.stretches])
+    period = int(np.gcd.reduce(np.diff(starts))) if len(starts) >= 4 else 0
+    if period < 5:
+        return False
+    phase = int(starts[0]) % period
+    is_aligned = min(phase, period - phase) <= 1 and starts[0] - view.step_at(0) <= period + 1
+    return is_aligned and len(starts) >= 0.5 * (view.step_at(view.n - 1) - starts[0]) / period
 
 
 RESIDUAL = "seconds of no stage"
