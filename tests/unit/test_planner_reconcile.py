@@ -336,6 +336,23 @@ def test_reconcile_reads_verls_file_and_takes_missing_lengths_from_it(
     assert losses + data["mfu_frac"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("line", "option", "priced"),
+    [
+        ("", [], "verl"),
+        ('assume = "default"', [], "default"),
+        ("", ["--assume", "nemo"], "nemo"),
+    ],
+)
+def test_a_log_is_compared_with_the_costs_of_the_loop_that_wrote_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, option: list[str], priced: str
+) -> None:
+    workload, log = tmp_path / "workload.toml", verl_log(tmp_path / "metrics.jsonl")
+    workload.write_text(f"{WORKLOAD}\n{line}\n")
+    code, out, _ = run(capsys, str(log), "--workload", str(workload), *option)
+    assert code == 0 and f"assumptions {priced}." in " ".join(out.split())
+
+
 def test_reconcile_reads_a_trl_state_with_nothing_but_step_times(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -28,7 +28,8 @@ def command(
         str,
         typer.Option(
             "--assume",
-            help="Assumptions for --workload, as of `rollbook plan`; empty: the workload's own.",
+            help="Assumptions for --workload, as of `rollbook plan`; empty: the workload's own, else of "
+            "the loop that wrote the log.",
         ),
     ] = "",
     format: Annotated[str, typer.Option("--format", help="Log format; empty: found out.")] = "",
@@ -62,7 +63,8 @@ def command(
     if workload is None:
         expectation = expectation_of_run(Path(series.source))
     else:
-        expectation = _expectation_of(workload, assume, means)
+        loop = series.format.partition("-")[0]  # "verl-file" and "verl-console" are logs of one
+        expectation = _expectation_of(workload, assume, means, loop=loop)
         # What a run expected of its work is its own plan's.
         kept = {name: value for name, value in means.items() if not name.startswith("expected_s/")}
         if len(kept) < len(means):
@@ -92,10 +94,11 @@ def command(
 _BESIDE_A_STEP = ("checkpoint_every", "checkpoint_async", "storage_gb_per_s", "length_growth", "horizon")
 
 
-def _expectation_of(path: Path, assume: str, means: dict[str, float]) -> Expectation:
-    """The plan of a described workload; lengths that the description leaves out are taken from the log."""
+def _expectation_of(path: Path, assume: str, means: dict[str, float], *, loop: str) -> Expectation:
+    """The plan of a described workload, priced as the `loop` that wrote the log where that was measured; lengths that
+    the description leaves out are taken from the log."""
     from rollbook.errors import PlanError, RunError
-    from rollbook.ledger.assumptions import load_assumptions
+    from rollbook.ledger.assumptions import has_assumptions, load_assumptions
     from rollbook.planner.options import PlanOptions, of_file, read_options
     from rollbook.planner.reconcile import expectation_of_request
     from rollbook.planner.request import choice_of
@@ -105,7 +108,7 @@ def _expectation_of(path: Path, assume: str, means: dict[str, float]) -> Expecta
         raise PlanError(
             f"--assume is {assume} and {path} says assume = {values['assume']!r}", "leave one of them out"
         )
-    values["assume"] = assume or values.get("assume", "default")
+    values["assume"] = assume or values.get("assume", loop if has_assumptions(loop) else "default")
     notes = []
     for key, metric in (("prompt_tokens", "prompt_length/mean"), ("response_tokens", "response_length/mean")):
         is_given = key in values or (key == "response_tokens" and "lengths" in values)

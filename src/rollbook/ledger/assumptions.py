@@ -332,6 +332,11 @@ def _source_of(path: str, sources: Mapping[str, str]) -> str:
     return ""
 
 
+def has_assumptions(name: str) -> bool:
+    """Whether it is a preset or a framework that was measured."""
+    return name in PRESETS or name in _preset("default").frameworks
+
+
 def load_assumptions(name_or_path: str) -> Assumptions:
     """A preset or a measured framework by name, or a TOML file that changes single numbers of one.
 
