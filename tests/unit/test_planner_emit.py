@@ -321,6 +321,13 @@ def test_slime_trains_on_the_engines_logprobs_where_none_are_computed_again() ->
     assert "--use-rollout-logprobs" not in EMITTERS["slime"](planned())
 
 
+@pytest.mark.parametrize("name", ["verl", "slime", "areal", "kubernetes"])
+def test_one_gpu_is_told_as_one(name: str) -> None:
+    asked = PlanOptions(model="Qwen3-0.6B", num_gpus="1", response_tokens="512", max_staleness=0)
+    one = make_plan(asked.request(), is_brief=True)
+    assert ", 1 shared GPU, " in EMITTERS[name](one)
+
+
 def test_an_unknown_exporter_names_the_nearest() -> None:
     with pytest.raises(PlanError, match=r"did you mean 'kubernetes'\?"):
         emitter("kubernets")

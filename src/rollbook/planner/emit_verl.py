@@ -9,7 +9,7 @@ from rollbook.errors import PlanError
 from rollbook.planner.emit_engine import engine_memory_frac
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.search import Candidate
-from rollbook.planner.words import MODE_TITLES, format_bytes, seconds, split
+from rollbook.planner.words import MODE_TITLES, format_bytes, seconds, split_gpus
 
 _TRAINER_MODES = {
     "sync": "sync",
@@ -43,7 +43,7 @@ def verl_script(plan: Plan) -> str:
     lines = [
         "#!/usr/bin/env bash",
         f"# {r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}: {MODE_TITLES[chosen.mode]}, "
-        f"{split(*chosen.split, chosen.mode)} GPUs, {seconds(chosen.step_s)} a step expected.",
+        f"{split_gpus(*chosen.split, chosen.mode)}, {seconds(chosen.step_s)} a step expected.",
         "# For verl 0.9.1. Reasons stand above the arguments they belong to.",
         "set -euo pipefail",
         "",
