@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,18 @@ def test_a_framework_changes_its_own_numbers_and_no_others() -> None:
     assert verl.sync.error_frac["disk"] == DEFAULT.sync.error_frac["disk"]
     assert verl.decode == DEFAULT.decode and verl.stacks == DEFAULT.stacks
     assert load_assumptions("verl").sync == verl.sync and load_assumptions("verl").name == "verl"
+
+
+@pytest.mark.parametrize("base", ['"nix"', '["verl"]', "3"])
+def test_a_file_may_stand_on_a_framework(tmp_path: Path, base: str) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('base = "verl"\nmicro_batch_tokens = 4096\n')
+    own = load_assumptions(str(path))
+    assert (own.micro_batch_tokens, own.sync) == (4096, load_assumptions("verl").sync)
+    path.write_text(f"base = {base}\n")
+    with pytest.raises(ConfigError, match="base is") as error:
+        load_assumptions(str(path))
+    assert "verl" in error.value.remedy
 
 
 def test_a_framework_that_nobody_measured_is_refused_with_the_nearest_name() -> None:

@@ -3,7 +3,7 @@
 `paper` is the plain account that a person can follow with a pocket calculator; `default` is the better model,
 fitted to published measurements. Both live in `data/default.toml`, with what single frameworks do differently (`verl`,
 `nemo`). `rollbook` (`data/rollbook.toml`) is `default` with what was measured of our own loop. A file changes single
-numbers:
+numbers of any of these:
 
     base = "default"
     train_mfu_frac = { value = 0.36, source = "our run of May, 64 H100" }
@@ -361,9 +361,11 @@ def load_assumptions(name_or_path: str) -> Assumptions:
             f"cannot read {path}: {error}", "write lines such as: train_mfu_frac = 0.36"
         ) from error
     base_name = table.pop("base", "default")
-    if base_name not in PRESETS:
-        raise ConfigError(f"{path}: base is {base_name!r}", f"choose one of: {', '.join(PRESETS)}")
-    return _changed(_preset(base_name), table, str(path))
+    if not isinstance(base_name, str) or not has_assumptions(base_name):
+        raise ConfigError(
+            f"{path}: base is {base_name!r}", f"choose one of: {', '.join((*PRESETS, *frameworks))}"
+        )
+    return _changed(load_assumptions(base_name), table, str(path))
 
 
 def _changed(base: Assumptions, table: Mapping[str, Any], origin: str) -> Assumptions:
