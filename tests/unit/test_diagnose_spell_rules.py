@@ -130,6 +130,7 @@ def test_what_takes_longer_at_multiples_of_one_number_of_steps_is_work_that_is_n
     sometimes = np.random.default_rng(8).uniform(0, 1, N) < 0.7
     for first, expected in ((9, "well"), (47, "collective_hang")):
         hit = ((first + 1) % 10 == (T + 1) % 10) & (first <= T) & sometimes
+        hit |= T == 71  # the host, for once
         seconds = {"timing_s/update_actor": _noisy(40.0, 11) + 90.0 * hit}
         assert _diagnose(seconds).verdict == expected
 

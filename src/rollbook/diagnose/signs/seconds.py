@@ -86,16 +86,26 @@ def is_of_the_schedule(view: View, found: Spells) -> bool:
     return follow(found, validations(view)) or is_a_save or _is_periodic(view, found)
 
 
+LEAST_PERIOD = 10
+"""Logged steps between two of what comes by the schedule, at least: fewer, and any spells fit."""
+
+
 def _is_periodic(view: View, found: Spells) -> bool:
-    """Whether spells begin at multiples of one number of steps, from about the first one of the log on, and at half of
-    them or more: a checkpoint or a validation that the log does not mention."""
+    """Whether most spells begin at multiples of one number of steps, from about the first of the log on, and at half
+    of the multiples or more: a checkpoint or a validation that the log does not mention, beside a hiccup."""
     starts = np.array([view.step_at(start) for start, _ in found.stretches])
-    period = int(np.gcd.reduce(np.diff(starts))) if len(starts) >= 4 else 0
-    if period < 5:
-        return False
-    phase = int(starts[0]) % period
-    is_aligned = min(phase, period - phase) <= 1 and starts[0] - view.step_at(0) <= period + 1
-    return is_aligned and len(starts) >= 0.5 * (view.step_at(view.n - 1) - starts[0]) / period
+    first, last = view.step_at(0), view.step_at(view.n - 1)
+    spacing = max(1.0, float(np.median(np.diff(view.steps))))
+    for period in np.unique(np.diff(starts)).tolist():
+        phase = starts % period
+        by_schedule = starts[np.minimum(phase, period - phase) <= spacing]
+        if (
+            period >= LEAST_PERIOD * spacing
+            and len(by_schedule) >= max(4, 0.75 * len(starts), 0.5 * (last - first) / period)
+            and by_schedule[0] - first <= period + spacing
+        ):
+            return True
+    return False
 
 
 RESIDUAL = "seconds of no stage"
