@@ -37,6 +37,15 @@ def test_a_number_whose_square_is_infinite_counts_as_infinite() -> None:
     assert run.non_finite == {"a": [2]}
 
 
+def test_what_is_no_number_is_said() -> None:
+    nan, inf = math.nan, math.inf
+    run = _run([(1, {"a": nan, "b": 1.0, "c": inf, "d": nan}), (2, {"a": nan, "b": nan, "c": 2.0, "d": 1.0})])
+    assert run.notes == [
+        "NaN, null or infinite, and left out: a in 2 steps, the first 1; b in 1 step, the first 2; "
+        "c in 1 step, the first 1; 1 more metrics"
+    ]
+
+
 def test_rows_out_of_order_are_sorted_and_said() -> None:
     run = _run([(s, {"a": float(s)}) for s in (1, 3, 2, 5, 4)])
     np.testing.assert_array_equal(run.values["a"], [1.0, 2.0, 3.0, 4.0, 5.0])

@@ -15,6 +15,7 @@ import pytest
 
 from rollbook.diagnose.readers.table import READERS, detect, load
 from rollbook.diagnose.readers.text import is_ended_by_newline
+from rollbook.diagnose.tree import diagnose
 from rollbook.errors import DataError
 from rollbook.observe.clock import ManualClock
 from rollbook.observe.recorder import Recorder
@@ -494,3 +495,9 @@ def test_two_formats_in_one_file_are_said(tmp_path: Path) -> None:
     assert [note for note in run.notes if f"--format {other} reads those" in note]
     (tmp_path / "one.log").write_text(verl)
     assert load(str(tmp_path / "one.log")).notes == []
+
+
+def test_a_note_calls_a_metric_as_the_log_does(tmp_path: Path) -> None:
+    log = "".join(f"{{'loss': 0.1, 'reward': 0.{i}, 'kl': nan, 'epoch': 0.{i}}}\n" for i in range(1, 5))
+    notes = diagnose(load(str(_write(tmp_path / "trl.log", log)))).notes
+    assert "NaN, null or infinite, and left out: kl in 4 steps, the first 1" in notes

@@ -52,4 +52,5 @@ def as_logged(diagnosis: Diagnosis, view: View) -> Diagnosis:
         consequences=tuple(map(finding, diagnosis.consequences)),
         states=tuple(map(state, diagnosis.states)),
         signals=tuple(map(signal, diagnosis.signals)),
+        notes=tuple(map(words, diagnosis.notes)),
     )

@@ -184,6 +184,21 @@ def _begin_again(runs: list[_Run], step: int) -> _Run:
     return runs[-1]
 
 
+MAX_NAMED = 3
+"""Metrics that a note names; of the rest it tells how many."""
+
+
+def _not_finite(steps_of: dict[str, list[int]]) -> str:
+    """A note on the values of a log that are NaN, null or infinite."""
+    most = sorted(steps_of, key=lambda name: (-len(steps_of[name]), name))
+    named = [
+        f"{name} in {len(steps_of[name])} step{'s' * (len(steps_of[name]) > 1)}, the first {steps_of[name][0]}"
+        for name in most[:MAX_NAMED]
+    ]
+    more = [f"{len(most) - MAX_NAMED} more metrics"] if len(most) > MAX_NAMED else []
+    return f"NaN, null or infinite, and left out: {'; '.join(named + more)}"
+
+
 def _finish(
     run: _Run,
     source: str,
@@ -221,6 +236,8 @@ def _finish(
                 {int(ordered[p]) for p in places[used & ~finite] if not np.isfinite(dense[p])}
             )
     non_finite = {name: steps for name, steps in non_finite.items() if steps}
+    if non_finite:
+        notes.append(_not_finite(non_finite))
     if run.num_out_of_order and not run.seams:
         notes.append(f"{run.num_out_of_order} rows were out of order and have been sorted by step")
     if run.num_clock_jumps:
