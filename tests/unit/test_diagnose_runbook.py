@@ -62,6 +62,16 @@ def test_the_manuals_commands_do_what_it_says(
     assert re.findall(r"`rollbook drill (\w+) ", text)[0] in FAULTS
 
 
+@pytest.mark.parametrize(
+    ("every_steps", "says"), [(0, "after the last step and on Ctrl-C"), (40, "every 40 steps")]
+)
+def test_the_manual_says_when_a_state_is_saved(
+    every_steps: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = manual(capsys, ADDITION, "--set", f"checkpoint.every_steps={every_steps}")
+    assert f"| checkpoints | {says}" in text
+
+
 def test_a_bound_of_zero_is_broken_by_any_stale_sample(capsys: pytest.CaptureFixture[str]) -> None:
     text = manual(capsys, ADDITION, "--set", "run.schedule=sync")
     assert "`trajectory_staleness_worst/max` above 0 in any step" in text

@@ -139,7 +139,7 @@ def _job(job: Job) -> list[str]:
             "checkpoints",
             f"every {job.checkpoint_every_steps} steps"
             if job.checkpoint_every_steps
-            else "none: set [checkpoint]",
+            else "after the last step and on Ctrl-C: set checkpoint.every_steps for more",
         ),
     ]
     return ["## The job", "", *_table(("what", "value"), [*rows, *job.memory]), ""]
