@@ -215,3 +215,16 @@ def test_only_where_a_log_may_be_verls_its_reader_is_told_how_verl_logs_it(
     text = to_text(diagnose(run(format, leave_out=(GAP,))))
     assert "could not be judged" in text
     assert ("(verl" in text) == is_told
+
+
+def test_a_task_that_is_solved_is_no_collapse_of_the_entropy() -> None:
+    """What is trained are the groups that are not yet all right: their mean stays at 0.84. All that was generated says
+    that the task is solved, and a solved task is answered alike."""
+    solved = {
+        "critic__score__mean": np.minimum(0.4 + 0.01 * T, 0.84),
+        "critic__score__max": np.full(N, 1.0),
+        "actor__entropy": np.maximum(0.5 - 0.01 * T, 0.03),
+    }
+    generated = {"reward/reverse/mean": np.minimum(0.4 + 0.012 * T, 0.998)}
+    assert [s.name for s in diagnose(run(**solved)).states] == ["entropy_collapse"]
+    assert [s.name for s in diagnose(run(**solved, **generated)).states] == ["reward_saturates"]

@@ -63,6 +63,8 @@ def judge(view: View) -> list[State]:
         )
         if state is not None
     ]
+    if "reward_saturates" in {state.name for state in found}:  # a solved task is answered alike
+        found = [state for state in found if state.name != "entropy_collapse"]
     if not found and (falls := _reward_falls(view)) is not None:
         found.append(falls)
     if not found and (flat := _plateau(view)) is not None:
@@ -287,8 +289,11 @@ def _reward_saturates(view: View) -> State | None:
     metric = view.first(*REWARD)
     if metric is None or view.n < 12:
         return None
-    last = view.last(metric, max(5, view.n // 10))
     top = _best_of(view, metric.replace("/mean", "/max"))
+    sources = view.family("reward/", "/mean")
+    if len(sources) == 1:
+        metric = sources[0]  # of all that was generated: groups that were all right are not trained
+    last = view.last(metric, max(5, view.n // 10))
     if not np.isfinite(top):
         top = _best_of(view, "critic/rewards/max")  # of a score it lacks the KL term, and may lie below it
         top = top if top >= last else np.nan
