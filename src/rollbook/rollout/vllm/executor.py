@@ -32,16 +32,18 @@ def _stand_apart() -> None:
     threading.Thread(target=follow, name="follows the run", daemon=True).start()
 
 
-class ApartUniProcExecutor(UniProcExecutor):  # type: ignore[misc, unused-ignore]
+class _Apart:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _stand_apart()
         super().__init__(*args, **kwargs)
 
 
-class ApartMultiprocExecutor(MultiprocExecutor):  # type: ignore[misc, unused-ignore]
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _stand_apart()
-        super().__init__(*args, **kwargs)
+class ApartUniProcExecutor(_Apart, UniProcExecutor):  # type: ignore[misc, unused-ignore]
+    pass
+
+
+class ApartMultiprocExecutor(_Apart, MultiprocExecutor):  # type: ignore[misc, unused-ignore]
+    pass
 
 
 APART: dict[type[Any], type[Any]] = {
