@@ -700,7 +700,6 @@ _LOOK_AT = {
     "critic": "the critic's micro batches",
     "sync": "bucket size, transport, and a replica that answers late",
     "checkpoint": "asynchronous saving, or a longer interval",
-    "wait": "responses that do not end when the engine is to become quiet",
     "to_rollout": "pinned memory, and graphs captured again",
     "to_trainer": "pinned memory for the training state",
     "other": "what runs between the spans: logging, data loading, the interpreter",
