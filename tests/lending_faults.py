@@ -20,8 +20,8 @@ class HoldsUntilLent:
         plain = lending._serve
 
         async def serve() -> None:
-            await own.pause("keep")
             try:
+                await own.pause("keep")  # inside: a lending that is cut short here has paused it already
                 await plain()
                 self.num_lendings += not lending.failed
                 then = (await lending.engine.stats()).decode_tokens
