@@ -28,8 +28,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -43,14 +45,41 @@ from rollbook.memory.handover import (
     after_publication,
     before_publication,
     hand_over,
+    release,
     to_trainer,
     wake_engine,
 )
 from rollbook.memory.parking import Parking
-from rollbook.memory.region import Region
 from rollbook.memory.register import Register
 
 GIB = 1 << 30
+
+
+class Region:
+    """An allocator pool for one owner, so that what it frees can be given back to the device whole.
+
+    In one shared pool the blocks of trainer and engine lie side by side, and after a few switches much of what is
+    reserved is in pieces that fit nobody. A region keeps an owner's blocks in segments of their own. On a CPU it does
+    nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool: torch.cuda.MemPool | None = None
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        if self.device.type != "cuda":
+            yield
+            return
+        if self._pool is None:
+            self._pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self._pool, device=self.device):
+            yield
+
+    def give_back(self) -> int:
+        self._pool = None  # a pool that nobody holds is free to be emptied
+        return release(self.device)
 
 
 class PoolEngine:

@@ -452,8 +452,6 @@ async def test_a_trainer_killed_after_one_commit_finds_the_replicas_and_brings_t
     c.ports[1].faults.clear()
     c.source.step(1.25)  # the restarted trainer repeats the step and does not end in the same bits
     restarted = c.new_publisher(1)
-    assert await restarted.attach() == {0: 2, 1: 1}
-    assert restarted.quarantined == {0: "it holds version 2, the trainer is at 1"}
     await restarted.publish(3)
     c.publisher = restarted
     c.check(3, 3)

@@ -69,15 +69,18 @@ class World:
             if kind == "acknowledge":
                 if version in self.trainer._unsettled:
                     self.trainer.acknowledge(version)
-            elif (again := self.trainer.hello(version)) is not None and self.is_up:
-                self.to_consumer.append(again)
+            else:  # a full re-sync at the newest version, as `Publisher.resync` does
+                again = max(set(range(self.newest + 1)) - self.withdrawn)
+                self.trainer.offer(again)
+                if self.is_up:
+                    self.to_consumer.append(again)
         elif action == "die":
             self.is_up = False
             self.to_consumer.clear()
             self.to_trainer.clear()
-        elif action == "restart":  # with what it had on disk, and says so
+        elif action == "restart":  # with what it had on disk
             self.is_up = True
-            self.to_trainer.append(("hello", self.held))
+            self.to_trainer.append(("is back", self.held))
 
 
 def reachable() -> dict[tuple[object, ...], tuple[World, list[tuple[str, tuple[object, ...]]]]]:

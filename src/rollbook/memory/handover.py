@@ -12,6 +12,7 @@ left.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ import torch
 
 from rollbook.errors import DeadlineError
 from rollbook.memory.parking import Parking
-from rollbook.memory.region import release
 
 
 class SleepyEngine(Protocol):
@@ -190,6 +190,17 @@ def _arrivals(state: Sequence[Parking], because: str) -> list[Move]:
         Move(name=f"{parking.name} to device", because=because, run=_in_thread(parking.to_device))
         for parking in state
     ]
+
+
+def release(device: torch.device) -> int:
+    """Return every free segment to the device, for whoever allocates next. Returns the bytes given back."""
+    if device.type != "cuda":
+        return 0
+    before = torch.cuda.memory_reserved(device)
+    gc.collect()
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()
+    return before - torch.cuda.memory_reserved(device)
 
 
 def _release(device: torch.device, because: str) -> Move:

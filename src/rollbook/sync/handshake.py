@@ -3,8 +3,8 @@
 The trainer offers versions; a consumer (a replica) acknowledges. The rule that keeps both from waiting for each
 other: an acknowledgement of version n settles *every* version up to n. What the consumer jumped over is recorded
 as superseded, so the trainer never waits for a version that nobody will ever hold. A publication that failed on
-every replica is withdrawn: its number was never a version. A consumer that comes back from a crash says what it
-holds (`hello`), and the trainer offers the newest version again.
+every replica is withdrawn: its number was never a version. To a consumer that comes back from a crash the trainer
+offers the newest version again, whatever it holds.
 
 The machine is pure and small enough to be checked by walking through all its states (tests/property).
 """
@@ -62,12 +62,6 @@ class Handshake:
         self._unsettled = [other for other in self._unsettled if other != version]
         if self.offered == version:
             self.offered = max(self._unsettled, default=None)
-        return self.offered
-
-    def hello(self, held: int) -> int | None:
-        """The replica (again) holds `held`. Returns the version it must still be sent, or None."""
-        if held in self._unsettled:
-            self.acknowledge(held)
         return self.offered
 
     def waits_for(self) -> str:

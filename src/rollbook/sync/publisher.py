@@ -194,25 +194,6 @@ class Publisher:
         self._num_attempts = 0
         self._export = ThreadPoolExecutor(1, thread_name_prefix="export")
 
-    async def attach(self) -> dict[int, int]:
-        """Ask every replica what it holds, after a start. One that holds another version than the trainer, or does
-        not answer, is quarantined. Returns replica -> version."""
-        held = {}
-        for replica_id, port in self.ports.items():
-            try:
-                asked = port.weight_version()
-                held[replica_id] = await self._within(
-                    "version", replica_id, asked, self.config.open_deadline_s
-                )
-            except (RunError, OSError, EOFError) as error:
-                self.quarantined[replica_id] = str(error)
-                continue
-            if held[replica_id] != self.weight_version:
-                self.quarantined[replica_id] = (
-                    f"it holds version {held[replica_id]}, the trainer is at {self.weight_version}"
-                )
-        return held
-
     def join(self, port: WeightPort) -> None:
         """One more replica, which holds nothing yet: `resync` brings it to the newest version."""
         self.ports[port.replica_id] = port
