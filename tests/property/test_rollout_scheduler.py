@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from rollbook.errors import EngineError
 from rollbook.rollout.engine import GenerateRequest, KVPolicy, Response
 from rollbook.rollout.native.pages import CopyPages, PageOperation, ZeroPages, merged
-from rollbook.rollout.native.scheduler import Scheduler, StepPlan
+from rollbook.rollout.native.scheduler import Scheduler
+from rollbook.rollout.native.sequences import StepPlan
 from rollbook.types import FinishReason, SamplingParams
 
 EOS = 0

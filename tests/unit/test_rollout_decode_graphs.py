@@ -13,7 +13,7 @@ from rollout_tiny import generate, random_ids, request, running, tiny_model
 from rollbook.rollout.native.decode_graphs import DecodeGraphs, Sizes, coarse, padded, sizes_of, step_of
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.rollout.native.paged_attention import KVPool, LayerShape
-from rollbook.rollout.native.scheduler import StepPlan
+from rollbook.rollout.native.sequences import StepPlan
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollbook.rollout.native.paged_attention import KVPool, PageBatch, StepTensors
-from rollbook.rollout.native.scheduler import StepPlan
+from rollbook.rollout.native.sequences import StepPlan
 
 Compute = Callable[[Tensor, Tensor, StepTensors], Tensor]
 """([1, R] ids, [1, R] positions, step) -> [R, V] logits."""

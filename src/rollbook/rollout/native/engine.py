@@ -22,7 +22,8 @@ from rollbook.rollout.native.draws import uniforms
 from rollbook.rollout.native.mismatch import RoundedCopy
 from rollbook.rollout.native.model_runner import ModelRunner, engine_model
 from rollbook.rollout.native.sampling import Draws
-from rollbook.rollout.native.scheduler import Scheduler, StepPlan
+from rollbook.rollout.native.scheduler import Scheduler
+from rollbook.rollout.native.sequences import StepPlan
 from rollbook.rollout.stops import TextDecoder
 from rollbook.rollout.thread import Answer, Command, EngineThread, give_all
 from rollbook.weights import LiveWeights

@@ -30,7 +30,7 @@ from rollbook.rollout.native.paged_attention import (
     running_step,
 )
 from rollbook.rollout.native.sampling import Draws, sample
-from rollbook.rollout.native.scheduler import PrefillSpan, StepPlan
+from rollbook.rollout.native.sequences import PrefillSpan, StepPlan
 from rollbook.types import Floats
 
 Indices = NDArray[np.int64]
