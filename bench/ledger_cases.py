@@ -7,6 +7,7 @@ What a whole class of cases leaves out is assumed once, in the constants below.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -94,6 +95,7 @@ def compare(case: Case, assumptions: Assumptions) -> list[Comparison]:
     return found
 
 
+@functools.cache
 def find_model(text: str) -> ModelSpec:
     """The model that a free text such as "Kimi-K2 1T" or "DeepSeek-V3/R1" names, by its longest known start."""
     words = re.split(r"[\s/]+", text.strip())
@@ -130,6 +132,7 @@ _DEVICES = (
 )  # fmt: skip
 
 
+@functools.cache
 def accelerator_of(text: str) -> Accelerator:
     """The device that a free text such as "4x8 H100, CX-7 400 Gbps IB" names."""
     flat = re.sub(r"[ _]", "-", text.lower())
@@ -803,6 +806,7 @@ def _first(config: dict[str, Any], measured: dict[str, Any], *names: str) -> Any
     )
 
 
+@functools.cache
 def _with_runaways(mean_tokens: float, limit: int) -> tuple[float, ...]:
     """Lengths of that mean, of which `RUNAWAY_FRAC` are the limit; none where the limit is so far that it cannot be."""
     num_runaways = max(round(RUNAWAY_FRAC * _NUM_LENGTHS), 1)

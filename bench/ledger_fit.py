@@ -1,6 +1,6 @@
 """Fit the numbers of `--assume default` to open measurements, and hold out whole families to see what it is worth.
 
-    python bench/ledger_fit.py decode|train_mfu|weight_sync|rl_step [--rounds 1500] [--leave-one-out [--by source]]
+    python bench/ledger_fit.py decode|train_mfu|weight_sync|rl_step [--rounds 20] [--leave-one-out [--by source]]
 
 Prints the fitted numbers (a person rounds them and writes them into ledger/data/default.toml) and, with
 `--leave-one-out`, the errors on each family when it was left out of the fit. Families are near-duplicates, so
@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ledger_cases import Case, Comparison
 from ledger_errors import coverage, load_cases, predict_all, quantiles
 from rollbook.ledger.assumptions import Assumptions, load_assumptions
+
+Array = NDArray[np.float64]
 
 FREE: dict[str, dict[str, tuple[float, float, float]]] = {
     "decode": {
@@ -163,52 +167,152 @@ def _split(path: str) -> list[str]:
     return path.split(".", 3) if path.startswith("stacks.") else path.split(".", 2)
 
 
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Log errors of the cases' numbers [n], and what each number weighs [n]: families by the root of their cases."""
+
+    errors: Array
+    weights: Array
+
+    @property
+    def score(self) -> float:
+        return float(self.weights @ np.minimum(np.abs(self.errors), _MOST_ERROR))
+
+
+_MOST_ERROR = 0.7
+"""Log error above which a number counts no more: one odd row must not decide what forty say."""
+
+
 def objective(cases: list[Case], assumptions: Assumptions) -> float:
     """Mean over families of the mean absolute log error, by the root of their cases; each case counts once."""
-    found, _ = predict_all(cases, assumptions)
-    by_case: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for item in found:
-        by_case[item.family, item.case_id].append(abs(math.log(item.predicted.value / item.measured)))
-    by_family: dict[str, list[float]] = defaultdict(list)
-    for (family, _), errors in by_case.items():
-        by_family[family].append(min(sum(errors) / len(errors), 0.7))
-    weights = [math.sqrt(len(errors)) for errors in by_family.values()]
-    means = [sum(errors) / len(errors) for errors in by_family.values()]
-    return sum(w * mean for w, mean in zip(weights, means, strict=True)) / sum(weights)
+    return _Problem(cases).at(assumptions).score
 
 
-def fit(cases: list[Case], start: Assumptions, category: str, rounds: int, seed: int = 0) -> Assumptions:
-    """Random search that moves one to three numbers at a time by about a tenth."""
-    free = FREE[category]
+class _Problem:
+    """Errors of cases at any assumptions. Predictions are remembered while nothing that they read has changed."""
 
-    def score_of(trial: Assumptions) -> float:
-        pull = sum(math.log(value_at(trial, path) / value_at(start, path)) ** 2 for path in free)
-        drawn = sum(
-            math.log(value_at(trial, one) / value_at(trial, shared)) ** 2
-            for one, shared in SHARED.items()
-            if one in free
+    def __init__(self, cases: list[Case]) -> None:
+        self.cases = cases
+
+    def at(self, assumptions: Assumptions) -> _Numbers:
+        """All numbers."""
+        return self.weighed([self.errors_of(case, assumptions) for case in self.cases])
+
+    def errors_of(self, case: Case, assumptions: Assumptions) -> list[float]:
+        """Log errors of one case's numbers; empty where it is not covered."""
+        found, _ = predict_all([case], assumptions)
+        return [math.log(item.predicted.value / item.measured) for item in found]
+
+    def weighed(self, errors: list[list[float]]) -> _Numbers:
+        """`errors` [case][number] in a row, with their weights, which sum to 1."""
+        sizes = Counter(str(case["family"]) for case, found in zip(self.cases, errors, strict=True) if found)
+        whole = sum(math.sqrt(size) for size in sizes.values())
+        weights = [
+            1 / (math.sqrt(sizes[str(case["family"])]) * whole * len(found))
+            for case, found in zip(self.cases, errors, strict=True)
+            for _ in found
+        ]
+        return _Numbers(np.array([e for found in errors for e in found]), np.array(weights))
+
+
+def fit(cases: list[Case], start: Assumptions, category: str, rounds: int) -> Assumptions:
+    """Gauss-Newton on the logarithms of the category's numbers, absolute errors by reweighting, from `start`.
+
+    A round takes one derivative by each number, of the cases that read it, and halves a step that makes it worse.
+    """
+    paths = sorted(FREE[category])
+    low, high = (np.log([FREE[category][path][i] for path in paths]) for i in (0, 2))
+    guess = np.log([value_at(start, path) for path in paths])
+    rows = [(paths.index(one), paths.index(shared)) for one, shared in SHARED.items() if one in paths]
+    draw = np.zeros((len(rows), len(paths)))
+    for row, (one, shared) in enumerate(rows):
+        draw[row, one], draw[row, shared] = 1.0, -1.0
+    problem = _Problem(cases)
+    readers = [_readers(problem, start, path, FREE[category][path]) for path in paths]
+
+    def made(at: Array) -> Assumptions:
+        assumptions = start
+        for path, value in zip(paths, at, strict=True):
+            assumptions = with_value(assumptions, path, math.exp(value))
+        return assumptions
+
+    def score_of(found: _Numbers, at: Array) -> float:
+        return (
+            found.score + _PULL * float(((at - guess) ** 2).sum()) + _DRAW * float(((draw @ at) ** 2).sum())
         )
-        return objective(cases, trial) + _PULL * pull + _DRAW * drawn
 
-    rng = random.Random(seed)
-    best, best_score = start, score_of(start)
+    at, errors = guess, [problem.errors_of(case, start) for case in cases]
+    best = score_of(problem.weighed(errors), at)
     for _ in range(rounds):
-        trial = best
-        for path in rng.sample(sorted(free), rng.choice((1, 1, 2, 3))):
-            low, _, high = free[path]
-            moved = value_at(trial, path) * math.exp(rng.gauss(0, rng.choice((0.05, 0.15, 0.5))))
-            trial = with_value(trial, path, min(max(moved, low), high))
-        score = score_of(trial)
-        if score < best_score:
-            best, best_score = trial, score
-    return best
+        found = problem.weighed(errors)
+        slopes = _slopes(problem, made(at), errors, paths, readers)
+        size = np.abs(found.errors)
+        pace = found.weights / (2 * np.maximum(size, 0.03)) / (1 + (size / _MOST_ERROR) ** 4)
+        pull = _PULL * np.eye(len(paths)) + _DRAW * draw.T @ draw
+        uphill = slopes.T @ (pace * found.errors) + _PULL * (at - guess) + _DRAW * draw.T @ (draw @ at)
+        step = -np.linalg.solve((slopes.T * pace) @ slopes + pull, uphill)
+        step = step / max(np.abs(step).max() / _LONGEST_STEP, 1.0)
+        for shorter in (1.0, 0.5, 0.25, 0.1):
+            trial = np.clip(at + shorter * step, low, high)
+            assumptions = made(trial)
+            moved = [problem.errors_of(case, assumptions) for case in cases]
+            score = score_of(problem.weighed(moved), trial)
+            if score < best:
+                break
+        if score > best - 1e-4:
+            break
+        at, errors, best = trial, moved, score
+    return made(at)
+
+
+_LONGEST_STEP = 0.7
+_NUDGE = 0.03
+
+
+def _readers(
+    problem: _Problem, start: Assumptions, path: str, values: tuple[float, float, float]
+) -> list[int]:
+    """Cases whose prediction depends on a number, at its guess or at its bounds."""
+    ends = [with_value(start, path, value) for value in values]
+    found = []
+    for index, case in enumerate(problem.cases):
+        key = (case["id"], path)
+        if key not in _READS:
+            low, middle, high = (problem.errors_of(case, end) for end in ends)
+            _READS[key] = not low == middle == high
+        if _READS[key]:
+            found.append(index)
+    return found
+
+
+_READS: dict[tuple[str, str], bool] = {}
+"""Whether a case reads a number. It is a trait of the case, whatever else is in the fit."""
+
+
+def _slopes(
+    problem: _Problem,
+    assumptions: Assumptions,
+    errors: list[list[float]],
+    paths: list[str],
+    readers: list[list[int]],
+) -> Array:
+    """Derivative of every number's log error by every logarithm [numbers, paths]."""
+    first = np.cumsum([0, *(len(found) for found in errors)])
+    slopes = np.zeros((first[-1], len(paths)))
+    for column, path in enumerate(paths):
+        nudged = with_value(assumptions, path, value_at(assumptions, path) * math.exp(_NUDGE))
+        for index in readers[column]:
+            moved = problem.errors_of(problem.cases[index], nudged)
+            rows = slice(first[index], first[index + 1])
+            slopes[rows, column] = (np.array(moved) - errors[index]) / _NUDGE
+    return slopes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("category", choices=sorted(FREE))
     parser.add_argument("--path", type=Path, default=Path(__file__).parent / "data")
-    parser.add_argument("--rounds", type=int, default=1500)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--leave-one-out", action="store_true")
     parser.add_argument("--by", choices=("family", "source", "device"), default="family")
     args = parser.parse_args()

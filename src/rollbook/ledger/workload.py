@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -160,7 +161,7 @@ class Workload:
     def lengths(self) -> LengthDistribution:
         """Response lengths."""
         if self.length_samples:
-            return LengthDistribution.from_samples(self.length_samples, self.max_response_tokens)
+            return _measured_lengths(tuple(self.length_samples), self.max_response_tokens)
         return LengthDistribution(self.max_response_tokens, self.response_tokens, self.length_sigma)
 
     def warnings(self, max_context_tokens: int = 0) -> list[str]:
@@ -201,3 +202,9 @@ class Workload:
             "prefill_chunk_tokens": self.prefill_chunk_tokens,
             "agent": {name: getattr(agent, name) for name in agent.__slots__},
         }
+
+
+@functools.lru_cache(maxsize=64)
+def _measured_lengths(samples: tuple[float, ...], limit: int) -> LengthDistribution:
+    """Sorted and summed once: an account asks for them at every stage."""
+    return LengthDistribution.from_samples(samples, limit)
