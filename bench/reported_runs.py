@@ -746,6 +746,21 @@ def sandbox_leak(seed: int) -> Log:
     return log
 
 
+def slow_environment(seed: int) -> Log:
+    """Half of a pool has gone or a service throttles: calls queue from one step on, for good or for a while."""
+    log = base(seed, AGENTIC)
+    log.needs = ("timing_s/agent_loop", "timing_s/gen", "num_turns", "response_length/mean")
+    times, calls = log.log(2.8, 9), "timing_s/agent_loop/tool_calls/mean"
+    way = log.on.astype(float)
+    if log.coin(0.3):
+        way[log.at + max(12, (log.n - log.at) // 2) :] = 0.0
+    more_s = log.m[calls] * (times - 1) * way
+    for stat in ("mean", "max"):
+        log.times(f"timing_s/agent_loop/tool_calls/{stat}", 1 + (times - 1) * way)
+    log.plus("timing_s/gen", np.maximum(more_s * log.m["num_turns/mean"], 0.25 * log.m["timing_s/gen"] * way))
+    return log
+
+
 def object_store_spill(seed: int) -> Log:
     """Batches go over the disk: at once when they outgrow the store, slowly, or in the steps with long answers."""
     log = base(seed)
@@ -1182,8 +1197,9 @@ FAULTS: dict[str, Callable[[int], Log]] = {
     f.__name__: f
     for f in (
         missed_weight_sync, stale_samples, engine_mismatch, dead_sandbox_pool, collective_hang, oom_in_sync,
-        late_oom_with_length, silent_error_after_wake, mismatch_to_nan, sandbox_leak, object_store_spill,
-        buffer_never_fills, version_drift, discontinuity_after_resume, one_source_all_zero, filter_starvation,
+        late_oom_with_length, silent_error_after_wake, mismatch_to_nan, sandbox_leak, slow_environment,
+        object_store_spill, buffer_never_fills, version_drift, discontinuity_after_resume, one_source_all_zero,
+        filter_starvation,
         tail_burst, fragmentation, all_rejected, all_wrong, all_right, not_finite,
     )
 }  # fmt: skip

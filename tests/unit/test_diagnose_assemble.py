@@ -42,7 +42,7 @@ def test_what_is_no_number_is_said() -> None:
     run = _run([(1, {"a": nan, "b": 1.0, "c": inf, "d": nan}), (2, {"a": nan, "b": nan, "c": 2.0, "d": 1.0})])
     assert run.notes == [
         "NaN, null or infinite, and left out: a in 2 steps, the first 1; b in 1 step, the first 2; "
-        "c in 1 step, the first 1; 1 more metrics"
+        "c in 1 step, the first 1; 1 more metric"
     ]
 
 
@@ -79,6 +79,15 @@ def test_a_clock_that_runs_backwards_is_said() -> None:
     ]
     run = assemble(items, source="log", format="test")
     assert any("clock ran backwards 1 time" in note for note in run.notes)
+
+
+def test_negative_seconds_are_left_out_and_said_with_their_steps() -> None:
+    rows = [(s, {"timing_s/gen": -3480.0 if s == 4 else 40.0, "a": -1.0}) for s in range(1, 9)]
+    run = _run(rows)
+    assert np.isnan(run.values["timing_s/gen"]).tolist() == [s == 4 for s in range(1, 9)]
+    assert run.values["a"].tolist() == [-1.0] * 8, "only seconds are never negative"
+    says = "less than 0 s (a clock was set back), and left out: timing_s/gen in 1 step, the first 4"
+    assert says in run.notes
 
 
 def test_events_belong_to_the_run_in_which_they_were_written() -> None:

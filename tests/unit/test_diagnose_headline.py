@@ -228,3 +228,25 @@ def test_a_task_that_is_solved_is_no_collapse_of_the_entropy() -> None:
     generated = {"reward/reverse/mean": np.minimum(0.4 + 0.012 * T, 0.998)}
     assert [s.name for s in diagnose(run(**solved)).states] == ["entropy_collapse"]
     assert [s.name for s in diagnose(run(**solved, **generated)).states] == ["reward_saturates"]
+
+
+def _by_source(seed: int, level: np.ndarray) -> np.ndarray:
+    """[N] mean of 64 answers that are right with that share."""
+    return np.random.default_rng(seed).binomial(64, level) / 64
+
+
+@pytest.mark.parametrize("since", [10, 60, 110])
+def test_a_source_that_died_is_never_among_those_of_which_none_fell_to_zero(since: int) -> None:
+    lives = np.full(N, 0.5)
+    diagnosis = diagnose(
+        run(reward__math__mean=_by_source(1, lives), reward__code__mean=_by_source(2, lives) * (since > T))
+    )
+    says = diagnosis.signals[0].says
+    assert "at zero now: reward/code/mean" in says and "none fell" not in says
+
+
+def test_a_hard_source_without_a_right_answer_in_its_last_steps_is_not_called_dead() -> None:
+    hard = _by_source(3, np.full(N, 0.01))
+    hard[-4:] = 0.0
+    diagnosis = diagnose(run(reward__math__mean=_by_source(1, np.full(N, 0.5)), reward__hard__mean=hard))
+    assert diagnosis.signals[0].says.endswith("2 sources logged, none fell to zero")

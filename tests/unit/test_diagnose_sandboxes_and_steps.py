@@ -38,12 +38,45 @@ def test_a_pool_that_fills_late_or_in_a_few_steps_leaks(since: int, over: int) -
     )
 
 
-def test_slower_calls_on_a_host_that_is_no_fuller_are_no_leak() -> None:
+def test_slower_calls_that_cost_no_step_anything_are_no_leak() -> None:
     up = np.clip((T - 60) / 15, 0, 1)
     slow = _agents(
         env__turn_s__mean=noisy(4.0 * 20**up, 31, 0.05), env__turn_s__max=noisy(17.0 * 18**up, 32, 0.08)
     )
     assert "sandbox_leak" not in [f.rule for f in diagnose(run_of(slow)).findings]
+
+
+def _waited_for(calls_s: Array) -> dict[str, Array]:
+    """Calls of so many seconds on average, nine a trajectory, eight trajectories at a time."""
+    more_s = 9 * (calls_s - 4.0)
+    return _agents(env__turn_s__mean=noisy(calls_s, 31, 0.05)) | {
+        "timing_s/gen": noisy(50.0 + more_s, 10),
+        "timing_s/step": noisy(105.0 + more_s, 14),
+    }
+
+
+def test_calls_that_take_ever_longer_while_nothing_else_moves_leak() -> None:
+    """The pool runs on hosts of its own, of which the log says nothing: seconds a call are all there is."""
+    found = diagnose(run_of(_waited_for(4.0 + 0.3 * np.clip(T - 40, 0, None)))).findings
+    assert [f.rule for f in found] == ["sandbox_leak"]
+    assert abs(found[0].step - 41) <= 6
+    calm = _waited_for(4.0 + 0.3 * np.clip(T - 40, 0, None)) | {"timing_s/gen": noisy(50.0, 10)}
+    assert not diagnose(run_of(calm | {"timing_s/step": noisy(105.0, 14)})).findings, "nobody waits for them"
+
+
+@pytest.mark.parametrize("end", [N, 90])
+def test_calls_that_become_slow_at_one_step_are_named_so(end: int) -> None:
+    found = diagnose(run_of(_waited_for(np.where((T >= 60) & (end > T), 20.0, 4.0)))).findings
+    assert [f.rule for f in found] == ["slow_environment"]
+    assert (abs(found[0].step - 61) <= 1, found[0].until_step) == (True, None if end == N else end + 1)
+    assert found[0].cost_s == pytest.approx(9 * 16 * (end - 60), rel=0.15)
+
+
+def test_slow_calls_beside_a_slow_trainer_are_the_hosts() -> None:
+    slow = 1.0 + 3.0 * (T >= 60)
+    every = {stage: noisy(level * slow, i) for i, (stage, level) in enumerate(zip(STAGES, (50, 40, 10, 4)))}
+    run = _waited_for(4.0 * slow) | every | {"timing_s/step": noisy(105.0 * slow, 14)}
+    assert "slow_environment" not in [f.rule for f in diagnose(run_of(run)).findings]
 
 
 def test_a_pool_of_which_ever_more_refuses_dies_in_part() -> None:
@@ -161,3 +194,20 @@ def test_a_loaded_checkpoint_in_the_log_is_a_restart_whose_shake_calms_down() ->
         Event(kind="resumed", step=80, text="successfully loaded checkpoint from /ckpt at iteration 80")
     )
     assert diagnose(run).verdict == "discontinuity_after_resume"
+
+
+@pytest.mark.parametrize("trained_s", [40.0, None])
+def test_steps_of_hours_that_no_timed_stage_explains_stall_at_something_outside(
+    trained_s: float | None,
+) -> None:
+    """A hosted service: the trainer's seconds may be logged, those of sampling are not. The first step warms up."""
+    stalls = np.where(np.isin(T, (35, 61, 62, 84, 103)), 3600.0, 0.0)
+    stalls[84] = 36_000.0
+    run: dict[str, Array] = dict.fromkeys(STAGES, np.full(N, np.nan))
+    run |= {"timing_s/step": noisy(280.0, 14) + stalls}
+    if trained_s is not None:
+        run["timing_s/update_actor"] = noisy(np.where(T == 0, 6400.0, trained_s), 11)
+    found = diagnose(run_of(run)).findings
+    assert [(f.rule, f.step) for f in found] == [("collective_hang", 36)]
+    assert "a rank, a service or the host" in found[0].title
+    assert found[0].cost_s == pytest.approx(4 * 3600 + 36_000, rel=0.05)

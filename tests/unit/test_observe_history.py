@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from rollbook.cli import watch
 from rollbook.errors import RunError
 from rollbook.observe.clock import ManualClock
 from rollbook.observe.history import RunHistory
@@ -159,6 +160,20 @@ def test_a_file_that_begins_or_is_damaged_is_shown(tmp_path: Path, text: str) ->
     history = RunHistory(path)
     history.refresh_all()
     assert len(history.steps) == text.count("}}")
+
+
+def test_watching_an_empty_file_says_that_it_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "exp.jsonl"
+    path.touch()
+    assert content.overview(RunHistory(path), 0.0)["state"] == "empty"
+    monkeypatch.setattr("rollbook.observe.page.server.serve", lambda app, listener: listener.close())
+    watch.command(path, port=0)
+    assert f"{path} is empty: the page fills in as soon as a step is written" in capsys.readouterr().err
+    path.write_text('{"step": 1, "data": {"critic/rewards/mean": 0.5}}\n')
+    watch.command(path, port=0)
+    assert "is empty" not in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_run_names_the_runs_beside_it(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ def command(
 
     app = page_app(run)
     listener = open_socket(port)
+    if run.is_file() and not run.stat().st_size:
+        print(f"{run} is empty: the page fills in as soon as a step is written to it", file=sys.stderr)
     print(f"http://{HOST}:{listener.getsockname()[1]}/", flush=True)
     print(f"showing {run}; Ctrl-C ends the page, not the run", file=sys.stderr)
     serve(app, listener)

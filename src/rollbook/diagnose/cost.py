@@ -25,7 +25,9 @@ def is_worth(view: View, cost_s: float) -> bool:
     return not cost_s < LEAST_COST_FRAC * run_seconds(view)
 
 
-ONLY_SECONDS = frozenset({"tail_burst", "buffer_never_fills", "filter_starvation", "object_store_spill"})
+ONLY_SECONDS = frozenset(
+    {"tail_burst", "buffer_never_fills", "filter_starvation", "object_store_spill", "slow_environment"}
+)
 """Rules whose findings cost nothing but seconds."""
 
 

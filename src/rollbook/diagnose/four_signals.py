@@ -9,7 +9,7 @@ import numpy as np
 
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Signal
-from rollbook.diagnose.rules.wording import many, num
+from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.signs.deaths import deaths_of
 from rollbook.diagnose.signs.gap import GAP_METRICS, gap_of
 from rollbook.diagnose.signs.lengths import length_growth
@@ -18,6 +18,7 @@ from rollbook.diagnose.signs.rewards import REWARD, reward_decline, reward_of
 from rollbook.diagnose.signs.seconds import excess_of, step_seconds
 from rollbook.diagnose.signs.versions import versions_of
 from rollbook.diagnose.view import View
+from rollbook.observe.numbers import many
 
 Verdict = Literal["well", "moved", "not collected"]
 
@@ -34,7 +35,7 @@ def _reward(view: View) -> Signal:
     if metric is None:
         return Signal(name=name, verdict="not collected", says=_too_few(view, REWARD, "reward"))
     first, last = view.level(metric, 0, max(3, view.n // 10)), view.last(metric)
-    zero = [m for m in sources if view.last(m, 3) == 0 and view.level(m) > 0]
+    zero = [m for m in sources if _ended_at_zero(view, m)]
     fell = reward_of(view).fall
     which = (
         f"{many(len(sources), 'source')} logged"
@@ -50,6 +51,22 @@ def _reward(view: View) -> Signal:
     if zero:
         return Signal(name=name, verdict="moved", says=f"{says}, at zero now: {', '.join(zero)}")
     return Signal(name=name, verdict="well", says=f"{says}, none fell to zero" if sources else says)
+
+
+LUCK = 1e-3
+"""Chance of a source's last zeros in a row, at its own earlier share of zeros, below which it is no bad luck."""
+
+
+def _ended_at_zero(view: View, metric: str) -> bool:
+    """Whether a source that had right answers has none any more, however early they ended."""
+    values = view.values[metric]
+    some = values[np.isfinite(values)] != 0.0
+    if not some.any():
+        return False
+    num_before = int(np.flatnonzero(some)[-1]) + 1
+    share_zero = (1 + int((~some[:num_before]).sum())) / (2 + num_before)
+    num_since = len(some) - num_before
+    return num_since >= 3 and share_zero**num_since < LUCK
 
 
 def _too_few(view: View, metrics: Sequence[str], what: str) -> str:

@@ -37,6 +37,14 @@ ENTRIES: dict[str, Entry] = {
         "give leases an owner and a time to live, restart the pool",
         "living sandboxes against running trajectories",
     ),
+    "slow_environment": Entry(
+        "data",
+        "`env/turn_s/mean` jumps and generation with it; turns, lengths, failures and rewards do not move",
+        "dead sandboxes: failures, turns and rewards move as well; a leak: calls take ever longer; a slow host: the "
+        "trainer's stages are slower, too",
+        "see how many sandboxes are alive and whether the service behind them throttles; give calls a deadline",
+        "one call by hand, alone and beside many",
+    ),
     "one_source_all_zero": Entry(
         "data",
         "`reward/<source>/zero_frac` = 1 for one of {sources}, the others go on",

@@ -40,6 +40,7 @@ from rollbook.diagnose.rules import (
     run_stopped,
     sandbox_leak,
     silent_error_after_wake,
+    slow_environment,
     slow_replica,
     stale_samples,
     tail_burst,
@@ -55,6 +56,7 @@ RULES: dict[str, Rule] = {
     # data
     "dead_sandbox_pool": dead_sandbox_pool.judge,
     "sandbox_leak": sandbox_leak.judge,
+    "slow_environment": slow_environment.judge,
     "one_source_all_zero": one_source_all_zero.judge,
     "filter_starvation": filter_starvation.judge,
     "dead_scorer": dead_scorer.judge,
@@ -99,9 +101,10 @@ EXPLAINS: dict[str, frozenset[str]] = {
         " all_rejected",
         "discontinuity_after_resume": "stale_samples engine_mismatch missed_weight_sync one_source_all_zero"
         " dead_sandbox_pool filter_starvation",
-        "dead_sandbox_pool": "one_source_all_zero sandbox_leak filter_starvation buffer_never_fills tail_burst"
-        " stale_samples object_store_spill",
-        "sandbox_leak": "dead_sandbox_pool buffer_never_fills tail_burst stale_samples object_store_spill",
+        "dead_sandbox_pool": "one_source_all_zero sandbox_leak slow_environment filter_starvation buffer_never_fills"
+        " tail_burst stale_samples object_store_spill",
+        "sandbox_leak": "dead_sandbox_pool slow_environment buffer_never_fills tail_burst stale_samples"
+        " object_store_spill",
         "one_source_all_zero": "filter_starvation buffer_never_fills",
         "filter_starvation": "buffer_never_fills tail_burst stale_samples",
         "stale_samples": "engine_mismatch missed_weight_sync mismatch_to_nan buffer_never_fills all_rejected",
@@ -116,6 +119,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
         "object_store_spill": "buffer_never_fills run_stopped",
         "collective_hang": "buffer_never_fills run_stopped",
         "slow_replica": "buffer_never_fills tail_burst stale_samples",
+        "slow_environment": "buffer_never_fills tail_burst stale_samples",
         "replica_died": "version_drift missed_weight_sync stale_samples slow_replica buffer_never_fills tail_burst",
         "dead_scorer": "one_source_all_zero dead_sandbox_pool filter_starvation buffer_never_fills",
         "all_wrong": "one_source_all_zero filter_starvation buffer_never_fills",

@@ -43,6 +43,15 @@ def count(value: float) -> str:
     return f"{value:.3g}"
 
 
+def many(number: int, what: str) -> str:
+    """A count with its noun.
+
+    >>> many(1, "source"), many(2, "source")
+    ('1 source', '2 sources')
+    """
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def num_bytes(value: float) -> str:
     """Decimal units, as disks and links are sold.
 

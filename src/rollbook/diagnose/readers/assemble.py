@@ -17,6 +17,7 @@ import numpy as np
 
 from rollbook.diagnose.series import NEXT_RUN, Event, Row, RunSeries, Seam
 from rollbook.errors import DataError
+from rollbook.observe.numbers import many
 
 MAX_REPLACED_KEPT = 50
 LARGEST_STEP = 2**53
@@ -164,7 +165,7 @@ def assemble(
         )
     all_notes = list(notes)
     if len(runs) > 1:
-        lengths = ", ".join(f"{len(r.rows_of_step)} steps" for r in runs)
+        lengths = ", ".join(f"{many(len(r.rows_of_step), 'step')}" for r in runs)
         which = f"run {chosen} of 0 to {len(runs) - 1}"
         if len(names_of_runs) == len(runs):
             which += f", {names_of_runs[chosen]}"
@@ -188,15 +189,19 @@ MAX_NAMED = 3
 """Metrics that a note names; of the rest it tells how many."""
 
 
-def _not_finite(steps_of: dict[str, list[int]]) -> str:
-    """A note on the values of a log that are NaN, null or infinite."""
+SECONDS = "timing_s/"
+"""Names of what was timed begin so; seconds are never negative."""
+
+
+def _where(steps_of: dict[str, list[int]]) -> str:
+    """Metrics and steps whose values were left out, for a note."""
     most = sorted(steps_of, key=lambda name: (-len(steps_of[name]), name))
     named = [
-        f"{name} in {len(steps_of[name])} step{'s' * (len(steps_of[name]) > 1)}, the first {steps_of[name][0]}"
+        f"{name} in {many(len(steps_of[name]), 'step')}, the first {steps_of[name][0]}"
         for name in most[:MAX_NAMED]
     ]
-    more = [f"{len(most) - MAX_NAMED} more metrics"] if len(most) > MAX_NAMED else []
-    return f"NaN, null or infinite, and left out: {'; '.join(named + more)}"
+    more = [many(len(most) - MAX_NAMED, "more metric")] if len(most) > MAX_NAMED else []
+    return "; ".join(named + more)
 
 
 def _finish(
@@ -220,6 +225,7 @@ def _finish(
     at_s[position[known]] = row_at_s[known]
     values: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     non_finite: dict[str, list[int]] = {}
+    negative: dict[str, list[int]] = {}
     for name, column in run.columns.items():
         rows = np.frombuffer(column.rows, np.int64)
         written = np.frombuffer(column.values, np.float64)
@@ -230,6 +236,9 @@ def _finish(
         finite = np.abs(written) < LARGEST  # NaN is not
         dense = np.full(len(ordered), np.nan)
         dense[places[used]] = np.where(finite, written, np.nan)[used]
+        if name.startswith(SECONDS) and (dense < 0.0).any():
+            negative[name] = ordered[dense < 0.0].tolist()
+            dense[dense < 0.0] = np.nan
         values[name] = dense
         if not finite[used].all():
             non_finite[name] = sorted(
@@ -237,15 +246,19 @@ def _finish(
             )
     non_finite = {name: steps for name, steps in non_finite.items() if steps}
     if non_finite:
-        notes.append(_not_finite(non_finite))
+        notes.append(f"NaN, null or infinite, and left out: {_where(non_finite)}")
+    if negative:
+        notes.append(f"less than 0 s (a clock was set back), and left out: {_where(negative)}")
     if run.num_out_of_order and not run.seams:
-        notes.append(f"{run.num_out_of_order} rows were out of order and have been sorted by step")
+        notes.append(f"{many(run.num_out_of_order, 'row')} out of order: sorted by step")
     if run.num_clock_jumps:
         notes.append(
-            f"the clock ran backwards {run.num_clock_jumps} times: times are not used, seconds of stages are"
+            f"the clock ran backwards {many(run.num_clock_jumps, 'time')}: times are not used, seconds of stages are"
         )
     for seam in run.seams:
-        notes.append(f"the run was taken up again at step {seam.step} ({seam.num_replaced} steps run twice)")
+        notes.append(
+            f"the run was taken up again at step {seam.step} ({many(seam.num_replaced, 'step')} run twice)"
+        )
     if len(ordered) > 1:
         num_missing = int(ordered[-1] - ordered[0]) + 1 - len(ordered)
         stride = int(np.median(np.diff(ordered)))

@@ -22,6 +22,7 @@ from rollbook.diagnose.readers.text import (
     plain,
 )
 from rollbook.diagnose.series import Event, Row
+from rollbook.observe.numbers import many
 
 _STEP = re.compile(r"(?:^|[^\w/])step:\s?(\d+)(?=\s+-\s|\s*$)")
 _PAIR = re.compile(
@@ -66,10 +67,12 @@ def read(path: Path) -> Iterator[Row | Event]:
     if step is not None and data:
         if keys and keys[-1] not in data and not is_ended_by_newline(path):
             data.popitem()
-            says = f"the last line is cut short after {len(data)} of {len(keys)} values (the process was killed, or is "
-            yield Event(
-                kind="damaged", step=step, text=f"{says}writing it): the value at the cut was left out"
+            whole = f"{len(data)} of {many(len(keys), 'value')}"
+            says = (
+                f"the last line is cut short after {whole} (the process was killed, or is writing it): "
+                "the value at the cut was left out"
             )
+            yield Event(kind="damaged", step=step, text=says)
         yield Row(step=step, data=data)
     if event := ending.event(step):
         yield event

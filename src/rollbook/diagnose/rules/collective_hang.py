@@ -3,6 +3,8 @@ stalls again and again, or slows down for good by a failing link. The work is th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from rollbook.diagnose.cost import is_worth, run_seconds
@@ -42,7 +44,9 @@ def judge(view: View) -> Finding | NotJudged | None:
         stages.append("timing_s/gen")  # in an asynchronous run that one is a wait for samples
     if waiting_of(view) == "timing_s/step":
         stages = ["timing_s/step"]  # no stage is timed: at equal lengths the whole step tells
-    slow = _stalls_again(view) or _slow_link(view)
+    slow = _stalls_again(view, _COLLECTIVE) or _slow_link(view)
+    if slow is None and not view.has("timing_s/gen"):
+        slow = _stalls_again(view, ("step",))  # what waits for responses is in the whole step alone
     if slow is not None and not said:
         return slow
     for stage in [s for s in stages if view.has(s)]:
@@ -105,7 +109,7 @@ def _stalls_at_end(view: View, stage: str) -> tuple[int, float, float] | None:
     for idx in known[-3:]:
         if values[idx] >= max(6 * usual, 3 * largest, usual + 90.0):
             return int(idx), usual, float(values[idx])
-    top = int(known[np.argmax(values[known])])
+    top = int(known[1 + np.argmax(values[known[1:]])])  # the first step of a log warms up
     if values[top] >= max(15 * usual, usual + 500.0):  # it timed out, and the run was started again
         return top, usual, float(values[top])
     return None
@@ -127,11 +131,10 @@ LINK = 2.5
 """Times as long at the same tokens from which on computing cannot be it."""
 
 
-def _stalls_again(view: View) -> Finding | None:
+def _stalls_again(view: View, timed: tuple[str, ...]) -> Finding | None:
     """Steps in which one stage takes minutes longer than in those beside them, for the same work."""
     evidence: list[Evidence] = []
     idx, cost = view.n, 0.0
-    timed = ("step",) if waiting_of(view) == "timing_s/step" else _COLLECTIVE
     for stage in timed:
         metric = f"timing_s/{stage}"
         spells = view.spells(metric, least=np.log(1.5))
@@ -153,15 +156,17 @@ def _stalls_again(view: View) -> Finding | None:
         cost += lost
     if not evidence or not is_worth(view, cost):
         return None
-    return _finding(
-        view,
-        idx,
-        "a collective stalls again and again: one rank comes late"
-        if len(timed) > 1
-        else "steps stall again and again at the same work: a rank, a service or the host comes late",
-        evidence,
-        0.8 + 0.05 * len(evidence),
-        cost,
+    confidence = 0.8 + 0.05 * len(evidence)
+    if timed == _COLLECTIVE:
+        title = "a collective stalls again and again: one rank comes late"
+        return _finding(view, idx, title, evidence, confidence, cost)
+    title = "steps stall again and again at the same work: a rank, a service or the host comes late"
+    found = _finding(view, idx, title, evidence, confidence, cost)
+    return replace(
+        found,
+        action="look in the job's log what those steps waited for: a rank, a service for sampling or scoring that did "
+        "not answer, a host that was busy or asleep; put a deadline on every call that leaves the process",
+        next_check=f"log the seconds of each stage: which of them has the {num(cost)} s?",
     )
 
 

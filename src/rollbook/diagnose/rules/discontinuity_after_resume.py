@@ -9,12 +9,13 @@ import numpy as np
 
 from rollbook.diagnose.changes import noise_scale
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import many, num, share
+from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.gap import GAP, gap_of
 from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.signs.rewards import lowest_reward, other_prompts, reward_of
 from rollbook.diagnose.view import View, spread_around
+from rollbook.observe.numbers import many
 
 RULE = "discontinuity_after_resume"
 

@@ -15,6 +15,7 @@ from rollbook.diagnose.signs.seconds import (
     step_seconds,
 )
 from rollbook.diagnose.view import View
+from rollbook.observe.numbers import many
 
 RULE = "object_store_spill"
 
@@ -39,7 +40,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         steps = [e.step for e in said if e.step is not None]
         first = min(steps, default=view.step_at(view.n - 1))
         idx = view.idx_of(first)
-        evidence.append(Evidence(metric="log", step=first, says=f"{len(said)} times: {said[0].text}"))
+        evidence.append(Evidence(metric="log", step=first, says=f"{many(len(said), 'time')}: {said[0].text}"))
         direct = 0.3 if len(said) >= 3 else 0.15
     rise = view.rise(spilled, log=False)
     if rise is not None and rise.late > LEAST_BYTES and rise.score >= 4:

@@ -16,6 +16,7 @@ from rollbook.diagnose.signs.environments import ENV_FAILURES, SANDBOX_S, TURNS
 from rollbook.diagnose.signs.gap import gap_of
 from rollbook.diagnose.signs.rewards import reward_decline
 from rollbook.diagnose.signs.seconds import excess_of, lost_in_steps, residual_of, step_seconds
+from rollbook.diagnose.signs.slow_calls import slow_calls
 from rollbook.diagnose.spells import climbs
 from rollbook.diagnose.view import View
 
@@ -50,6 +51,12 @@ def judge(view: View) -> Finding | NotJudged | None:
         return teeth
     if is_agentic and (fast := _in_a_few_steps(view)) is not None:
         return fast
+    weighed = _weighed(view, is_agentic=is_agentic)
+    return weighed if weighed is not None else _calls_alone(view)
+
+
+def _weighed(view: View, *, is_agentic: bool) -> Finding | None:
+    """What leases, queue, calls, host memory and generation say together."""
     points = 0.0
     evidence: list[Evidence] = []
     env = False
@@ -143,6 +150,25 @@ def _in_a_few_steps(view: View) -> Finding | None:
         cost_s=lost_in_steps(view, seconds.idx),
         action=ACTION,
         next_check=CHECK,
+    )
+
+
+def _calls_alone(view: View) -> Finding | None:
+    """Calls take ever longer, for good, and the steps with them, while turns, lengths, failures, rewards, the host and
+    the trainer are what they were: what grows is on the pool's own hosts, of which nothing is logged."""
+    slower = slow_calls(view)
+    if slower is None or not slower.grows_on:
+        return None
+    return Finding(
+        rule=RULE,
+        title="calls of the sandboxes take ever longer although the work does not grow: what they run on fills up",
+        area="data",
+        confidence=0.72,
+        step=slower.rise.step,
+        evidence=slower.evidence,
+        cost_s=slower.cost_s,
+        action=ACTION,
+        next_check=CHECK + "; where those agree, what the calls go to is overloaded",
     )
 
 

@@ -28,15 +28,6 @@ def num(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def many(count: int, what: str) -> str:
-    """A count with its noun.
-
-    >>> many(1, "source"), many(2, "source")
-    ('1 source', '2 sources')
-    """
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
 def of_break(found: Break, says: str = "") -> Evidence:
     """Evidence of a lasting change of one series."""
     how = "ramps" if found.is_ramp else "steps"

@@ -154,9 +154,9 @@ def lost_seconds(view: View, metric: str, found: Break) -> float:
     return float(over.sum()) * view.stride
 
 
-def lost_in_steps(view: View, idx: int) -> float | None:
-    """Seconds by which whole steps from position `idx` on took longer than those before, beyond what longer responses
-    explain; None where too few steps were timed on either side."""
+def lost_in_steps(view: View, idx: int, end: int | None = None) -> float | None:
+    """Seconds by which whole steps from position `idx` on (up to `end`) took longer than those before, beyond what
+    longer responses explain; None where too few steps were timed on either side."""
     step = view.values.get("timing_s/step")
     if step is None:
         stages = [view.values[name] for s in _STAGES if (name := f"timing_s/{s}") in view.values]
@@ -164,7 +164,7 @@ def lost_in_steps(view: View, idx: int) -> float | None:
     start = max(idx, 3)  # a growth that is there from the first step has only those as its past
     past = slice(max(0, start - BASELINE), start)
     known = np.isfinite(step[past])
-    if known.sum() < 3 or np.isfinite(step[idx:]).sum() < 3:
+    if known.sum() < 3 or np.isfinite(step[idx:end]).sum() < 3:
         return None
     usual = np.median(step[past][known])
     work = np.ones(view.n)
@@ -172,7 +172,7 @@ def lost_in_steps(view: View, idx: int) -> float | None:
     if length is not None and np.isfinite(length[past]).any():
         grown = length / np.nanmedian(length[past])
         work = np.where(np.isfinite(grown), np.maximum(grown, 1.0), 1.0)
-    return max(float(np.nansum(step[idx:] - usual * work[idx:])) * view.stride, 0.0)
+    return max(float(np.nansum((step - usual * work)[idx:end])) * view.stride, 0.0)
 
 
 def over_the_others(view: View, metric: str, family: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ def overview(history: RunHistory, now_s: float) -> Json:
     return {
         "name": history.path.name or str(history.path),
         "path": str(history.path),
-        "state": "live" if writer else "ended" if has_ended or not history.notable else "interrupted",
+        "state": _state(history, is_live=writer is not None, has_ended=has_ended),
         "writer": writer,
         "loaded_frac": round(history.loaded_frac, 4),
         "num_steps": history.num_steps,
@@ -61,6 +61,15 @@ def overview(history: RunHistory, now_s: float) -> Json:
         "events": _events(history),
         "trajectory_steps": _ends(history.trajectory_steps()),
     }
+
+
+def _state(history: RunHistory, *, is_live: bool, has_ended: bool) -> str:
+    """In a word; a lone file of metrics says nothing of how its run goes, unless nothing is in it yet."""
+    if is_live:
+        return "live"
+    if not history.notable:
+        return "ended" if history.num_steps else "empty"
+    return "ended" if has_ended else "interrupted"
 
 
 def _last_lifecycle(history: RunHistory) -> str | None:

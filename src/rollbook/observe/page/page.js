@@ -51,6 +51,7 @@ const getTrajectory = async (n, id) =>
 
 // ---------------------------------------------------------------- numbers and elements
 
+const tokensOf = (n) => (n === 1 ? "1 token" : `${n} tokens`);
 function show(value, unit) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (unit === "s") return seconds(value);
@@ -604,10 +605,10 @@ async function openTrajectory(id) {
     box.addEventListener("pointerleave", () => tip(null));
     return box;
   };
-  card.append(el("div", { class: "turn-title" }, `prompt, ${t.prompt_end} tokens`), stretch(0, t.prompt_end, "prompt"));
+  card.append(el("div", { class: "turn-title" }, `prompt, ${tokensOf(t.prompt_end)}`), stretch(0, t.prompt_end, "prompt"));
   t.turns.forEach((turn, i) => {
-    card.append(el("div", { class: "turn-title" }, `turn ${i + 1}: response, ${turn.response_end - turn.start} tokens, ended by ${turn.finish_reason}`), stretch(turn.start, turn.response_end, null));
-    if (turn.end > turn.response_end) card.append(el("div", { class: "turn-title" }, `turn ${i + 1}: observation, ${turn.end - turn.response_end} tokens`), stretch(turn.response_end, turn.end, "observation"));
+    card.append(el("div", { class: "turn-title" }, `turn ${i + 1}: response, ${tokensOf(turn.response_end - turn.start)}, ended by ${turn.finish_reason}`), stretch(turn.start, turn.response_end, null));
+    if (turn.end > turn.response_end) card.append(el("div", { class: "turn-title" }, `turn ${i + 1}: observation, ${tokensOf(turn.end - turn.response_end)}`), stretch(turn.response_end, turn.end, "observation"));
   });
   const task = Object.entries(t.task || {});
   if (task.length) card.append(el("div", { class: "turn-title" }, "task (the policy never sees it)"), ...task.map(([k, v]) => el("div", { class: "facts" }, el("b", {}, `${k}: `), v)));

@@ -1,0 +1,175 @@
+"""What a metric's name says in its words: `avg_reward`, `train/mean_return` and `rewards` are all the mean reward.
+
+A trainer of somebody's own follows nobody's naming, but few words say what is meant. A name is taken for a metric of
+the catalogue only if it has that metric's words and no other word that might mean something else: `mean_reward` is the
+reward, `mean_length_easy` is nothing known. What was read so is told under "about the log".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+_PIECE = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|@")
+_SAME = {
+    "rewards": "reward", "rew": "reward", "average": "mean", "avg": "mean", "means": "mean", "maximum": "max",
+    "minimum": "min", "gradient": "grad", "gradnorm": "grad_norm", "lens": "length", "len": "length",
+    "lengths": "length", "completions": "completion", "responses": "response", "outputs": "output", "weights": "weight",
+    "answers": "answer", "tokens": "token", "fraction": "ratio", "frac": "ratio", "share": "ratio", "rate": "ratio",
+    "seconds": "s", "secs": "s", "sec": "s", "second": "s", "time": "s", "duration": "s", "training": "train",
+    "trainer": "train", "learner": "train", "validation": "eval", "val": "eval", "test": "eval", "dev": "eval",
+    "heldout": "eval", "evaluation": "eval", "testing": "eval", "mem": "memory", "gib": "gb", "probs": "prob",
+    "logprobs": "logprob", "logp": "logprob", "logps": "logprob", "corr": "correlation", "pearson": "correlation",
+    "generation": "gen", "generate": "gen", "generated": "gen", "generating": "gen", "rollouts": "rollout",
+    "sampling": "gen", "sampler": "engine", "vllm": "engine", "sglang": "engine", "inference": "engine",
+    "generator": "engine", "update": "update", "updates": "update", "returns": "return", "scores": "score",
+    "acc": "accuracy", "correctness": "accuracy", "truncation": "truncated", "advantages": "advantage",
+    "adv": "advantage", "clipfrac": "clip_ratio", "approxkl": "approx_kl", "iteration": "step", "iter": "step",
+    "groups": "group", "lr": "lr", "stddev": "std", "variance": "std", "var": "std", "gen": "gen", "diff": "diff",
+    "difference": "diff", "gap": "diff", "abs": "diff", "steps": "step", "scoring": "score", "flat": "zero",
+}  # fmt: skip
+"""Word -> the one that stands for it below; `a_b` are two words in one."""
+
+_RUN = {"train", "mean", "all", "total", "overall", "batch", "rollout", "episode", "ep", "env", "group", "step", "raw",
+        "current", "grpo", "ppo", "rl", "metrics", "stats", "metric", "critic_", "per_"}  # fmt: skip
+"""Words that say where or how, and change nothing about what a mean is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Meaning:
+    """A metric of the catalogue, the words that a name of it has, and those that it may have beside them."""
+
+    metric: str
+    has: tuple[frozenset[str], ...]
+    """One word of each."""
+    may_have: frozenset[str]
+    rank: int = 0
+    """Of two names of one log the lower stands."""
+
+
+def _meaning(metric: str, has: str, may_have: str = "", *, rank: int = 0) -> _Meaning:
+    words = tuple(frozenset(word.split("|")) for word in has.split())
+    return _Meaning(metric, words, frozenset(may_have.split()), rank)
+
+
+_PLAIN = " ".join(sorted(_RUN))
+_SECONDS = "s mean train perf timing timings total metrics stats rl step per"
+_MEANINGS: tuple[_Meaning, ...] = (
+    _meaning("critic/rewards/mean", "reward", _PLAIN),
+    _meaning("critic/rewards/mean", "return", _PLAIN, rank=1),
+    _meaning("critic/rewards/mean", "score", _PLAIN, rank=2),
+    _meaning("critic/rewards/mean", "accuracy", _PLAIN, rank=3),
+    _meaning("critic/rewards/mean", "success|solve|correct|pass ratio", _PLAIN, rank=3),
+    _meaning("critic/rewards/max", "reward max", _PLAIN),
+    _meaning("critic/rewards/min", "reward min", _PLAIN),
+    _meaning("critic/advantages/mean", "advantage mean", "train metrics"),
+    _meaning("critic/advantages/max", "advantage max", "train metrics"),
+    _meaning("critic/advantages/min", "advantage min", "train metrics"),
+    _meaning("val/all/reward", "eval reward", "mean all total overall"),
+    _meaning("val/all/reward", "eval accuracy", "mean all total overall", rank=1),
+    _meaning("val/all/reward", "eval score", "mean all total overall", rank=1),
+    _meaning("response_length/mean", "response|completion|output|gen|answer length", "mean token train rollout"),
+    _meaning("response_length/mean", "response|completion|output|gen|answer token mean", "train rollout per", rank=1),
+    _meaning("response_length/max", "response|completion|output|gen|answer length max", "token train rollout"),
+    _meaning("response_length/min", "response|completion|output|gen|answer length min", "token train rollout"),
+    _meaning(
+        "response_length/clip_ratio", "truncated|clipped ratio", "response completion rollout mean train output gen"
+    ),
+    _meaning("actor/grad_norm", "grad norm", "actor policy train mean total global optim optimizer metrics"),
+    _meaning("actor/entropy", "entropy", "actor policy token mean train metrics optim"),
+    _meaning("actor/kl_loss", "kl", "ref reference mean train divergence loss penalty estimate metrics actor policy"),
+    _meaning("actor/ppo_kl", "approx|old|step kl", "mean train policy ppo metrics actor policy loss"),
+    _meaning("actor/pg_clipfrac", "clip ratio", "mean train actor policy pg ppo metrics"),
+    _meaning("actor/pg_loss", "policy|pg|actor|grpo|ppo|proxy loss", "mean train metrics"),
+    _meaning("actor/loss", "loss", "mean train total metrics", rank=1),
+    _meaning("actor/lr", "lr", "actor policy train optim optimizer metrics"),
+    _meaning("actor/lr", "learning ratio", "actor policy train optim optimizer metrics", rank=1),
+    _meaning("timing_s/step", "step s", _SECONDS),
+    _meaning("timing_s/gen", "rollout|gen s", _SECONDS),
+    _meaning("timing_s/update_actor", "update|backward|optimizer|policy s", f"{_SECONDS} actor model"),
+    _meaning("timing_s/update_weights", "weight sync|update|transfer|publish s", _SECONDS),
+    _meaning("timing_s/update_weights", "sync s", _SECONDS),
+    _meaning("timing_s/old_log_prob", "old logprob s", f"{_SECONDS} compute"),
+    _meaning("timing_s/ref", "ref|reference s", f"{_SECONDS} logprob compute"),
+    _meaning("timing_s/reward", "reward s", f"{_SECONDS} score compute execution"),
+    _meaning("timing_s/testing", "eval s", _SECONDS),
+    _meaning("timing_s/save_checkpoint", "checkpoint|save s", f"{_SECONDS} checkpoint save model checkpointing"),
+    _meaning("perf/max_memory_allocated_gb", "memory max|peak gb", "cuda gpu actor allocated train torch"),
+    _meaning("perf/max_memory_reserved_gb", "memory reserved gb", "cuda gpu actor max peak train torch"),
+    _meaning("training/rollout_probs_diff_mean", "rollout|engine train prob diff mean", ""),
+    _meaning("training/rollout_probs_diff_max", "rollout|engine train prob diff max", ""),
+    _meaning("training/logprob_gap/mean", "rollout|engine train logprob diff", "mean"),
+    _meaning("training/rollout_actor_probs_pearson_corr", "rollout|engine train prob correlation", "logprob"),
+    _meaning("rollout_corr/kl", "rollout|engine train kl", "mean"),
+    _meaning("training/off_policy/trajectory_staleness/mean", "staleness", "mean policy step sample train rollout"),
+    _meaning("training/off_policy/trajectory_staleness/max", "staleness max", "policy step sample train rollout"),
+    _meaning("batch/effective_frac", "zero|no std|signal ratio", "group reward", rank=0),
+    _meaning("batch/effective_frac", "effective ratio", "signal group", rank=1),
+)  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def words_of(name: str) -> frozenset[str]:
+    """The words of a name, each as the one that stands for it.
+
+    >>> sorted(words_of("Avg Response Len")), sorted(words_of("cuda_max_memory_allocated_gib"))
+    (['length', 'mean', 'response'], ['allocated', 'cuda', 'gb', 'max', 'memory'])
+    """
+    found: list[str] = []
+    for piece in _PIECE.findall(name):
+        word = piece.lower()
+        found += _SAME.get(word, word).split("_")
+    return frozenset(found)
+
+
+@lru_cache(maxsize=4096)
+def meant(name: str) -> tuple[str, int] | None:
+    """(metric of the catalogue, rank) that a name's words mean; None for none. Of names that mean the same the lowest
+    rank stands.
+
+    >>> [meant(n) for n in ("mean_reward", "train/accuracy", "t_rollout", "reward_std", "total_steps")]
+    [('critic/rewards/mean', 0), ('critic/rewards/mean', 3), ('timing_s/gen', 0), None, None]
+    """
+    words = set(words_of(name))
+    if "t" in words and len(words) > 1:  # t_rollout
+        words = (words - {"t"}) | {"s"}
+    found: tuple[int, int, str] | None = None
+    for meaning in _MEANINGS:
+        if all(words & choices for choices in meaning.has):
+            left = words - meaning.may_have - frozenset().union(*meaning.has)
+            key = (-len(meaning.has), meaning.rank, meaning.metric)
+            if not left and (found is None or key < found):
+                found = key
+    return (found[2], found[1]) if found is not None else None
+
+
+def is_share_of_nothing(name: str) -> bool:
+    """Whether a name is the share of groups whose rewards do not differ: one minus the catalogue's share.
+
+    >>> is_share_of_nothing("zero_var_ratio"), is_share_of_nothing("effective_signal_fraction")
+    (True, False)
+    """
+    return bool(words_of(name) & {"zero", "no"})
+
+
+def source_of(name: str) -> str | None:
+    """The source whose reward a name is: what stands before or after the word, if nothing else does.
+
+    >>> [source_of(n) for n in ("mean_format_reward", "reward/code", "mean_reward", "reward_std")]
+    ['format', 'code', None, None]
+    """
+    words = words_of(name)
+    if "reward" not in words:
+        return None
+    left = words - {"reward", "mean", "train"}
+    if len(left) != 1 or left & (_RUN | _NOT_SOURCES):
+        return None
+    return next(iter(left))
+
+
+_NOT_SOURCES = frozenset(
+    "std max min median count sum eval eval s num n norm baseline used model function funcs func scale weight weighted "
+    "clip clipped zero p10 p50 p90 p99 ratio diff delta ema moving target best last first final non threshold "
+    "loss kl entropy length penalty advantage return score accuracy running shaped scaled var cost bonus".split()
+)
