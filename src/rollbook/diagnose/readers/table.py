@@ -9,6 +9,8 @@ from pathlib import Path
 from rollbook.diagnose.readers import (
     areal,
     names,
+    nemo_rl,
+    openrlhf,
     prime_rl,
     run_dir,
     slime,
@@ -80,6 +82,16 @@ READERS: dict[str, Reader] = {
         (),
         prime_rl.recognizes,
         "SUCCESS Step N | Time: ...",
+    ),
+    "openrlhf": Reader(
+        "OpenRLHF console log",
+        openrlhf.read,
+        (openrlhf.NAMES,),
+        openrlhf.recognizes,
+        "Global step N: {'policy_loss': ...",
+    ),
+    "nemo-rl": Reader(
+        "NeMo-RL console log", nemo_rl.read, (nemo_rl.NAMES,), nemo_rl.recognizes, "===== Step N/M ====="
     ),
     "areal": Reader("AReaL console log", areal.read, (names.AREAL,), areal.recognizes, "Train step N/M done"),
     "wandb": Reader(
@@ -261,6 +273,10 @@ _MARKS = (
     b"{'reward'",
     b"max_steps",
     b"SUCCESS Step",
+    b"Global step ",
+    b"Train epoch [",
+    b"=== Step ",
+    "• Loss".encode(),
 )
 """Every line by which a format of many lines is told holds one of these."""
 LINES_AT_ONCE = 1000
