@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES, EndWatcher
-from rollbook.diagnose.readers.text import TROUBLE_BYTES, TroubleWatcher, lines, number, plain
+from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
+from rollbook.diagnose.readers.text import TROUBLE_BYTES, lines, number, plain
 from rollbook.diagnose.series import Event, Row
 
 _STEP = re.compile(r"Train step (\d+)/\d+ done")
@@ -25,7 +25,7 @@ def recognizes(head: str) -> float:
 
 def read(path: Path) -> Iterator[Row | Event]:
     """Rows keyed by the train step; the last table of a step completes the earlier ones."""
-    watcher, ending = TroubleWatcher(), EndWatcher()
+    watcher = LineWatcher()
     step: int | None = None
     data: dict[str, float] = {}
     for raw in lines(path, (b"Train step", "│".encode(), "┃".encode(), b"|", *TROUBLE_BYTES, *ENDING_BYTES)):
@@ -34,7 +34,7 @@ def read(path: Path) -> Iterator[Row | Event]:
             if step is not None and data:
                 yield Row(step=step, data=data)
             step, data = int(match.group(1)), {}
-            if event := ending.step(step):
+            if event := watcher.ending.step(step):
                 yield event
         elif step is not None and _CELL.search(line):
             cells = [cell.strip() for cell in _CELL.split(line)]
@@ -42,10 +42,9 @@ def read(path: Path) -> Iterator[Row | Event]:
                 if "/" in name and " " not in name and (parsed := number(value)) is not None and value:
                     data.setdefault(name, parsed)
         else:
-            ending.watch(line)
             if event := watcher.watch(line, step):
                 yield event
     if step is not None and data:
         yield Row(step=step, data=data)
-    if event := ending.event(step):
+    if event := watcher.ending.event(step):
         yield event

@@ -8,8 +8,9 @@ that prints "Segmentation fault" for a model's program) mean nothing at the end 
 from __future__ import annotations
 
 import re
+from typing import Literal
 
-from rollbook.diagnose.readers.text import plain
+from rollbook.diagnose.readers.text import TroubleWatcher, plain
 from rollbook.diagnose.series import Event
 
 _DEATHS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
@@ -127,6 +128,10 @@ def _holds(text: str, needles: tuple[str, ...], pattern: re.Pattern[str]) -> boo
     return any(map(text.__contains__, needles)) and pattern.search(text) is not None
 
 
+Says = Literal["nothing", "error", "more"]
+"""What a line tells of the end: nothing, the words of an error alone, or more."""
+
+
 class EndWatcher:
     """Notices how a console log ends; of what comes, only the last words before its end or a new run count."""
 
@@ -158,20 +163,30 @@ class EndWatcher:
         self._newest = number
         return ended
 
-    def watch(self, line: str) -> None:
+    def watch(self, line: str) -> Says:
         """A line, already plain, that is no step."""
-        self._is_over |= _AT_ITS_END.search(line) is not None
-        self._begins_anew |= _BEGINS_ANEW.search(line) is not None
-        self._is_fatal |= _FATAL.search(line) is not None
+        is_over, begins_anew = _AT_ITS_END.search(line), _BEGINS_ANEW.search(line)
+        is_fatal = _FATAL.search(line)
+        self._is_over |= is_over is not None
+        self._begins_anew |= begins_anew is not None
+        self._is_fatal |= is_fatal is not None
         text = line.strip()[:300]
         is_error = _ERROR_LINE.match(text) is not None
-        if is_error and ("RayTaskError(" not in text or not self._words):
-            self._words = text
+        if is_error:
+            self.error(text)
         rank = next(
             (i for i, (_, needles, pattern) in enumerate(_DEATHS) if _holds(text, needles, pattern)), None
         )
         if rank is not None and len(self._deaths) < 1000:
             self._deaths.append((rank, is_error, text))
+        if rank is not None or is_over or begins_anew or is_fatal:
+            return "more"
+        return "error" if is_error else "nothing"
+
+    def error(self, text: str) -> None:
+        """An error that was raised: of a chain of them the last one that is not only passed on stands."""
+        if "RayTaskError(" not in text or not self._words:
+            self._words = text
 
     def event(self, step: int | None) -> Event | None:
         """What ended the run; None where it ended as it should, or goes on."""
@@ -184,3 +199,38 @@ class EndWatcher:
         if death is not None and (not words or follows):
             words, fields = death[2], {"cause": _DEATHS[death[0]][0]}
         return Event(kind="run_failed", step=step, text=words, fields=dict(fields)) if words else None
+
+
+_DIGITS = str.maketrans("123456789", "000000000")
+_NUMBERS_TELL = ("xit", "returncode")
+"""Lines with these words say other things with other numbers."""
+MAX_SHAPES = 20_000
+
+
+class LineWatcher:
+    """Both watchers over the lines of a console log that are no step. Lines are known again by their shape, whatever
+    their numbers: a dead service writes one error a million times."""
+
+    def __init__(self) -> None:
+        self.trouble, self.ending = TroubleWatcher(), EndWatcher()
+        self._told: dict[str, tuple[Says, str]] = {}
+        """Shape of a line in no stage -> what it tells of the end, kind of its event (empty for none)."""
+
+    def watch(self, line: str, step: int | None) -> Event | None:
+        """An event when `line` (already plain) reports trouble; `step` is the newest step logged so far."""
+        numbers_tell = any(map(line.__contains__, _NUMBERS_TELL))
+        shape = line if numbers_tell else line.translate(_DIGITS)
+        told = self._told.get(shape)
+        if told is not None:
+            says, kind = told
+            self.trouble.remember("")
+            if says == "error":
+                self.ending.error(line.strip()[:300])
+            return self.trouble.event(kind, line, step) if kind else None
+        says = self.ending.watch(line)
+        event = self.trouble.watch(line, step)
+        if says != "more" and not self.trouble.is_newest_of_a_stage:
+            if len(self._told) >= MAX_SHAPES:
+                self._told.clear()
+            self._told[shape] = (says, event.kind if event is not None else "")
+        return event

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES, EndWatcher
-from rollbook.diagnose.readers.text import TROUBLE_BYTES, TroubleWatcher, lines, number, plain
+from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
+from rollbook.diagnose.readers.text import TROUBLE_BYTES, lines, number, plain
 from rollbook.diagnose.series import Event, Row
 
 _STEP = re.compile(r"SUCCESS\s+Step (\d+) \| (Time: .*)")
@@ -36,23 +36,22 @@ def recognizes(head: str) -> float:
 
 def read(path: Path) -> Iterator[Row | Event]:
     """Rows keyed by the step; of both processes in one file, each in its own line."""
-    watcher, ending = TroubleWatcher(), EndWatcher()
+    watcher = LineWatcher()
     step: int | None = None
     for raw in lines(path, (b"SUCCESS", *TROUBLE_BYTES, *ENDING_BYTES)):
         line = plain(raw)
         match = _STEP.search(line)
         if match is None:
-            ending.watch(line)
             if event := watcher.watch(line, step):
                 yield event
             continue
         row = Row(step=int(match.group(1)), data=_data(match.group(2)))
         if step is None or row.step > step:
             step = row.step
-            if event := ending.step(step):
+            if event := watcher.ending.step(step):
                 yield event
         yield row
-    if event := ending.event(step):
+    if event := watcher.ending.event(step):
         yield event
 
 

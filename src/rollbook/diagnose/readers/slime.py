@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES, EndWatcher
-from rollbook.diagnose.readers.text import TROUBLE_BYTES, TroubleWatcher, dict_pairs, lines, plain
+from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
+from rollbook.diagnose.readers.text import TROUBLE_BYTES, dict_pairs, lines, plain
 from rollbook.diagnose.series import Event, Row
 
 _RECORD = re.compile(r"\b(rollout|perf|eval|step|passrate|multi_turn)\s+(\d+): (\{.*)")
@@ -24,14 +24,13 @@ def recognizes(head: str) -> float:
 
 def read(path: Path) -> Iterator[Row | Event]:
     """Rows keyed by rollout id."""
-    watcher, ending = TroubleWatcher(), EndWatcher()
+    watcher = LineWatcher()
     rollout: int | None = None
     optimizer: dict[str, float] = {}
     for raw in lines(path, (b": {", *TROUBLE_BYTES, *ENDING_BYTES)):
         line = plain(raw)
         match = _RECORD.search(line) if ": {" in line else None
         if match is None:
-            ending.watch(line)
             if event := watcher.watch(line, rollout):
                 yield event
             continue
@@ -50,10 +49,10 @@ def read(path: Path) -> Iterator[Row | Event]:
                 yield Row(step=rollout, data=optimizer)
             optimizer = {}
             rollout = int(number_text)
-            if event := ending.step(rollout):
+            if event := watcher.ending.step(rollout):
                 yield event
         yield Row(step=rollout, data=data)
     if rollout is not None and optimizer:
         yield Row(step=rollout, data=optimizer)
-    if event := ending.event(rollout):
+    if event := watcher.ending.event(rollout):
         yield event

@@ -418,19 +418,29 @@ class TroubleWatcher:
         is_record = line.startswith("step:")
         if len(line) > MAX_WATCHED:
             line = line[-MAX_WATCHED:]  # a record of metrics, perhaps with another process's words at its end
-        stage = "" if is_record else _stage_of(line)
-        if stage or self._context:
-            self._remember(stage)
+        self.remember("" if is_record else _stage_of(line))
         if not any(map(line.__contains__, _NEEDLES)):
             return None
         for kind, needles, pattern in _TROUBLE:
             if any(map(line.__contains__, needles)) and pattern.search(line):
-                stages = [stage for stage in self._context if stage]
-                fields = {"stage": stages[-1]} if stages else {}
-                return Event(kind=kind, step=step, text=line.strip()[:300], fields=fields)
+                return self.event(kind, line, step)
         return None
 
-    def _remember(self, stage: str) -> None:
+    def event(self, kind: str, line: str, step: int | None) -> Event:
+        """Trouble of a kind that a line reports, in the stage that was spoken of last."""
+        stages = [stage for stage in self._context if stage]
+        fields = {"stage": stages[-1]} if stages else {}
+        return Event(kind=kind, step=step, text=line[-MAX_WATCHED:].strip()[:300], fields=fields)
+
+    @property
+    def is_newest_of_a_stage(self) -> bool:
+        """Whether the newest line was in a stage."""
+        return bool(self._context and self._context[-1])
+
+    def remember(self, stage: str) -> None:
+        """The stage of a line, empty for none; nothing is kept while no line of late was in one."""
+        if not stage and not self._context:
+            return
         self._context.append(stage)
         del self._context[:-40]
         if not any(self._context):

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES, EndWatcher
+from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
 from rollbook.diagnose.readers.text import (
     TROUBLE_BYTES,
-    TroubleWatcher,
     dict_pairs,
     lines,
     number,
@@ -75,7 +74,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     ):
         yield from _read_state(path)
         return
-    watcher, ending = TroubleWatcher(), EndWatcher()
+    watcher = LineWatcher()
     step = 0
     columns: list[str] = []
     is_table = _TABLE.search(plain(head.decode("utf-8", errors="replace"))) is not None
@@ -93,24 +92,23 @@ def read(path: Path) -> Iterator[Row | Event]:
                 continue
             if (row := _row(entry)) is not None:
                 step = row.step
-                if event := ending.step(step):
+                if event := watcher.ending.step(step):
                     yield event
                 yield row
         elif "{'" in line and any(f"'{key}'" in line for key in _TRAIN_KEYS):
             data = dict_pairs(line[line.index("{'") :])
             if "train_runtime" in data or not data:
-                ending.watch(line)
+                watcher.ending.watch(line)
                 continue
             counted = re.search(rf"'{_OF_SWIFT}': '(\d+)/", line)
             step = int(counted.group(1)) if counted is not None else int(data.pop("step", step + 1))
-            if event := ending.step(step):
+            if event := watcher.ending.step(step):
                 yield event
             yield Row(step=step, data=data)
         else:
-            ending.watch(line)
             if event := watcher.watch(line, step or None):
                 yield event
-    if event := ending.event(step or None):
+    if event := watcher.ending.event(step or None):
         yield event
 
 

@@ -11,11 +11,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES, EndWatcher
+from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
 from rollbook.diagnose.readers.text import (
     NUMBER,
     TROUBLE_BYTES,
-    TroubleWatcher,
     is_ended_by_newline,
     lines,
     number,
@@ -38,7 +37,7 @@ def recognizes(head: str) -> float:
 
 def read(path: Path) -> Iterator[Row | Event]:
     """Rows and trouble of a console log, in its order."""
-    watcher, ending = TroubleWatcher(), EndWatcher()
+    watcher = LineWatcher()
     step: int | None = None
     data: dict[str, float] = {}
     keys: list[str] = []
@@ -49,7 +48,6 @@ def read(path: Path) -> Iterator[Row | Event]:
             if step is not None and " - " in line and _is_continuation(line):
                 data.update(_pairs(line))
                 continue
-            ending.watch(line)
             if event := watcher.watch(line, step):
                 yield event
             continue
@@ -58,11 +56,11 @@ def read(path: Path) -> Iterator[Row | Event]:
                 yield Row(step=step, data=data)
                 keys = list(data)
             step = int(match.group(1))
-            if event := ending.step(step):
+            if event := watcher.ending.step(step):
                 yield event
             end = begins[i + 1].start() if i + 1 < len(begins) else len(line)
             data = _pairs(line[match.end() : end])
-        if event := watcher.watch(line, step):
+        if event := watcher.trouble.watch(line, step):
             yield event
     if step is not None and data:
         if keys and keys[-1] not in data and not is_ended_by_newline(path):
@@ -74,7 +72,7 @@ def read(path: Path) -> Iterator[Row | Event]:
             )
             yield Event(kind="damaged", step=step, text=says)
         yield Row(step=step, data=data)
-    if event := ending.event(step):
+    if event := watcher.ending.event(step):
         yield event
 
 
