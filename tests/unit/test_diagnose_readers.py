@@ -365,7 +365,11 @@ def test_each_format_with_a_beginning_is_recognized_by_its_own_reader(tmp_path: 
         "slime": "perf 0: {'perf/rollout_time': 1.0}",
         "prime-rl": "09:01:17 SUCCESS Step 0 | Time: 850.78s | Reward: 0.5400 | Async Level: 0",
         "areal": "Epoch 1/2 Step 1/3 Train step 1/6 done.",
+        "openrlhf": "Global step 1: {'policy_loss': 0.01, 'reward': 0.4}",
+        "nemo-rl": "====== Step 1/9 ======\n  • Loss: 0.1\n  • Generation KL Error: 0.001\n  • Avg Reward: 0.4",
         "wandb": "Step,critic/rewards/mean",
+        "records": "round,mean_return\n1,0.5\n2,0.25",
+        "console": "iter 1 | mean_return=0.5 | loss=0.1",
     }
     for name, text in beginnings.items():
         assert detect(_write(tmp_path / f"{name}.log", text + "\n")) == name

@@ -7,11 +7,14 @@ Sources: verl 0.9 and its change log (`mismatch/*` became `rollout_corr/*`), TRL
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from rollbook.diagnose.readers.words import IN_WORDS, is_share_of_nothing, meant, source_of
 from rollbook.diagnose.series import Event, Row
+from rollbook.observe.numbers import many
 
 VERL = {
     "actor/entropy_loss": "actor/entropy",
@@ -178,6 +181,19 @@ TINKER = {
 }
 """Of the Tinker cookbook's `metrics.jsonl`."""
 
+TRL_PPO = {
+    "objective/scores": "critic/rewards/mean",
+    "objective/kl": "actor/kl_loss",
+    "policy/approxkl_avg": "actor/ppo_kl",
+    "policy/clipfrac_avg": "actor/pg_clipfrac",
+    "policy/entropy_avg": "actor/entropy",
+    "loss/policy_avg": "actor/pg_loss",
+    "loss/value_avg": "critic/vf_loss",
+    "val/clipfrac_avg": "critic/vf_clipfrac",
+    "lr": "actor/lr",
+}
+"""Of TRL's `PPOTrainer` and `RLOOTrainer`, whose `val/` is the value model's or the policy's, never a validation."""
+
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"mismatch/mismatch_(.+)"), r"rollout_corr/\1"),
     (re.compile(r"mismatch/(rollout_(?:is|rs)_.+)"), r"rollout_corr/\1"),
@@ -201,26 +217,87 @@ _SUMMED = (
 """Families that the catalogue counts as one."""
 
 
+REWARD = "critic/rewards/mean"
+HEAD_ROWS = 400
+"""Rows that are looked at before names are read by their words, so that the best name of each metric stands."""
+MAX_TOLD = 6
+"""Names whose reading is told in full."""
+
+
 @dataclass(slots=True)
 class Renamer:
     """Renames rows as they stream by, and remembers what it renamed."""
 
     tables: tuple[dict[str, str], ...]
+    by_words: bool = False
+    """Whether a name that no table has is read by its words, if its metric is under no other name in the log."""
     renamed: dict[str, str] = field(default_factory=dict)
     _known: dict[str, str] = field(default_factory=dict)
     _so_far: dict[str, float] = field(default_factory=dict)
+    _read: dict[str, str] = field(default_factory=dict)
+    """What was read by its words: name -> metric."""
+    _taken: set[str] = field(default_factory=set)
+    """Metrics that have a name in the log."""
 
     def in_log(self) -> dict[str, str]:
         """Catalogue name -> what the log calls the series that stands there, where it is another."""
         of_name: dict[str, list[str]] = {}
         for old, new in self._known.items():
             of_name.setdefault(new, []).append(old)
-        called = {new: _as_written(olds) for new, olds in of_name.items() if new not in olds}
+        called = {new: self._as_written(olds) for new, olds in of_name.items() if new not in olds}
         return {new: old for new, old in called.items() if new != old}
 
+    def notes(self) -> list[str]:
+        """What was read by its words, for "about the log"."""
+        order = list(IN_WORDS)
+        read = sorted(
+            ((n, m) for n, m in self._read.items() if m in IN_WORDS), key=lambda item: order.index(item[1])
+        )
+        told = [f"{name} as {IN_WORDS[metric]}" for name, metric in read[:MAX_TOLD]]
+        more = [many(len(read) - MAX_TOLD, "more metric")] if len(read) > MAX_TOLD else []
+        return [f"read by the words of their names: {', '.join(told + more)}"] if told else []
+
     def rows(self, items: Iterable[Row | Event]) -> Iterator[Row | Event]:
+        items = iter(items)
+        if self.by_words:
+            head: list[Row | Event] = []
+            num_rows = 0
+            for item in items:
+                head.append(item)
+                num_rows += isinstance(item, Row)
+                if num_rows == HEAD_ROWS:
+                    break
+            self._settle([item for item in head if isinstance(item, Row)])
+            items = itertools.chain(head, items)
         for item in items:
             yield replace(item, data=self._data(item.data)) if isinstance(item, Row) else item
+
+    def _settle(self, rows: list[Row]) -> None:
+        """Give each metric the name of the log that means it best: by a table, else by its words."""
+        count: dict[str, int] = {}
+        for row in rows:
+            for name in row.data:
+                count[name] = count.get(name, 0) + 1
+        self._taken = {self._by_table(name) for name in count if self._by_table(name) != name or "/" in name}
+        best: dict[str, tuple[int, int, int]] = {}
+        named: dict[str, str] = {}
+        for place, name in enumerate(count):
+            found = meant(name) if self._by_table(name) == name else None
+            if found is None or found[0] in self._taken:
+                continue
+            key = (found[1], -count[name], place)
+            if found[0] not in best or key < best[found[0]]:
+                best[found[0]], named[found[0]] = key, name
+        for metric, name in named.items():
+            self._read[name] = metric
+            self._taken.add(metric)
+        if REWARD in self._taken:
+            for name in count:
+                is_free = name not in self._read and name not in self._taken
+                source = source_of(name) if is_free and self._by_table(name) == name else None
+                if source is not None and (metric := f"reward/{source}/mean") not in self._taken:
+                    self._read[name] = metric
+                    self._taken.add(metric)
 
     def _data(self, data: dict[str, float]) -> dict[str, float]:
         known = self._known
@@ -231,7 +308,7 @@ class Renamer:
                 new = known[name] = self._name(name)
                 if new != name:
                     self.renamed[name] = new
-            if _is_one_minus(name):
+            if self._is_one_minus(name):
                 value = 1.0 - value
             if name in _SINCE_THE_START:
                 before = self._so_far.get(name)
@@ -247,6 +324,15 @@ class Renamer:
         return out
 
     def _name(self, name: str) -> str:
+        new = self._by_table(name)
+        if new != name or not self.by_words:
+            return new
+        if name not in self._read and (found := meant(name)) is not None and found[0] not in self._taken:
+            self._read[name] = found[0]
+            self._taken.add(found[0])
+        return self._read.get(name, name)
+
+    def _by_table(self, name: str) -> str:
         if name in _ONE_MINUS:
             return _ONE_MINUS[name]
         for table in self.tables:
@@ -257,19 +343,19 @@ class Renamer:
         ):  # how its trackers call what its history calls `reward`
             bare = name.removeprefix("train/")
             if bare in TRL or bare in _ONE_MINUS or bare.startswith("rewards/"):
-                return self._name(bare)
+                return self._by_table(bare)
         for pattern, new in (*_SUMMED, *_PATTERNS):
             if (match := pattern.fullmatch(name)) is not None:
                 return match.expand(new)
         return name
 
+    def _is_one_minus(self, name: str) -> bool:
+        if name.removeprefix("train/") in _ONE_MINUS:
+            return True
+        return self._read.get(name) == "batch/effective_frac" and is_share_of_nothing(name)
 
-def _is_one_minus(name: str) -> bool:
-    return name.removeprefix("train/") in _ONE_MINUS
-
-
-def _as_written(names: list[str]) -> str:
-    """How the log writes a series: of several aliases the first stands, of a family that counts as one all do."""
-    if len(names) > 1 and all(pattern.fullmatch(name) for name in names for pattern, _ in _SUMMED):
-        return f"{names[0]} and {len(names) - 1} more"
-    return f"1 - {names[0]}" if _is_one_minus(names[0]) else names[0]
+    def _as_written(self, names: list[str]) -> str:
+        """How the log writes a series: of several aliases the first stands, of a family that counts as one all do."""
+        if len(names) > 1 and all(pattern.fullmatch(name) for name in names for pattern, _ in _SUMMED):
+            return f"{names[0]} and {len(names) - 1} more"
+        return f"1 - {names[0]}" if self._is_one_minus(names[0]) else names[0]

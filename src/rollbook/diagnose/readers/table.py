@@ -8,10 +8,12 @@ from pathlib import Path
 
 from rollbook.diagnose.readers import (
     areal,
+    console,
     names,
     nemo_rl,
     openrlhf,
     prime_rl,
+    records,
     run_dir,
     slime,
     tensorboard,
@@ -41,7 +43,13 @@ class Reader:
     recognizes: Callable[[str], float] = lambda head: 0.0
     told_by: str = ""
     """What a file's beginning must hold."""
+    is_anybodys: bool = False
+    """Whether it reads what is nobody's format: it is asked last."""
+    by_words: bool = False
+    """Whether names that no table has are read by their words."""
 
+
+_ALL_NAMES = (names.VERL, names.SLIME, names.AREAL, names.TRL, names.TINKER, names.TRL_PPO)
 
 READERS: dict[str, Reader] = {
     "rollbook": Reader("run directory of rollbook", run_dir.read),
@@ -97,9 +105,28 @@ READERS: dict[str, Reader] = {
     "wandb": Reader(
         "W&B export (CSV, JSON)",
         wandb.read,
-        (names.VERL, names.SLIME, names.AREAL, names.TRL, names.TINKER),
+        _ALL_NAMES,
         wandb.recognizes,
         'a header or rows with "_step"',
+        by_words=True,
+    ),
+    "records": Reader(
+        "JSON, JSON lines or CSV of any trainer",
+        records.read,
+        _ALL_NAMES,
+        records.recognizes,
+        "records with a reward or a loss",
+        is_anybodys=True,
+        by_words=True,
+    ),
+    "console": Reader(
+        "console log of any trainer, or a text that holds an error",
+        console.read,
+        _ALL_NAMES,
+        console.recognizes,
+        "names with numbers, a reward or a loss among them, or an error",
+        is_anybodys=True,
+        by_words=True,
     ),
 }
 """Every file format. A Prometheus server (format "prometheus") is read from its URL."""
@@ -135,18 +162,19 @@ def load(
         notes = [f"{path} holds {len(found)} logs: this is the newest"]
     path, format = found[0]
     reader = READERS[format]
-    renamer = names.Renamer((*reader.names, names.VERL))
+    renamer = names.Renamer((*reader.names, names.VERL), by_words=reader.by_words)
     rows = renamer.rows(reader.read(path))
     run = assemble(
         rows, source=str(path), format=format, renamed=renamer.renamed, run_idx=run_idx, notes=notes
     )
     run.in_log = renamer.in_log()
+    run.notes.extend(renamer.notes())
     run.notes.extend(_also_holds(path, format))
     if any(event.kind == "truncated" for event in run.events):
         run.notes.append(
             "the last line is cut short (the process was killed, or is writing it): it was left out"
         )
-    run.notes.extend(event.text for event in run.events if event.kind == "damaged")
+    run.notes.extend(event.text for event in run.events if event.kind in ("damaged", "note"))
     return run
 
 
@@ -258,10 +286,13 @@ def _also_holds(path: Path, format: str) -> Iterator[str]:
 
 
 def _recognized(head: str) -> str | None:
-    """The format that fits best, None where none does."""
-    scores = {name: reader.recognizes(head) for name, reader in READERS.items()}
-    best = max(scores, key=lambda name: scores[name])
-    return best if scores[best] > 0.0 else None
+    """The format that fits best, None where none does; what is nobody's own is asked last."""
+    for is_anybodys in (False, True):
+        asked = {n: r.recognizes(head) for n, r in READERS.items() if r.is_anybodys == is_anybodys}
+        best = max(asked, key=lambda name: asked[name])
+        if asked[best] > 0.0:
+            return best
+    return None
 
 
 _MARKS = (

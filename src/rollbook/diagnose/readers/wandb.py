@@ -12,22 +12,11 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from rollbook.diagnose.readers.text import lines, number, open_binary
+from rollbook.diagnose.readers.records import Entry, flat, rows
+from rollbook.diagnose.readers.text import lines, open_binary
 from rollbook.diagnose.series import NEXT_RUN, Event, Row
 from rollbook.errors import DataError
-
-STEP_KEYS = (
-    "training/global_step",
-    "trainer/global_step",
-    "train/global_step",
-    "global_step",
-    "step",
-    "Step",
-    "_step",
-)
-_MARKS = frozenset({"_timestamp", "_runtime", "_wandb", *STEP_KEYS})
 
 
 def recognizes(head: str) -> float:
@@ -42,7 +31,7 @@ def recognizes(head: str) -> float:
         return 0.85
     if re.match(r'^\{.*"(?:_step|_timestamp|global_step|training/global_step)":', first):
         return 0.85
-    if re.match(r'^\{.*"step":\s*\d+', first) and '"data"' not in first:
+    if re.match(r'^\{[^{\[]*"step":\s*\d+', first) and '"data"' not in first:
         return 0.5
     return 0.6 if first.lstrip().startswith("[") and '"_step"' in head else 0.0
 
@@ -57,19 +46,21 @@ def read(path: Path) -> Iterator[Row | Event]:
                 entries = json.load(file)
         except ValueError as error:
             raise DataError(f"{path} is no whole JSON list ({error})", "export the history again") from error
-        yield from _rows(entries)
+        yield from rows(flat(entry) for entry in entries if isinstance(entry, dict))
     elif first == b"{":
-        yield from _rows(_json_lines(path))
+        yield from rows(_json_lines(path))
     else:
         yield from _read_csv(path)
 
 
-def _json_lines(path: Path) -> Iterator[Any]:
+def _json_lines(path: Path) -> Iterator[Entry]:
     for text in lines(path):
         try:
-            yield json.loads(text)
-        except ValueError:
+            entry = json.loads(text)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(entry, dict):
+            yield flat(entry)
 
 
 def _read_csv(path: Path) -> Iterator[Row | Event]:
@@ -79,7 +70,7 @@ def _read_csv(path: Path) -> Iterator[Row | Event]:
     for run in runs or [""]:
         if len(runs) > 1:
             yield Event(kind=NEXT_RUN, text=run)
-        yield from _rows(_csv_rows(path, run))
+        yield from rows(_csv_rows(path, run))
 
 
 _OF_RUN = " - "
@@ -96,14 +87,3 @@ def _csv_rows(path: Path, run: str) -> Iterator[dict[str, str]]:
             if owner in ("", run):
                 named[name] = value
         yield named
-
-
-def _rows(entries: Any) -> Iterator[Row]:
-    for number_of_row, entry in enumerate(entries):
-        if not isinstance(entry, dict):
-            continue
-        step = next((s for k in STEP_KEYS if (s := number(entry.get(k, ""))) is not None and s == s), None)
-        at_s = number(entry.get("_timestamp", ""))
-        data = {str(k): v for k, raw in entry.items() if k not in _MARKS and (v := number(raw)) is not None}
-        if data:
-            yield Row(step=int(number_of_row if step is None else step), data=data, at_s=at_s)

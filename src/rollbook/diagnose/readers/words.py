@@ -23,16 +23,16 @@ _SAME = {
     "logprobs": "logprob", "logp": "logprob", "logps": "logprob", "corr": "correlation", "pearson": "correlation",
     "generation": "gen", "generate": "gen", "generated": "gen", "generating": "gen", "rollouts": "rollout",
     "sampling": "gen", "sampler": "engine", "vllm": "engine", "sglang": "engine", "inference": "engine",
-    "generator": "engine", "update": "update", "updates": "update", "returns": "return", "scores": "score",
+    "generator": "engine", "updates": "update", "returns": "return", "scores": "score",
     "acc": "accuracy", "correctness": "accuracy", "truncation": "truncated", "advantages": "advantage",
     "adv": "advantage", "clipfrac": "clip_ratio", "approxkl": "approx_kl", "iteration": "step", "iter": "step",
-    "groups": "group", "lr": "lr", "stddev": "std", "variance": "std", "var": "std", "gen": "gen", "diff": "diff",
-    "difference": "diff", "gap": "diff", "abs": "diff", "steps": "step", "scoring": "score", "flat": "zero",
+    "groups": "group", "stddev": "std", "variance": "std", "var": "std", "difference": "diff", "gap": "diff",
+    "abs": "diff", "steps": "step", "scoring": "score", "flat": "zero",
 }  # fmt: skip
 """Word -> the one that stands for it below; `a_b` are two words in one."""
 
 _RUN = {"train", "mean", "all", "total", "overall", "batch", "rollout", "episode", "ep", "env", "group", "step", "raw",
-        "current", "grpo", "ppo", "rl", "metrics", "stats", "metric", "critic_", "per_"}  # fmt: skip
+        "current", "grpo", "ppo", "rl", "metrics", "stats", "metric"}  # fmt: skip
 """Words that say where or how, and change nothing about what a mean is."""
 
 
@@ -109,6 +109,39 @@ _MEANINGS: tuple[_Meaning, ...] = (
 )  # fmt: skip
 
 
+IN_WORDS = {
+    "critic/rewards/mean": "the reward", "critic/rewards/max": "the best reward",
+    "critic/rewards/min": "the worst reward", "critic/advantages/mean": "the mean advantage",
+    "critic/advantages/max": "the largest advantage",
+    "critic/advantages/min": "the smallest advantage", "val/all/reward": "the held-out reward",
+    "response_length/mean": "the length of the answers", "response_length/max": "the longest answer",
+    "response_length/min": "the shortest answer", "response_length/clip_ratio": "the share of answers cut off",
+    "actor/grad_norm": "the gradient norm", "actor/entropy": "the entropy", "actor/kl_loss": "the KL to the reference",
+    "actor/ppo_kl": "the KL of a step", "actor/pg_clipfrac": "the clipped share", "actor/pg_loss": "the policy's loss",
+    "actor/loss": "the loss", "actor/lr": "the learning rate", "timing_s/step": "the seconds of a step",
+    "timing_s/gen": "those of generation", "timing_s/update_actor": "those of the update",
+    "timing_s/update_weights": "those of the weight sync", "timing_s/old_log_prob": "those of the old logprobs",
+    "timing_s/ref": "those of the reference", "timing_s/reward": "those of scoring", "timing_s/testing": "those of "
+    "validation", "timing_s/save_checkpoint": "those of saving", "perf/max_memory_allocated_gb": "the memory in use",
+    "perf/max_memory_reserved_gb": "the memory reserved",
+    "training/rollout_probs_diff_mean": "the mean gap of probabilities",
+    "training/rollout_probs_diff_max": "the largest gap of probabilities",
+    "training/logprob_gap/mean": "the gap of logprobs",
+    "training/rollout_actor_probs_pearson_corr": "the correlation of engine and trainer",
+    "rollout_corr/kl": "the KL of engine and trainer",
+    "training/off_policy/trajectory_staleness/mean": "the staleness",
+    "training/off_policy/trajectory_staleness/max": "the largest staleness",
+    "batch/effective_frac": "the share of groups that differ",
+}  # fmt: skip
+"""What is meant, in words: a diagnosis shows the names of the log."""
+
+RESULTS = frozenset(IN_WORDS) - {
+    "actor/lr", "response_length/max", "response_length/min", "perf/max_memory_allocated_gb",
+    "perf/max_memory_reserved_gb", "actor/pg_clipfrac",
+}  # fmt: skip
+"""What only a run can tell: a config holds learning rates, limits and clips as well."""
+
+
 @lru_cache(maxsize=4096)
 def words_of(name: str) -> frozenset[str]:
     """The words of a name, each as the one that stands for it.
@@ -169,7 +202,10 @@ def source_of(name: str) -> str | None:
 
 
 _NOT_SOURCES = frozenset(
-    "std max min median count sum eval eval s num n norm baseline used model function funcs func scale weight weighted "
-    "clip clipped zero p10 p50 p90 p99 ratio diff delta ema moving target best last first final non threshold "
-    "loss kl entropy length penalty advantage return score accuracy running shaped scaled var cost bonus".split()
-)
+    {"std", "max", "min", "median", "count", "sum", "eval", "s", "num", "n", "norm", "baseline", "used", "model", "val",
+     "function", "funcs", "func", "scale", "weight", "weighted", "clip", "clipped", "zero", "p10", "p50", "p90", "p99",
+     "ratio", "diff", "delta", "ema", "moving", "target", "best", "last", "first", "final", "non", "threshold", "loss",
+     "kl", "entropy", "length", "penalty", "critic", "actor", "advantage", "return", "score", "accuracy", "running",
+     "shaped", "scaled", "var", "cost", "bonus"}
+)  # fmt: skip
+"""Words that make another number of a reward."""

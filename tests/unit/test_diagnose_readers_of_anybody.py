@@ -1,0 +1,185 @@
+"""Logs of trainers of somebody's own: whatever lies in JSON, CSV or a console, under whatever names, is read, and what
+was made of it is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollbook.diagnose.finding import Diagnosis
+from rollbook.diagnose.readers.table import load
+from rollbook.diagnose.readers.words import meant
+from rollbook.diagnose.series import RunSeries
+from rollbook.diagnose.tree import diagnose
+from rollbook.errors import DataError
+
+REWARD = "critic/rewards/mean"
+
+
+def read(tmp_path: Path, text: str, name: str = "log.txt") -> RunSeries:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    return load(str(tmp_path / name))
+
+
+def judged(tmp_path: Path, text: str, name: str = "log.txt") -> Diagnosis:
+    return diagnose(read(tmp_path, text, name))
+
+
+ENTRIES: list[dict[str, Any]] = [
+    {"round": i, "avg_return": i / 8, "policy_loss": 0.1, "note": "x"} for i in range(1, 7)
+]
+IN_JSON: dict[str, Any] = {
+    "a list": ENTRIES,
+    "a history": {"config": {"lr": 1e-6, "seed": 3}, "history": ENTRIES},
+    "nested deeper": {"run": {"name": "x", "train": {"records": ENTRIES}}},
+    "columns": {key: [entry[key] for entry in ENTRIES] for key in ("round", "avg_return", "policy_loss")},
+    "columns of a key": {"metrics": {k: [e[k] for e in ENTRIES] for k in ("avg_return", "policy_loss")}},
+    "pairs": {k: [[e["round"], e[k]] for e in ENTRIES] for k in ("avg_return", "policy_loss")},
+    "points": {
+        k: [{"step": e["round"], "value": e[k]} for e in ENTRIES] for k in ("avg_return", "policy_loss")
+    },
+    "steps as keys": {str(e["round"]): {k: e[k] for k in ("avg_return", "policy_loss")} for e in ENTRIES},
+    "a dict in each": [{"round": e["round"], "metrics": {"avg_return": e["avg_return"]}} for e in ENTRIES],
+}
+
+
+@pytest.mark.parametrize("shape", IN_JSON)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_document_is_read_however_its_records_lie(shape: str, indent: int | None, tmp_path: Path) -> None:
+    run = read(tmp_path, json.dumps(IN_JSON[shape], indent=indent), "log.json")
+    assert run.steps.tolist() == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose(run.values[REWARD], np.arange(1, 7) / 8)
+    assert run.renamed["avg_return"] == REWARD
+    assert any("avg_return as the reward" in note for note in run.notes)
+
+
+@pytest.mark.parametrize("split", [",", ";", "\t"])
+def test_a_table_is_read_with_any_separator(split: str, tmp_path: Path) -> None:
+    rows = [["iteration", "train_reward", "kl"], *([i, i / 8, 0.01] for i in range(3, 9))]
+    run = read(tmp_path, "\n".join(split.join(map(str, row)) for row in rows), "log.csv")
+    assert run.steps.tolist() == [3, 4, 5, 6, 7, 8]
+    assert run.values[REWARD][0] == 0.375
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step:{i} | mean_reward=0.{i} | policy_loss=0.01 | step_time_seconds=9.5",
+        "Epoch:[1/2]({i}/900), Reward: 0.{i}, Actor Loss: 0.0100, Avg Response Len: 80.5",
+        "RL Step {i} | Loss: 0.01 | Avg Reward: 0.{i} | Time: 8.6s | Ans: 73.0",
+        "iter {i}: loss 0.01, reward 0.{i}",
+        "2026-11-29 03:11:02 INFO trainer: {{'iteration': {i}, 'loss': 0.01, 'train_reward': np.float64(0.{i})}}",
+        '[main] {{"update": {i}, "policy_loss": 0.01, "return/mean": 0.{i}}}',
+        "\x1b[36m(Trainer pid=8)\x1b[0m [step {i}/40] loss=0.0100 rewards=0.{i}",
+        "==== Step {i}/40 ====\n  Mean Reward: 0.{i}\n  Loss: 0.01\n",
+        "==== Step {i}/40 ====\n| Mean Reward | 0.{i} |\n| Loss | 0.01 |\n",
+    ],
+)
+def test_a_console_is_read_however_it_prints(line: str, tmp_path: Path) -> None:
+    text = "Loading model with max_response_length: 512\n" + "".join(
+        line.format(i=i) + "\n" for i in (2, 3, 5)
+    )
+    run = read(tmp_path, text)
+    assert (run.format, run.steps.tolist()) == ("console", [2, 3, 5])
+    np.testing.assert_allclose(run.values[REWARD], [0.2, 0.3, 0.5])
+    np.testing.assert_allclose(
+        run.values["actor/loss" if "actor/loss" in run.values else "actor/pg_loss"], 0.01
+    )
+
+
+def test_a_dict_over_several_lines_is_one_record_and_records_without_a_step_are_counted(
+    tmp_path: Path,
+) -> None:
+    record = "{'reward': %s, 'reward_std': 0.0,\n 'completion_length': 80.0,\n 'kl': 0.1}\n"
+    run = read(tmp_path, "Run 7 of the sweep.\n" + record % 0.5 + "def strategy():\n" + record % 0.25)
+    assert run.steps.tolist() == [1, 2]
+    assert run.values[REWARD].tolist() == [0.5, 0.25]
+    assert any("records are counted" in note for note in run.notes)
+
+
+def test_a_line_of_json_without_a_step_is_counted_and_said(tmp_path: Path) -> None:
+    run = read(
+        tmp_path, "".join(json.dumps({"loss": 0.1, "reward": i / 8}) + "\n" for i in range(4)), "x.jsonl"
+    )
+    assert run.steps.tolist() == [0, 1, 2, 3]
+    assert any("no column counts steps" in note for note in run.notes)
+
+
+def test_rows_of_one_step_that_repeat_each_other_are_their_mean(tmp_path: Path) -> None:
+    """A row a sample or a rank: neither a restart nor steps of their own."""
+    rows = [{"step": i, "sample": j, "reward": float(j)} for i in range(5) for j in range(4)]
+    run = read(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "x.jsonl")
+    assert (run.num_steps, run.seams) == (5, [])
+    assert run.values[REWARD].tolist() == [1.5] * 5
+    assert any("4 rows" in note and "means" in note for note in run.notes)
+
+
+def test_rows_of_an_evaluation_are_kept_apart_and_steps_joined(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for i in range(4):
+        rows.append({"type": "eval", "grpo_step": i, "optimizer_step": 2 * i, "reward": 0.9})
+        rows.append({"type": "rollout", "grpo_step": i, "mean_reward": 0.1 * i})
+        rows.append({"type": "train", "grpo_step": i, "optimizer_step": 2 * i, "loss": 0.1})
+    run = read(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "x.jsonl")
+    assert run.steps.tolist() == [0, 1, 2, 3]
+    np.testing.assert_allclose(run.values[REWARD], [0.0, 0.1, 0.2, 0.3])
+    np.testing.assert_allclose(run.values["val/all/reward"], 0.9)
+
+
+def test_the_logs_own_name_stands_before_words_and_a_share_of_flat_groups_is_turned_round(
+    tmp_path: Path,
+) -> None:
+    text = "step,mean_reward,reward,zero_std_ratio\n" + "".join(f"{i},9,0.{i},0.25\n" for i in range(1, 6))
+    run = read(tmp_path, text, "x.csv")
+    np.testing.assert_allclose(run.values[REWARD], [0.1, 0.2, 0.3, 0.4, 0.5])
+    np.testing.assert_allclose(run.values["mean_reward"], 9)
+    np.testing.assert_allclose(run.values["batch/effective_frac"], 0.75)
+    assert run.in_log["batch/effective_frac"] == "1 - zero_std_ratio"
+
+
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [
+        ("reward_mean", REWARD),
+        ("train/mean_return", REWARD),
+        ("success_rate", REWARD),
+        ("avg_response_token_length", "response_length/mean"),
+        ("rollout_seconds", "timing_s/gen"),
+        ("cuda_max_memory_reserved_gib", "perf/max_memory_reserved_gb"),
+        ("rollout_train_prob_diff_mean", "training/rollout_probs_diff_mean"),
+        ("reward_std", None),
+        ("total_tokens", None),
+        ("mean_length_easy", None),
+        ("max_grad_norm", None),
+        ("entropy_coef", None),
+        ("samples_per_second", None),
+    ],
+)
+def test_names_mean_what_their_words_say_and_nothing_more(name: str, metric: str | None) -> None:
+    found = meant(name)
+    assert (found[0] if found is not None else None) == metric
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "config.json",
+            json.dumps({"learning_rate": 1e-6, "kl_coef": 0.1, "max_grad_norm": 1.0, "batch": 8}),
+        ),
+        ("samples.jsonl", '{"prompt": "2 + 2", "answer": "4", "score": 1.0}\n' * 9),
+        ("package.json", json.dumps({"name": "x", "version": 3, "files": [1, 2, 3]})),
+        ("people.csv", "name,age\nA,31\nB,40\n"),
+        (
+            "notes.txt",
+            "The learning rate: 1e-6. We saw a reward of 0.5 at best.\nMore on Thursday: loss 0.3.\n",
+        ),
+    ],
+)
+def test_settings_samples_and_prose_are_no_runs(name: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        read(tmp_path, text, name)
