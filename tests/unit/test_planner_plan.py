@@ -12,6 +12,7 @@ from rollbook.ledger.assumptions import load_assumptions
 from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.model import load_model
 from rollbook.ledger.workload import AgentWork, Workload
+from rollbook.planner.decoding import decode_step_s
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import make_plan
 from rollbook.planner.request import PlanRequest, choice_of, split_of
@@ -19,7 +20,7 @@ from rollbook.planner.scenario import scenario_of
 from rollbook.planner.search import Search, node_unit
 from rollbook.planner.sensitivity import sensitivity
 from rollbook.planner.simulate import simulate
-from rollbook.planner.staleness import bounded_step_s
+from rollbook.planner.staleness import least_step_s, within_bound
 from rollbook.planner.waterfall import waterfall
 from rollbook.planner.words import seconds
 
@@ -117,7 +118,7 @@ def test_a_bound_of_zero_stays_on_policy() -> None:
 def test_the_step_under_a_staleness_bound_agrees_with_the_simulator(
     model: str, num_gpus: int, rollout: int, bound: int
 ) -> None:
-    """Both asynchronous modes; 189 topologies agree to 1 % at the median and 14 % at worst."""
+    """Both asynchronous modes; `bench/planner.py` compares many more."""
     r = request(
         model,
         num_gpus,
@@ -130,7 +131,7 @@ def test_the_step_under_a_staleness_bound_agrees_with_the_simulator(
         search.candidate("colocate_async", num_gpus, num_gpus),
     ):
         simulated = simulate(scenario_of(r, candidate))
-        assert candidate.step_s == pytest.approx(simulated.step_s, rel=0.15)
+        assert candidate.step_s == pytest.approx(simulated.step_s, rel=0.1)
 
 
 def test_a_wider_staleness_bound_never_slows_the_step() -> None:
@@ -147,16 +148,16 @@ def test_a_batch_has_bound_plus_one_steps_from_admission_to_the_end_of_its_train
     """(bound + 1) (T - what stands between the sides' work) >= G + t: equal where batches are evenly spread, more where
     they bunch."""
     r = request(work={"num_prompts": 32, "response_tokens": 4096, "max_response_tokens": 32768})
-    free = Search(replace(r, max_staleness_steps=8)).candidate("separate_async", 8, 24)
-    bound = Search(r).candidate("separate_async", 8, 24)
-    total_s, latency_s = bounded_step_s(
-        r, replace(bound.account, seconds=free.account.seconds), bound.rollout_layout
-    )
-    between_s = free.account.seconds.total - max(
-        free.account.seconds.prefill + free.account.seconds.generate_throughput, free.account.train.total_s
-    )
-    evenly_s = latency_s + free.account.train.total_s
-    assert evenly_s < 2 * (total_s - between_s) < 1.2 * evenly_s
+    search = Search(r)
+    layout, train = search.layouts[0], search.train(24)
+    open_ended = search._joined("separate_async", search._rollout(8, "separate_async", layout), layout, train)
+    account = open_ended.account
+    between_s = account.seconds.sync + account.seconds.other
+    evenly_s = least_step_s(r, account, layout) - between_s
+    bunched = within_bound(r, account, layout)
+    alone_s = r.workload.lengths().expected_max(r.workload.num_sequences) * decode_step_s(r, layout)(1, 4096)
+    assert alone_s + account.train.total_s < 2 * evenly_s
+    assert evenly_s < bunched.seconds.total - between_s < 1.3 * evenly_s
 
 
 def test_simulated_sync_steps_agree_with_the_ledger() -> None:

@@ -24,7 +24,6 @@ _NUM_SUM_CELLS = 2048
 _NUM_DECODES = 24
 _NUM_STARTS = 24
 _NUM_ROUNDS = 8
-_NUM_PACES = 3
 _BEYOND = 1e-4
 """Expected number of a step's trajectories beyond the largest value that is looked at."""
 
@@ -100,7 +99,7 @@ class Residence:
         keeps = work.agent.keeps_prefix and per_replica > num_slots
         first = float(num_slots) if keeps else per_replica
         later = per_replica - first
-        longest_s = token_s * work.max_response_tokens + self._longest_calls_s()
+        longest_s = self.longest_s(token_s)
         waves = math.ceil(later / max(first, 1.0))
         mean_s = token_s * work.response_tokens + self.env_s
         width = (longest_s + 1.2 * waves * mean_s) / _NUM_TIMES
@@ -119,25 +118,9 @@ class Residence:
         busy_s = float((1 - np.exp(-self.live(inside))).sum()) * width
         return Stay(last_s=last_s, busy_s=min(busy_s, last_s))
 
-    def busy_frac(self, *, period_s: float, per_replica: float) -> float:
-        """Share of the time in which a replica decodes, where a step's trajectories are admitted every `period_s`.
-
-        Their pace is that of the rows beside them in the mean of a token, which are many after an admission and few
-        before the next; it and they are solved together.
-        """
-        phases = (np.arange(_NUM_STARTS) + 0.5) / _NUM_STARTS * period_s
-        most = float(self.rows[-1])
-        token_s, busy = self.token_s(per_replica, most), 1.0
-        for _ in range(_NUM_PACES):
-            longest_s = token_s * self.workload.max_response_tokens + self._longest_calls_s()
-            num_ahead = min(max(math.ceil(longest_s / period_s), 1), 64)
-            at_s = (phases[None, :] + period_s * np.arange(num_ahead)[:, None]).ravel()
-            inside = per_replica * (1 - self.ended(at_s, token_s)).reshape(num_ahead, -1).sum(axis=0)
-            live = np.minimum(self.live(inside), most)
-            busy = float((1 - np.exp(-live)).mean())
-            if live.sum() > 0:
-                token_s = float(live.sum() / (live / np.interp(live, self.rows, self.step_s)).sum())
-        return busy
+    def longest_s(self, token_s: float) -> float:
+        """That no stay of a step is expected to pass: the longest response after the longest calls."""
+        return token_s * self.workload.max_response_tokens + self._longest_calls_s()
 
     def _longest_calls_s(self) -> float:
         agent, sigma = self.workload.agent, self._sigma

@@ -78,7 +78,7 @@ def html_report(plan: Plan) -> str:
         _memory(plan, shown),
         _flops_and_beside(plan),
         _publication(plan),
-        _timeline(plan, simulate(scenario_of(r, shown)), shown),
+        _timeline(plan, simulate(scenario_of(r, shown, is_brief=True)), shown),
         _sizes_and_shifts(plan),
         _derivation(plan),
         _table(plan),

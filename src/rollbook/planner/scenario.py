@@ -15,18 +15,27 @@ from rollbook.planner.sim_draws import Draw, constant, lengths, lognormal_of
 from rollbook.planner.sim_scenario import DecodeTable, Scenario
 from rollbook.planner.staleness import in_flight_slots
 
+_AFFORDABLE_SEQUENCES = 100_000
+"""A few seconds of simulation."""
+_LEAST_CYCLES, _MOST_CYCLES = 4, 16
+"""After the warm-up, where nobody says how many steps. A cycle of few trajectories differs by a sixth from the next."""
 
-def scenario_of(request: PlanRequest, candidate: Candidate, *, num_steps: int = 0) -> Scenario:
+
+def scenario_of(
+    request: PlanRequest, candidate: Candidate, *, num_steps: int = 0, is_brief: bool = False
+) -> Scenario:
     """The scenario of a candidate: its replicas, slots, decode seconds and trainer seconds.
 
     Args:
         num_steps: 0 takes enough for the averages: batches admitted together at the start stay together for a
-            while, in cycles of the staleness bound + 1 steps.
+            while, in cycles of the staleness bound + 1 steps, and each waits for the longest of few or many.
+        is_brief: no more than a timeline needs.
     """
+    work, account = request.workload, candidate.account
     cycle = 1 if candidate.is_on_policy else request.max_staleness_steps + 1
     warmup = 1 + 2 * cycle if cycle > 1 else 1
-    num_steps = num_steps or warmup + 4 * cycle
-    work, account = request.workload, candidate.account
+    affordable = 0 if is_brief else round(_AFFORDABLE_SEQUENCES / (cycle * work.num_sequences))
+    num_steps = num_steps or warmup + min(max(affordable, _LEAST_CYCLES), _MOST_CYCLES) * cycle
     rollout, train = account.rollout, account.train
     agent = work.agent
     is_agent = agent.num_turns > 1

@@ -40,7 +40,7 @@ from rollbook.planner.offload import (
     on_device,
 )
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.staleness import within_bound
+from rollbook.planner.staleness import least_step_s, stretched, within_bound
 from rollbook.planner.words import MODE_TITLES, seconds
 
 _MOST_UNITS_LISTED = 64
@@ -189,6 +189,8 @@ class Search:
     """Join only the splits next to the time optimum, and the one that was asked for."""
     _rollouts: dict[tuple[int, bool, ReplicaLayout], RolloutSide] = field(init=False, default_factory=dict)
     _trains: dict[tuple[int, Offload], TrainChoice] = field(init=False, default_factory=dict)
+    _fastest_s: dict[Mode, float] = field(init=False, default_factory=dict)
+    """Step of the best candidate so far."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -287,11 +289,28 @@ class Search:
             if best is not None and best.fits and self._least_s(mode, side, train) >= best.step_s:
                 break  # and every slower one after it
             joined = self._joined(mode, side, layout, train)
+            if mode not in _ON_POLICY and self.request.assumptions.method != "paper":
+                beaten_s = best.step_s if best is not None and best.fits else math.inf
+                if self.is_brief and (num_rollout_gpus, num_train_gpus) != self.request.split:
+                    beaten_s = min(beaten_s, self._fastest_s.get(mode, math.inf))
+                joined = self._bounded(joined, beaten_s)
             gain = best is None or joined.step_s < (1 - _SLOWER_ENGINES_GAIN) * best.step_s
             if best is None or (joined.fits, gain) > (best.fits, False):
                 best = joined
         assert best is not None
+        if best.fits:
+            self._fastest_s[mode] = min(best.step_s, self._fastest_s.get(mode, math.inf))
         return best
+
+    def _bounded(self, joined: Candidate, beaten_s: float) -> Candidate:
+        """`joined` under the staleness bound: followed step by step where it fits and may be below `beaten_s`."""
+        account, layout = joined.account, joined.rollout_layout
+        if account.fits and self.request.lend_switch_s:
+            return replace(joined, account=within_bound(self.request, account, layout))
+        least_s = least_step_s(self.request, account, layout)
+        if account.fits and least_s < beaten_s:
+            return replace(joined, account=within_bound(self.request, account, layout))
+        return replace(joined, account=stretched(account, least_s))
 
     def _least_s(self, mode: Mode, rollout: RolloutSide, train: TrainChoice) -> float:
         """Below the step of these sides, whatever joins them."""
@@ -359,9 +378,7 @@ class Search:
             lent = train.side.num_gpus // layout.num_gpus * layout.num_gpus
             together = self._rollout(rollout.num_gpus + lent, mode, layout)
             account = with_lending(account, together, switch_s=r.lend_switch_s)
-        if mode in _ON_POLICY or r.assumptions.method == "paper":
-            return account
-        return within_bound(r, account, layout)
+        return account
 
     def _not_whole(self, num_rollout_gpus: int, num_train_gpus: int) -> tuple[str, ...]:
         unit = node_unit(self.request)
@@ -415,7 +432,10 @@ class Search:
             # Between whole replicas of the larger layouts some of a side's GPUs belong to none.
             sizes = {layout.num_gpus for layout in self.layouts}
             beside |= {(at * unit // size + more) * size for size in sizes for more in (0, 1)}
-            return sorted(n for n in beside if n % unit == 0 and 0 < n < num_units * unit)
+            whole = (n for n in beside if n % unit == 0 and 0 < n < num_units * unit)
+            return sorted(
+                whole, key=lambda n: abs(n - (optimal or 0))
+            )  # the best first: it spares the others
         every = range(1, num_units)
         if num_units > _MOST_UNITS_LISTED:
             stride = num_units // (_MOST_UNITS_LISTED // 2)

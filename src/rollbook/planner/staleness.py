@@ -6,17 +6,9 @@ and T those of a step,
 
     separated:   (bound + 1) T >= G + t + sync         colocated:   (bound + 1) R >= G,  T = R + t + switch + sync
 
-so T is the largest of this, the pace of generation and the pace of training. At a bound of 0 it is the
-synchronous step. Long-tailed lengths make G several steps long; a wider bound, not more GPUs, shortens it.
-
-G is not the same for all batches. Where the bound binds they bunch, as buses do: a batch that waits for its last
-response lets the next one catch up, both are trained at once, and the batches after them are admitted together, run as
-one crowd and wait for the longest of all. In the simulator a bound of 1 alternates a long step with a short one. Evenly
-spread batches are one end of what can happen, a crowd of bound + 1 is the other. A step is taken to lie 0.7^bound of
-the way where a crowd has a slot for every sequence, and less far where they queue, which spreads them. A trainer that
-all wait for takes one batch after the other at its own pace and spreads them: they bunch only where even spread ones
-would keep it waiting. On 78 topologies that is 1.4 % from long simulations at the median, 6 % at the 90th percentile
-and 11 % at worst (16 % while the trainer's own pace was left out).
+At a bound of 0 it is the synchronous step. Long-tailed lengths make G several steps long; a wider bound, not more
+GPUs, shortens it. Evenly spread batches are the least that a bound costs (`least_step_s`), but batches bunch: `fluid`
+follows them until their cycle repeats, and says when the engines stand.
 """
 
 from __future__ import annotations
@@ -27,47 +19,34 @@ from dataclasses import replace
 import numpy as np
 
 from rollbook.ledger.account import Range, RolloutSide, StepAccount
-from rollbook.ledger.generation import generation_curve
 from rollbook.ledger.layout import ReplicaLayout
-from rollbook.ledger.residence import Residence
 from rollbook.ledger.step import is_colocated
 from rollbook.planner.decoding import decode_steps_s
+from rollbook.planner.fluid import steady_step
 from rollbook.planner.request import PlanRequest
 
 
 def within_bound(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> StepAccount:
-    """`account` with the step time that the staleness bound allows; unchanged where the bound does not bind."""
-    total_s, _ = bounded_step_s(request, account, layout)
-    account = _stretched(account, total_s)
-    s, agent = account.seconds, request.workload.agent
-    sets_pace = not account.bound_s and s.prefill + s.generate_throughput + s.reward >= account.train.total_s
-    # Engines that everything else waits for have a queue before their slots.
-    if agent.env_s and agent.num_turns > 1 and (is_colocated(account.mode) or not sets_pace):
-        return replace(account, idle_frac=_idle_of_agents(request, account, layout))
-    return account
+    """`account` with the step time that the staleness bound allows, and the idle shares that come of it."""
+    num_lent = account.train.num_gpus // layout.num_gpus if request.lend_switch_s > 0 else 0
+    slots = in_flight_slots(request, account.rollout)
+    found = steady_step(request, account, layout, slots=slots, num_lent=num_lent)
+    if found is None:
+        return stretched(account, least_step_s(request, account, layout))
+    account = stretched(account, found.step_s)
+    rollout, own_s, total_s = account.rollout, account.train.total_s, account.seconds.total
+    busy = found.busy_s / found.step_s * rollout.used_gpus / rollout.num_gpus
+    if is_colocated(account.mode):
+        idle = dict.fromkeys(("rollout", "train"), max(1 - busy - own_s / total_s, 0.0))
+    else:
+        idle = {**account.idle_frac, "rollout": max(1 - busy, 0.0)}
+    return replace(account, idle_frac=idle)
 
 
-def _idle_of_agents(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> dict[str, float]:
-    """Engines stand only while every trajectory of a replica is in its environment."""
-    work, rollout, total_s = request.workload, account.rollout, account.seconds.total
-    is_shared = is_colocated(account.mode)
-    own_s = account.train.total_s if is_shared else 0.0
-    held_s = own_s + account.seconds.switch + account.seconds.sync + account.seconds.other * is_shared
-    open_s = max(total_s - held_s, 1e-9)  # engines may decode
-    per_replica = work.num_sequences / rollout.num_replicas
-    rows = np.geomspace(1.0, max(in_flight_slots(request, rollout), 2), _NUM_ROWS)
-    context = work.prompt_tokens + work.observation_tokens / 2 + work.response_tokens / 2
-    agents = Residence(workload=work, rows=rows, step_s=decode_steps_s(request, layout, rows, context))
-    busy = agents.busy_frac(period_s=open_s, per_replica=per_replica)
-    used = rollout.used_gpus / rollout.num_gpus
-    idle = max(1 - (busy * open_s * used + own_s) / total_s, 0.0)
-    return {"rollout": idle, "train": idle if is_shared else account.idle_frac["train"]}
-
-
-def _stretched(account: StepAccount, total_s: float) -> StepAccount:
+def stretched(account: StepAccount, total_s: float) -> StepAccount:
     """`account` with a longer step; unchanged where it is none."""
     stretch = total_s / account.seconds.total
-    if stretch <= 1.0 + 1e-9:
+    if stretch <= 1 + _VISIBLE_FRAC:
         return account
     span, idle = account.step_s, account.idle_frac
     # What the bound adds, engines spend on fewer sequences at a time; training GPUs of their own wait for it.
@@ -84,8 +63,8 @@ def _stretched(account: StepAccount, total_s: float) -> StepAccount:
     )
 
 
-def bounded_step_s(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> tuple[float, float]:
-    """Step time under the staleness bound, and G. The pace of both sides is the ledger's.
+def least_step_s(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> float:
+    """Step time under the staleness bound where batches are evenly spread: the least that it allows.
 
     The speed of a token depends on how many sequences run beside it, and that on the step time (Little's law:
     live sequences = trajectories a second x seconds each takes), so the two are solved together, by bisection.
@@ -101,17 +80,18 @@ def bounded_step_s(request: PlanRequest, account: StepAccount, layout: ReplicaLa
     def is_enough(decode_s: float) -> bool:
         return (bound + 1) * decode_s >= latency.at(decode_s) + own_s
 
-    low, high = 0.0, max(pace_s, latency.at(pace_s) + own_s)
+    if is_enough(pace_s):
+        return s.total
+    low, high = pace_s, max(pace_s, latency.at(pace_s) + own_s)
     for _ in range(_NUM_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
-    bunched_s = max((latency.of_crowd() + own_s) / (bound + 1), high)
-    crowding = latency.crowding()
-    if own_s >= pace_s:
-        # A trainer that everything waits for spreads what it takes, unless the bound keeps it waiting.
-        crowding *= min(max((high / own_s - 1) / _FULL_CROWDING_FRAC, 0.0), 1.0)
-    decode_s = max(high + crowding * (bunched_s - high), pace_s)
-    return s.total + decode_s - pace_s, latency.at(max(high, pace_s))
+    return s.total + low - pace_s
+
+
+_VISIBLE_FRAC = 0.005
+"""Share of a step below which what the bound adds is within the width of a cell."""
+_NUM_HALVINGS = 8
 
 
 def batch_latency_s(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> float:
@@ -122,11 +102,6 @@ def batch_latency_s(request: PlanRequest, account: StepAccount, layout: ReplicaL
 
 
 _NUM_ROWS = 16
-_NUM_HALVINGS = 13
-"""To a ten-thousandth of a step."""
-_CROWDING = 0.7
-_FULL_CROWDING_FRAC = 0.04
-"""By which batches evenly spread must keep the trainer waiting for them to bunch as elsewhere."""
 
 
 class _Latency:
@@ -152,8 +127,6 @@ class _Latency:
         self.env_s = rollout.env_wait_s or (work.agent.num_turns - 1) * work.agent.env_s
         mean_age = self.lengths.mean_square() / (2 * self.lengths.mean_tokens)
         context = work.prompt_tokens + work.observation_tokens / 2 + mean_age
-        self.context = work.prompt_tokens + work.observation_tokens / 2
-        self.num_replicas = rollout.num_replicas
         self.rows = np.geomspace(1.0, max(self.slots, 1), _NUM_ROWS)
         self.token_s = decode_steps_s(request, layout, self.rows, context)
         """Seconds of a token beside so many sequences."""
@@ -173,24 +146,6 @@ class _Latency:
         queue_s = waiting * self.lengths.mean_tokens / self.slots * token_s
         stretch = max(decode_s, own_s) / own_s
         return self.prefill_s + self.env_s + stretch * (queue_s / 2 + self.longest * token_s)
-
-    def crowding(self) -> float:
-        """How far batches bunch, from evenly spread (0) to one crowd (1): fitted to the simulator."""
-        seated = min(self.slots / ((self.bound + 1) * self.per_replica), 1.0)
-        return float(_CROWDING**self.bound * math.sqrt(seated))
-
-    def of_crowd(self) -> float:
-        """G of the longest of bound + 1 steps' batches that were admitted together."""
-        num_steps = self.bound + 1
-        curve = generation_curve(
-            self.lengths,
-            prompt_tokens=self.context,
-            num_sequences=round(num_steps * self.per_replica * self.num_replicas),
-            num_replicas=self.num_replicas,
-            num_slots=self.slots,
-        )
-        decode_s = (curve.num_steps * np.interp(curve.rows, self.rows, self.token_s)).sum()
-        return num_steps * (self.prefill_s + self.judge_s) + self.env_s + float(decode_s)
 
 
 def in_flight_slots(request: PlanRequest, rollout: RolloutSide) -> int:
