@@ -202,7 +202,7 @@ def optimizer_explains(view: View, rise: Break) -> bool:
 
 def goes_with_the_policy(view: View) -> bool:
     """Whether the gap goes up and down with the trainer's own steps, which grow to many times what they were at first:
-    a policy that swings."""
+    a policy that swings. A gap that grows by more than the distance of a step (the root of its KL) goes its own way."""
     moved = view.values.get("actor/ppo_kl")
     if moved is None or gap_of(view) is None or step_kl_holds_the_gap(view):
         return False
@@ -211,8 +211,13 @@ def goes_with_the_policy(view: View) -> bool:
         return False
     width = max(7, int(both.sum()) // 12) | 1
     steps, gap = (running_median(np.abs(x[both]), width) for x in (moved, view.values[GAP]))
-    at_first = float(np.median(steps[: len(steps) // 3]))
-    return float(np.quantile(steps, 0.95)) >= 4.0 * at_first and spearman(steps, gap) >= 0.7
+    third = len(steps) // 3
+    grown, apart = (float(np.quantile(x, 0.95) / max(np.median(x[:third]), 1e-12)) for x in (steps, gap))
+    return grown >= 4.0 and spearman(steps, gap) >= 0.7 and apart <= BEYOND_STEPS * np.sqrt(grown)
+
+
+BEYOND_STEPS = 1.6
+"""Growth of the gap over that of the distance of a step from which on the policy's own movement is not all of it."""
 
 
 def _never_synced(view: View, gap: Gap) -> bool:

@@ -33,7 +33,7 @@ def policy_of(view: View) -> Policy:
     engine's logprobs stand for the old ones, step KL and clip fraction hold the gap: gradients and entropy date it."""
     own: list[Break] = []
     shared: list[Break] = []
-    ratios: list[float] = []
+    ratios: dict[str, float] = {}
     with_gap: list[Break] = []
     is_bypass = _trains_on_the_engines_logprobs(view) or step_kl_holds_the_gap(view)
     for metric, least, power, of_lr, into in (
@@ -50,18 +50,20 @@ def policy_of(view: View) -> Policy:
             holds_gap = is_bypass and metric != "actor/grad_norm"
             (with_gap if holds_gap else into).append(replace(rise, metric=metric))
             if is_bypass != (metric != "actor/grad_norm"):
-                ratios.append(rise.peak_ratio**power)
+                ratios[metric] = rise.peak_ratio**power
     up, down = view.rise("actor/entropy"), view.fall("actor/entropy", log=True)
     if up is not None and up.peak_ratio >= 1.5 and up.score >= 5:
         own.append(up)
-        ratios.append(up.peak_ratio)
+        ratios["actor/entropy"] = up.peak_ratio
     elif down is not None and down.ratio <= 0.5 and down.score >= 5 and shared:
         # Entropy falls in every healthy run: here it must fall with the rest.
         apart = abs(down.idx - min(b.idx for b in shared))
         own += [down] if apart <= max(6, view.n // 12) else []
     if not ratios and all(_is_coarse(view, m) for m in ("actor/ppo_kl", "actor/pg_clipfrac")):
         # Printed with too few decimals to show a step's movement: the gradients tell the most that can be told.
-        ratios += [rise.peak_ratio for rise in shared]
+        ratios |= {rise.metric: rise.peak_ratio for rise in shared}
+    if "actor/ppo_kl" in ratios:  # the distance itself; the clipped share is one of a tail, and grows by more
+        ratios = {"actor/ppo_kl": ratios["actor/ppo_kl"]}
     nan_step, nan_metrics = _not_finite(view)
     has_own = bool(own or with_gap) or not (view.has("actor/ppo_kl") or view.has("actor/entropy"))
     dated = [*own, *shared]
@@ -69,7 +71,7 @@ def policy_of(view: View) -> Policy:
     return Policy(
         blow_up_idx=min(b.idx for b in dated) if is_blow_up else None,
         blow_up=(*own, *with_gap, *shared) if is_blow_up else (),
-        update_ratio=float(np.median(ratios)) if ratios else 1.0,
+        update_ratio=float(np.median(list(ratios.values()))) if ratios else 1.0,
         nan_step=nan_step,
         nan_metrics=nan_metrics,
     )

@@ -1,0 +1,51 @@
+"""A gap that grows beside a policy that moves more, too: whose growth it is."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from diagnose_runs import DIFF, KL, PEARSON, noisy, run_of
+from rollbook.diagnose.signs.policy import policy_of
+from rollbook.diagnose.tree import diagnose
+from rollbook.diagnose.view import View
+
+N = 120
+SINCE = np.clip(np.arange(N) - 80.0, 0, None)
+
+
+def _off_policy(steps_kl: float) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    """Engines stand from step 80 on: the gap grows by its floor with every second step. What is sampled so is
+    off-policy, so more of it is clipped and the steps' KL grows `steps_kl` times."""
+    far = 1 + SINCE / 2
+    return {
+        DIFF: noisy(0.005 * far, 2, n=N),
+        KL: noisy(0.0008 * far**2, 3, 0.1, n=N),
+        PEARSON: 1 - noisy(0.0006 * far**2, 16, 0.1, n=N),
+        "actor/ppo_kl": noisy(2e-4 * (1 + (steps_kl - 1) * SINCE / SINCE[-1]), 6, 0.2, n=N),
+        "actor/pg_clipfrac": noisy(6e-4 * far, 7, 0.1, n=N),
+        "actor/grad_norm": noisy(0.2 * (1 + 1.2 * SINCE / SINCE[-1]), 4, 0.1, n=N),
+    }
+
+
+def test_a_gap_that_outgrows_the_distance_of_a_step_is_a_missed_sync_though_steps_grow_too() -> None:
+    """Twenty times as far apart, where a step's KL is twelve times what it was: 3.5 times the distance. The clipped
+    share, a tail, grows like the gap itself."""
+    diagnosis = diagnose(run_of(_off_policy(12.0), n=N))
+    assert (diagnosis.verdict, diagnosis.states) == ("missed_weight_sync", ())
+    assert abs(diagnosis.findings[0].step - 81) <= 3
+
+
+def test_a_gap_that_grows_as_the_steps_do_is_the_policys_own() -> None:
+    """The same gap, where steps go twenty times as far and the entropy with them: nothing to publish anew."""
+    far = 1 + SINCE / 2
+    moves = {
+        "actor/ppo_kl": noisy(2e-4 * far**2, 6, 0.2, n=N),
+        "actor/entropy": noisy(0.4 * far**0.5, 5, 0.02, n=N),
+    }
+    diagnosis = diagnose(run_of(_off_policy(1.0) | moves, n=N))
+    assert "missed_weight_sync" not in [f.rule for f in diagnosis.findings]
+
+
+def test_the_clipped_share_is_no_distance() -> None:
+    """It is the share of a tail: where the step's KL is logged, that tells how much further a step goes."""
+    assert policy_of(View.of(run_of(_off_policy(12.0), n=N))).update_ratio < 5
