@@ -65,8 +65,8 @@ def test_agents_decode_and_read_while_others_wait_for_their_environments(
         1.0, prompts="64", response_tokens="4k", turns=turns, observation_tokens="256", env_seconds=env_seconds,
         env_p99_seconds=env_p99_seconds, keep_prefix=keep_prefix,
     )  # fmt: skip
-    result = simulate(scenario_of(search.request, found, num_steps=12))
-    assert found.step_s == pytest.approx(result.step_s, rel=0.1)
+    result = simulate(scenario_of(search.request, found, num_steps=15))
+    assert found.step_s == pytest.approx(result.step_s, rel=0.12)
 
 
 def test_a_trainer_that_is_far_behind_sets_the_pace_alone() -> None:
