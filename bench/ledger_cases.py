@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollbook.errors import ConfigError, RunError
-from rollbook.ledger.account import Range
+from rollbook.ledger.account import Range, StepAccount
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.decode import decode_step, prefill_call_s, prefill_s, replica_weight_bytes
 from rollbook.ledger.flops import attention_flops, forward_flops, prefill_flops
@@ -24,7 +24,7 @@ from rollbook.ledger.hardware import Accelerator, Cluster, load_accelerator
 from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec, load_model
-from rollbook.ledger.step import Layouts, smallest_rollout_tp, step_account
+from rollbook.ledger.step import Layouts, join_sides, smallest_rollout_tp, step_account
 from rollbook.ledger.switch import SleepChoice, hand_over
 from rollbook.ledger.sync import SyncMethod, SyncWork, sync_account
 from rollbook.ledger.train import (
@@ -688,21 +688,37 @@ def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
             sleep_level=0 if framework_of(case) == "trl" else 2, moves_state=_moves_state(case)
         ),
     )
-    tokens = round(float(config.get("micro_batch_per_gpu", 0)) * workload.sequence_tokens)
-    account = step_account(
-        model,
-        workload,
-        cluster,
-        replace(
-            assumptions,
-            stack="megatron" if uses_megatron else "fsdp",
-            micro_batch_tokens=tokens or assumptions.micro_batch_tokens,
-        ),
-        mode="separate_sync" if _waits_a_step_ahead(config) else mode,
-        num_rollout_gpus=num_rollout,
-        num_train_gpus=num_train,
-        layouts=layouts,
+    assumptions = replace(
+        _as_configured(config, workload, assumptions), stack="megatron" if uses_megatron else "fsdp"
     )
+    mode = "separate_sync" if _waits_a_step_ahead(config) else mode
+
+    def account_of(work: Workload) -> StepAccount:
+        return step_account(
+            model,
+            work,
+            cluster,
+            assumptions,
+            mode=mode,
+            num_rollout_gpus=num_rollout,
+            num_train_gpus=num_train,
+            layouts=layouts,
+        )
+
+    account = account_of(workload)
+    if pads_sequences(case):
+        # Engines know no padding; forwards and updates compute every row to its end.
+        rows = account_of(_padded(config, workload)).train
+        account = join_sides(
+            model,
+            workload,
+            cluster,
+            assumptions,
+            mode=mode,
+            layouts=layouts,
+            rollout=account.rollout,
+            train=rows,
+        )
     step_s = account.step_s
     if _waits_a_step_ahead(config):
         sides = account.seconds
@@ -718,6 +734,48 @@ def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         rate = workload.trained_tokens / account.step_s.value / cluster.num_gpus
         error = account.step_s.high / account.step_s.value - 1
         yield "tokens_per_s_per_gpu", middle(measured["tokens_per_s_per_gpu"]), _within(rate, error)
+
+
+def _as_configured(config: dict[str, Any], workload: Workload, assumptions: Assumptions) -> Assumptions:
+    """The assumptions with what a run set itself: the engine's slots and memory, the tokens of a micro batch."""
+    slots = _first(
+        config,
+        {},
+        "max_num_seqs",
+        "max_running_requests_per_engine",
+        "max_running_requests",
+        "max_batch_size",
+    )
+    memory = _first(config, {}, "mem_fraction", "gpu_memory_utilization", "mem_fraction_static")
+    tokens = _first(
+        config, {}, "max_tokens_per_gpu", "ppo_max_token_len", "max_tokens_per_micro_batch", "max_token_len"
+    )
+    if tokens is None and "micro_batch_per_gpu" in config:
+        tokens = float(config["micro_batch_per_gpu"]) * workload.sequence_tokens
+    return replace(
+        assumptions,
+        max_slots=int(slots or assumptions.max_slots),
+        engine_memory_frac=min(float(memory or assumptions.engine_memory_frac), 1.0),
+        micro_batch_tokens=round(float(tokens or assumptions.micro_batch_tokens)),
+    )
+
+
+def pads_sequences(case: Case) -> bool:
+    """Whether forwards and updates run on rows as long as the longest sequence, by the case's own words."""
+    config = case["config"]
+    said = str(config.get("use_remove_padding", config.get("packing", ""))).lower()
+    is_padded = said in ("false", "no", "off") or "padded" in str(config.get("layout", "")).lower()
+    return is_padded and config.get("micro_batch_per_gpu") != 1  # one sequence alone is as long as it is
+
+
+def _padded(config: dict[str, Any], workload: Workload) -> Workload:
+    """The same step with every sequence at its limits."""
+    return replace(
+        workload,
+        prompt_tokens=float(config.get("max_prompt_length", workload.prompt_tokens)),
+        response_tokens=float(workload.max_response_tokens),
+        length_samples=(),
+    )
 
 
 def _waits_a_step_ahead(config: dict[str, Any]) -> bool:

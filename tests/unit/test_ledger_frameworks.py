@@ -60,12 +60,12 @@ def test_every_framework_has_a_source(name: str) -> None:
     assert any(path.startswith(f"frameworks.{name}") for path in DEFAULT.sources)
 
 
-def test_36000_expert_matrices_by_name_take_as_long_as_ten_broadcasts_in_buckets() -> None:
+def test_36000_expert_matrices_by_name_take_as_long_as_nine_broadcasts_in_buckets() -> None:
     buckets, names = (
         sync_account(EXPERTS, H100, assumptions.sync, PUBLISHED).seconds
         for assumptions in (DEFAULT, DEFAULT.for_framework("verl"))
     )
-    assert 8 < buckets < 25 and names > 10 * buckets
+    assert 8 < buckets < 25 and names > 9 * buckets
 
 
 def test_pipeline_stages_send_what_they_hold_at_the_same_time() -> None:

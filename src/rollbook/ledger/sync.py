@@ -187,7 +187,7 @@ def _rates(
         return {"gather": gather, "load": load}
     if work.method == "broadcast":
         assembly = work.pp_size * _assembly(cluster, assumptions, work)
-        return {"gather": assembly, "transfer": 0.7 * link, "load": load}
+        return {"gather": assembly, "transfer": 0.75 * link, "load": load}
     if work.method == "disk":
         write = assumptions.disk_bytes_per_s
         return {"gather": gather, "transfer": write, "load": load}
