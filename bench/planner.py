@@ -1,12 +1,13 @@
 """How fast the planner is, and how far its closed forms are from the event-by-event simulation.
 
-python bench/planner.py            # about a minute on one core
+python bench/planner.py            # some minutes on one core
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,7 @@ def simulation_speed() -> None:
 
 
 def closed_forms() -> None:
+    """Some splits, and the one at which both sides take equally long: the search goes there."""
     print("closed form over simulation - 1, both asynchronous modes")
     errors: list[float] = []
     cases = (
@@ -85,24 +87,47 @@ def closed_forms() -> None:
         ("DeepSeek-V3", 512, 128, "8k", "32k", (128, 256)),
         ("Qwen3-8B", 32, 64, "2k", "16k", (8, 16)),
         ("Qwen3-4B", 16, 256, "1k", "4k", (8,)),
+        ("Qwen3-32B", 64, 512, "8k", "32k", (32,)),
     )
     for model, num_gpus, prompts, mean, longest, splits in cases:
-        for bound in (1, 2, 4):
-            request = PlanOptions(
-                model=model,
-                num_gpus=num_gpus,
-                prompts=prompts,
-                response_tokens=mean,
-                max_response_tokens=longest,
-                max_staleness=bound,
-            ).request()
-            search = Search(request)
-            candidates = [search.candidate("colocate_async", num_gpus, num_gpus)]
-            candidates += [search.candidate("separate_async", r, num_gpus - r) for r in splits]
-            for candidate in candidates:
-                error = candidate.step_s / simulate(scenario_of(request, candidate)).step_s - 1
-                errors.append(error)
-                print(f"  {model:12} {candidate.mode:15} {candidate.split!s:11} bound {bound}  {error:+.3f}")
+        for bound in (1, 2, 4) if prompts < 512 else (1,):
+            options = {
+                "model": model, "num_gpus": num_gpus, "prompts": prompts, "response_tokens": mean,
+                "max_response_tokens": longest, "max_staleness": bound,
+            }  # fmt: skip
+            errors += _apart(options, splits)
+    _summary(errors)
+    print("the same of agents, split in halves")
+    errors = []
+    for turns, env_s, p99_s in ((4, 2.0, 0.0), (10, 2.0, 20.0), (10, 20.0, 0.0), (30, 10.0, 60.0)):
+        for keeps in (True, False):
+            options = {
+                "model": "Qwen3-8B", "num_gpus": 32, "prompts": 64, "response_tokens": "4k",
+                "max_response_tokens": "16k", "turns": turns, "env_seconds": env_s, "env_p99_seconds": p99_s,
+                "observation_tokens": "256", "keep_prefix": keeps,
+            }  # fmt: skip
+            errors += _apart(options, (16,), f"{turns} turns, {env_s:g} s, {'kept' if keeps else 'lost'}")
+    _summary(errors)
+
+
+def _apart(options: dict[str, Any], splits: tuple[int, ...], what: str = "") -> list[float]:
+    request = PlanOptions(**options).request()
+    search, num_gpus = Search(request), request.cluster.num_gpus
+    asked = [("colocate_async", num_gpus, num_gpus)]
+    meets = search.time_optimal_rollout_gpus()
+    asked += [
+        ("separate_async", count, num_gpus - count) for count in dict.fromkeys((*splits, meets)) if count
+    ]
+    errors = []
+    for mode, rollout, train in asked:
+        candidate = search.candidate(mode, rollout, train)  # type: ignore[arg-type]
+        errors.append(candidate.step_s / simulate(scenario_of(request, candidate)).step_s - 1)
+        label = what or f"bound {request.max_staleness_steps}"
+        print(f"  {options['model']:12} {mode:15} {candidate.split!s:11} {label}  {errors[-1]:+.3f}")
+    return errors
+
+
+def _summary(errors: list[float]) -> None:
     absolute = np.abs(errors)
     print(
         f"  {len(errors)} topologies: median {np.median(absolute):.3f}, 90th percentile "

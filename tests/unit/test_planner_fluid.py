@@ -10,6 +10,7 @@ from rollbook.planner.fluid import steady_step
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.scenario import scenario_of
 from rollbook.planner.search import Candidate, Search, rollout_s
+from rollbook.planner.show_simulation import why_apart
 from rollbook.planner.simulate import simulate
 from rollbook.planner.staleness import in_flight_slots, within_bound
 
@@ -107,3 +108,15 @@ def test_what_takes_too_many_cells_is_left_to_the_formula() -> None:
     slots = in_flight_slots(search.request, account.rollout)
     assert steady_step(search.request, account, layout, slots=slots) is None
     assert found.step_s >= account.train.total_s
+
+
+def test_what_the_closed_form_leaves_out_is_said_where_it_shows() -> None:
+    search, found = balanced(1.0)
+    plain = simulate(scenario_of(search.request, found, num_steps=40))
+    assert why_apart(plain, found) == ""
+    slow = replace(
+        scenario_of(search.request, found, num_steps=20), length_growth_frac=0.05, trajectory_failure_frac=0.01
+    )
+    said = why_apart(simulate(slow), found)
+    assert "trajectories that fail, responses that grow" in said
+    assert "Its range" in said

@@ -298,12 +298,15 @@ def _candidate(request: PlanRequest, mode: str) -> Candidate:
 
 
 def _json(result: SimResult, candidate: Candidate) -> dict[str, Any]:
+    from rollbook.planner.show_simulation import why_apart
+
     span = result.step_range(candidate.account.step_s)
     return {
         "topology": candidate.as_json(),
         "step_s": result.step_s,
         "step_s_range": [span.low, span.high],
         "closed_form_step_s": candidate.step_s,
+        "why_apart": why_apart(result, candidate),
         "idle_frac": {"rollout": result.rollout_idle_frac, "train": result.train_idle_frac},
         "occupancy_frac": result.occupancy_frac,
         "bubble_s": result.bubble_s,

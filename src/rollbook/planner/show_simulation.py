@@ -46,11 +46,49 @@ def show_simulation(result: SimResult, candidate: Candidate, console: Console) -
     )
     console.print()
     console.print(Padding(_averages(result, candidate), (0, 0, 0, 2)))
+    if because := why_apart(result, candidate):
+        console.print()
+        console.print(because)
     if scenario.staleness_bound:
         _title(console, "Staleness of trained trajectories, in versions")
         console.print(Padding(_histogram(result.staleness), (0, 0, 0, 2)))
     _title(console, "Timeline")
     console.print(Padding(_timeline(result), (0, 0, 0, 2)))
+
+
+_APART_FRAC = 0.05
+
+
+def why_apart(result: SimResult, candidate: Candidate) -> str:
+    """What the closed form leaves out, where it is more than a twentieth away; empty where it is not."""
+    span, scenario = candidate.account.step_s, result.scenario
+    if abs(result.step_s / span.value - 1) <= _APART_FRAC:
+        return ""
+    left_out = [
+        (scenario.num_lent_replicas > 0, "the KV that lent replicas lose"),
+        (math.isfinite(scenario.replica_mtbf_s), "replicas that fail"),
+        (scenario.trajectory_failure_frac > 0, "trajectories that fail"),
+        (scenario.length_growth_frac != 0, "responses that grow"),
+        (scenario.take == "arrival", "groups in the order of their arrival"),
+        (
+            scenario.on_publish != "keep" or scenario.recomputes_kv,
+            "what a publication does to running responses",
+        ),
+        (scenario.sync_every > 1, "several updates between two publications"),
+        (
+            result.num_preemptions > _APART_FRAC * result.num_trained,
+            "sequences that a full KV pool pushes out and prefills again",
+        ),
+        (scenario.env_s is not None, "how the slowest environments differ from batch to batch"),
+    ]
+    named = [what for is_so, what in left_out if is_so] or [
+        "chance: how the longest responses differ from batch to batch"
+    ]
+    holds = "holds" if span.low <= result.step_s <= span.high else "does not hold"
+    return (
+        f"The closed form leaves out {', '.join(named)}. Its range, {seconds_range(span.low, span.high)}, {holds} the "
+        "simulated step."
+    )
 
 
 def _title(console: Console, title: str) -> None:
