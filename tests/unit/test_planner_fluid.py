@@ -111,8 +111,8 @@ def test_what_takes_too_many_cells_is_left_to_the_formula() -> None:
 
 
 def test_what_the_closed_form_leaves_out_is_said_where_it_shows() -> None:
-    search, found = balanced(1.0)
-    plain = simulate(scenario_of(search.request, found, num_steps=40))
+    search, found = balanced(4.0)
+    plain = simulate(scenario_of(search.request, found))
     assert why_apart(plain, found) == ""
     slow = replace(
         scenario_of(search.request, found, num_steps=20), length_growth_frac=0.05, trajectory_failure_frac=0.01
