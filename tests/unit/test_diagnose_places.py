@@ -1,4 +1,4 @@
-"""What there is to read at a path: a folder of many logs hides none, and a text that quotes an error is no log."""
+"""What there is to read at a path: a folder of many logs hides none, a text is judged by the error that it holds."""
 
 from __future__ import annotations
 
@@ -76,13 +76,34 @@ def test_the_other_logs_of_a_folder_are_judged_in_a_line_each(
     ],
     ids=["before", "after", "bare", "prefix"],
 )
-def test_a_text_that_quotes_an_error_is_no_log_and_what_was_looked_for_is_said(
+def test_a_text_without_a_step_is_judged_by_the_error_that_it_holds_and_says_so(
     text: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text, encoding="utf-8")
+    diagnosis = diagnose(load(str(path)))
+    assert diagnosis.verdict in ("oom_in_sync", "late_oom_with_length")
+    assert any("OutOfMemoryError" in e.says for e in diagnosis.findings[0].evidence)
+    assert any("holds no step" in note for note in diagnosis.notes)
+    with pytest.raises(DataError, match="no log that is known"):
+        load(str(tmp_path))  # beside logs it would be no more than a note
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "If you see CUDA out of memory, lower the batch size and try again.\n",
+        "The job was Killed twice last week, and nobody knows why it was.\n",
+        "Loading shards\nINFO 11-29 03:11:02 server started\n",
+    ],
+    ids=["advice", "story", "no error"],
+)
+def test_a_text_that_speaks_of_errors_is_no_log_and_what_was_looked_for_is_said(
+    text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=r"looked for .*step:N - name:value") as refused:
-        load(str(path))
+        load(str(tmp_path / "notes.txt"))
     assert "--format" in refused.value.args[1]
 
 

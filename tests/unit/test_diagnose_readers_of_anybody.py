@@ -183,3 +183,102 @@ def test_names_mean_what_their_words_say_and_nothing_more(name: str, metric: str
 def test_settings_samples_and_prose_are_no_runs(name: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(DataError):
         read(tmp_path, text, name)
+
+
+TRACE = 'Traceback (most recent call last):\n  File "/opt/x/train.py", line 31, in main\n    fit()\n'
+ENDS: dict[str, tuple[str, str]] = {
+    # what it is: (text, words of the deepest cause)
+    "a traceback": (f"{TRACE}ValueError: 3 groups of 4 are no 16\n", "3 groups of 4"),
+    "an error without words": (f"{TRACE}NotImplementedError\n", "NotImplementedError"),
+    "no module": (f"$ python train.py\n{TRACE}ModuleNotFoundError: No module named 'flashy'\n", "flashy"),
+    "a full disk": (f"{TRACE}OSError: [Errno 28] No space left on device\n", "No space left"),
+    "a port in use": (f"{TRACE}OSError: [Errno 98] Address already in use\n", "already in use"),
+    "in a fence": (f"It dies:\n```\n{TRACE}TypeError: int64 is not bfloat16\n```\n", "int64"),
+    "of a rank": (
+        "".join(f"[rank1]: {line}\n" for line in f"{TRACE}RuntimeError: shapes differ: 8 and 9".splitlines()),
+        "shapes differ",
+    ),
+    "logged": (
+        "".join(
+            f"ERROR 07-10 16:53:50 [core.py:459] {line}\n" for line in f"{TRACE}KeyError: 'x/w'".splitlines()
+        ),
+        "KeyError",
+    ),
+    "caught": (
+        "2026-11-29 03:11:02 - main - ERROR - Training failed with error:\nno CUDA device is free\n",
+        "no CUDA",
+    ),
+    "launcher": (
+        f"{TRACE}ValueError: lr is -1\n{TRACE}torch.distributed.elastic.ChildFailedError: train.py FAILED\n"
+        f"{TRACE}subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zero exit status 1.\n",
+        "lr is -1",
+    ),
+    "raised from": (
+        f"{TRACE}KeyError: 'reward_model'\n\nThe above exception was the direct cause of the following exception:\n\n"
+        f"{TRACE}RuntimeError: the scorer failed\n",
+        "reward_model",
+    ),
+    "Ray's": (
+        f"{TRACE}ray.exceptions.RayTaskError(ValueError): ray::Runner.run() (pid=3, ip=10.0.0.3)\n"
+        "ValueError: 10 batches were sampled, 10 at most\n",
+        "10 at most",
+    ),
+    "on several lines": ("RuntimeError: Rank 3, iteration 1:\nUnexpected value in bucket 0\n", "bucket 0"),
+    "told to go": ("*** SIGTERM received at time=1700000000 on cpu 14 ***\n", "SIGTERM"),
+    "by the scheduler": (
+        "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-29T03:00:00 ***\n",
+        "CANCELLED",
+    ),
+    "a worker of Ray's": (
+        "(raylet) A worker died or was killed while executing a task by an unexpected system error. There are some "
+        "potential root causes. (1) The process is killed by SIGKILL by OOM killer.\n",
+        "worker died or was killed",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_a_text_without_metrics_is_read_and_its_deepest_cause_told(what: str, tmp_path: Path) -> None:
+    text, words = ENDS[what]
+    diagnosis = judged(tmp_path, text)
+    assert (diagnosis.verdict, diagnosis.findings[0].step) == ("run_stopped", 0)
+    assert words in diagnosis.findings[0].title
+    if what == "a worker of Ray's":
+        assert "a worker process has gone" in diagnosis.findings[0].title
+
+
+@pytest.mark.parametrize(
+    "line", ["{{'loss': 0.1, 'grad_norm': 0.2, 'reward': 0.{i}}}", "iter {i} | reward=0.{i} | loss=0.1"]
+)
+def test_an_error_after_the_last_step_is_told_with_it(line: str, tmp_path: Path) -> None:
+    text = "".join(line.format(i=i) + "\n" for i in range(1, 6)) + f"{TRACE}ValueError: no more prompts\n"
+    finding = judged(tmp_path, text).findings[0]
+    assert (finding.rule, finding.step) == ("run_stopped", 5)
+
+
+def test_an_error_after_the_summary_of_the_training_is_told(tmp_path: Path) -> None:
+    """The script of a trainer that had done its steps dies with what it had to write; a shutdown's noise is none."""
+    steps = "".join(f"{{'loss': 0.1, 'grad_norm': 0.2, 'reward': 0.{i}}}\n" for i in range(1, 6))
+    text = f"{steps}{{'train_runtime': 3.0, 'train_loss': 0.1}}\n"
+    assert (
+        "int8 has no JSON"
+        in judged(tmp_path, f"{text}{TRACE}TypeError: int8 has no JSON\n").findings[0].title
+    )
+    assert judged(tmp_path, f"{text}{TRACE}BrokenPipeError: [Errno 32] Broken pipe\n").is_well
+    verl = (
+        "".join(f"step:{i} - critic/score/mean:0.{i}\n" for i in range(1, 6))
+        + "Final validation metrics: {}\n"
+    )
+    diagnosis = judged(tmp_path, f"{verl}{TRACE}TypeError: int8 has no JSON\n")
+    assert diagnosis.is_well
+    assert any("after the training had ended: TypeError" in note for note in diagnosis.notes)
+
+
+def test_what_a_program_logged_and_got_over_ends_nothing(tmp_path: Path) -> None:
+    """A tool of an episode fails after the last step of a log that goes on."""
+    steps = "".join(f"iter {i} | reward=0.{i} | loss=0.1\n" for i in range(1, 6))
+    logged = "".join(
+        f"ERROR 07-10 16:53:50 [tool.py:4] {line}\n" for line in f"{TRACE}KeyError: 'x'".splitlines()
+    )
+    assert judged(tmp_path, steps + logged).is_well
+    assert judged(tmp_path, f"{steps}{TRACE}KeyboardInterrupt\n").is_well

@@ -29,8 +29,8 @@ def command(
         str,
         typer.Option(
             "--format",
-            help="rollbook, verl-file, verl-console, tensorboard, trl, slime, areal, prime-rl, openrlhf, nemo-rl, wandb, "
-            "records, console or prometheus; empty: found out.",
+            help="rollbook, verl-file, verl-console, tensorboard, trl, slime, areal, prime-rl, openrlhf, nemo-rl, "
+            "wandb, records, console or prometheus; empty: found out.",
         ),
     ] = "",
     run_idx: Annotated[

@@ -80,8 +80,9 @@ def read(path: Path) -> Iterator[Row | Event]:
 
 
 def _items(path: Path) -> Iterator[Entry | Event]:
-    watcher, records = LineWatcher(), _Records()
-    wanted = (*_NEEDLES, *TROUBLE_BYTES, *ENDING_BYTES) if path.stat().st_size > SMALL_BYTES else ()
+    is_small = path.stat().st_size <= SMALL_BYTES
+    watcher, records = LineWatcher(sees_all=is_small), _Records()
+    wanted = () if is_small else (*_NEEDLES, *TROUBLE_BYTES, *ENDING_BYTES)
     newest: int | None = None
     for raw in lines(path, wanted):
         line = plain(raw)
@@ -97,7 +98,11 @@ def _items(path: Path) -> Iterator[Entry | Event]:
         yield dict(record)
     if event := watcher.ending.event(newest):
         yield event
-    if records.are_counted:
+    if newest is None:
+        yield Event(
+            kind="note", text="this text holds no step: judged is the error that it holds, and nothing else"
+        )
+    elif records.are_counted:
         yield Event(kind="note", text="no line says which step it is of: records are counted")
 
 

@@ -8,6 +8,7 @@ that prints "Segmentation fault" for a model's program) mean nothing at the end 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Literal
 
 from rollbook.diagnose.readers.text import TroubleWatcher, plain
@@ -31,9 +32,9 @@ _DEATHS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
         (
             "collective",
-            "atchdog|NCCL|Timed out waiting",
+            "atchdog|NCCL|Timed out waiting|[c10d]",
             r"Watchdog caught collective operation timeout|NCCL (?:operation|error|timeout).{0,80}time[d ]?out"
-            r"|watchdog got stuck|NCCL watchdog hang"
+            r"|watchdog got stuck|NCCL watchdog hang|\[c10d\] .{0,200}timed out after \d+ ?ms"
             r"|Timed out waiting .{0,60}(?:all_?reduce|broadcast|barrier|all_?gather)",
         ),
         (
@@ -61,8 +62,9 @@ _DEATHS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
         (
             "killed",
-            "illed|SIGKILL|exit|returncode=",
-            r"^Killed\b|(?:^|\s)line \d+:\s+\d+ Killed\b|\bSIGKILL\b|[Kk]illed by signal"
+            "illed|SIGKILL|exit|returncode=|SIGTERM",
+            r"^Killed\b|\*\*\* SIGTERM received|^Received SIGTERM|(?:^|\s)line \d+:\s+\d+ Killed\b|\bSIGKILL\b"
+            r"|[Kk]illed by signal"
             r"|exit ?code[:=]?\s+(?:-\d+|13[4-9])\b|returncode=-\d+",
         ),
         (
@@ -74,8 +76,31 @@ _DEATHS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
     )
 )
-_FATAL = re.compile(r"Error executing job with overrides|RayTaskError\(|^Traceback \(most recent call last\)")
-_ERROR_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:\([^)]*\))?: .+")
+_FATAL = re.compile(
+    r"Error executing job with overrides|RayTaskError\(|^(?:\[rank\d+\]:\s?)?Traceback \(most recent call last\)"
+)
+_NAME = r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)"
+_ERROR_LINE = re.compile(rf"^{_NAME}(?:\([^)]*\))?: .+")
+_BARE_ERROR = re.compile(rf"^(?:{_NAME}|KeyboardInterrupt):?$")
+_RANK = re.compile(r"^\[rank\d+\]:\s?")
+_LOGGED = re.compile(
+    rf"^.{{0,80}}\b(?:ERROR|CRITICAL|FATAL)\b.{{0,120}}?[\]:|-]\s+(?=Traceback \(|{_NAME}\b|\S*OutOfMemoryError)"
+)
+_FAILED = re.compile(
+    r"\b(?:[Tt]raining|[Rr]un|[Jj]ob|[Ee]xperiment|[Mm]ain|[Pp]rogram|[Ff]atal)\b.{0,30}\b(?:failed|error|crashed|aborted)"
+    r"\b(?: with)?(?: error| exception)?\s*:\s*(.*)$"
+)
+"""What a program says that catches its own error, and the error behind it or in the line below."""
+_PASSED_ON = re.compile(
+    r"RayTaskError\(|ChildFailedError|CalledProcessError|Process(?:Raised|Exited)Exception|BrokenProcessPool|EngineDeadError"
+    r"|[Ee]ngine core initialization failed|[Ss]ee root cause above|SupervisionError|ExceptionGroup|BrokenPipeError"
+    r"|ConnectionResetError|EOFError|Connection closed by peer|KeyboardInterrupt"
+)
+"""Errors that pass on another one, or follow from it: they stand only where nothing else was said."""
+_GUESSES = "There are some potential root causes"
+"""Ray lists there what may have ended a worker: none of it is known."""
+_CAUSED = "The above exception was the direct cause of the following exception"
+_OF_A_SHUTDOWN = re.compile(rf"{_PASSED_ON.pattern}|Cancelled|SystemExit|Actor|ProcessGroup|destroy|Timeout")
 _AT_ITS_END = re.compile(
     r"Final validation metrics|Training finished|Final checkpoint|Training Progress: 100%|'train_runtime'"
     r"|Job '\S+' succeeded"
@@ -87,7 +112,7 @@ ENDING_BYTES = (
     b"illed", b"egmentation", b"us error", b"SIG", b"xit code", b"xitcode", b"returncode", b"CUDA", b"nccl", b"NCCL",
     b"Xid", b"terminate called", b"Aborted", b"Fatal", b"slurm", b"CANCELLED", b"DUE TO", b"navailable",
     b"process down", b"STATUS_", b"rogress: 100%", b"train_runtime", b"succeeded", b"local Ray", b"ssert", b"illegal",
-    b"eartbeat", b"unexpectedly",
+    b"eartbeat", b"unexpectedly", b"[c10d]", b"ailed", b"crashed:", b"aborted:", b"nterrupt",
 )  # fmt: skip
 """Beside `text.TROUBLE_BYTES`: every line that tells how a log ends holds one of both."""
 
@@ -99,12 +124,31 @@ _OF_A_JOB = re.compile(
 _WORD = re.compile(r"""["'(*>-]*[A-Za-z][a-z'-]*[,.;:!?)"']*""")
 
 
+_OF_A_PROGRAM = re.compile(rf"{_ERROR_LINE.pattern}|{_FATAL.pattern}|\S/\S+:\d+\b|\bpid=\d+")
+"""Errors, and places in a source or a process."""
+
+
 def _is_prose(line: str) -> bool:
     """Whether a line is a sentence: four words and more, hardly anything else, no error's name before it."""
     words = line.split()
-    if line[:1].isspace() or len(words) < 4 or _ERROR_LINE.match(line):
+    if line[:1].isspace() or line[:1] == "[" or len(words) < 4 or _OF_A_PROGRAM.search(line):
         return False
     return sum(_WORD.fullmatch(word) is not None for word in words) >= 0.8 * len(words)
+
+
+def holds_an_error(told: Iterable[str]) -> bool:
+    """Whether a text without a step holds an error that ends a job, however it got there: raised or logged, in lines
+    of a program, not in a sentence that speaks of it.
+
+    Args:
+        told: its lines as written.
+    """
+    watcher = EndWatcher(sees_all=True)
+    for raw in told:
+        line = plain(raw)
+        if watcher.wants_next or line != raw or not _is_prose(line):
+            watcher.watch(line)
+    return watcher.event(None) is not None
 
 
 def died_before_a_step(head: list[str]) -> bool:
@@ -133,11 +177,17 @@ Says = Literal["nothing", "error", "more"]
 
 
 class EndWatcher:
-    """Notices how a console log ends; of what comes, only the last words before its end or a new run count."""
+    """Notices how a console log ends; of what comes, only the last words before its end or a new run count.
 
-    def __init__(self) -> None:
+    Args:
+        sees_all: whether every line of the log comes by, so that the next one belongs to the one before.
+    """
+
+    def __init__(self, *, sees_all: bool = False) -> None:
+        self._sees_all = sees_all
         self._newest: int | None = None
-        self._is_over = False
+        self._over: str | None = None
+        """What said that the training had ended."""
         self._steps_after_over = 0
         self._survived: set[str] = set()
         """Causes that the run got over without being started again."""
@@ -145,7 +195,10 @@ class EndWatcher:
 
     def _forget(self) -> None:
         self._is_fatal, self._begins_anew = False, False
-        self._words = ""
+        self._words, self._late_words = "", ""
+        self._passes_on = False
+        self.wants_next = False
+        """Whether the next line says what this one announced."""
         self._deaths: list[tuple[int, bool, str]] = []
         """(rank in `_DEATHS`, whether it is a raised error, line)."""
 
@@ -157,45 +210,87 @@ class EndWatcher:
         if not goes_back and not self._begins_anew:
             self._survived.update(_DEATHS[rank][0] for rank, _, _ in self._deaths)
         self._forget()
-        self._steps_after_over = self._steps_after_over + 1 if self._is_over else 0
+        self._steps_after_over = self._steps_after_over + 1 if self._over else 0
         if goes_back or self._steps_after_over > 2:
-            self._is_over = False
+            self._over = None
         self._newest = number
         return ended
 
     def watch(self, line: str) -> Says:
         """A line, already plain, that is no step."""
+        line = self._without_prefix(line)
+        line = line.partition(_GUESSES)[0]
+        text = line.strip()[:300]
+        if self.wants_next and text:
+            self.wants_next = False
+            self.error(f"{self._words} {text}"[:300] if self._words.endswith(":") else text)
+            return "more"
         is_over, begins_anew = _AT_ITS_END.search(line), _BEGINS_ANEW.search(line)
         is_fatal = _FATAL.search(line)
-        self._is_over |= is_over is not None
+        if is_over is not None:
+            self._over = is_over.group()
+            self._is_fatal = False
         self._begins_anew |= begins_anew is not None
         self._is_fatal |= is_fatal is not None
-        text = line.strip()[:300]
+        self._passes_on |= _CAUSED in line
         is_error = _ERROR_LINE.match(text) is not None
-        if is_error:
+        is_bare = not is_error and _BARE_ERROR.match(text) is not None
+        if is_error or (is_bare and self._is_fatal):
             self.error(text)
+            self.wants_next = self._sees_all and self._words.endswith(":")
+        elif self._newest is None and (failed := _FAILED.search(text)) is not None:
+            self._is_fatal = True
+            self.wants_next = self._sees_all and not failed.group(1)
+            if failed.group(1):
+                self.error(failed.group(1))
+            return "more"
         rank = next(
             (i for i, (_, needles, pattern) in enumerate(_DEATHS) if _holds(text, needles, pattern)), None
         )
         if rank is not None and len(self._deaths) < 1000:
             self._deaths.append((rank, is_error, text))
-        if rank is not None or is_over or begins_anew or is_fatal:
+        if rank is not None or is_over or begins_anew or is_fatal or is_bare or self._passes_on:
             return "more"
         return "error" if is_error else "nothing"
 
+    def _without_prefix(self, line: str) -> str:
+        """A line without its rank; before the first step also without a logger's words, in which a program reports what
+        ended it: later on they tell of what it got over."""
+        if line.startswith("[rank"):
+            line = _RANK.sub("", line)
+        if self._newest is None and ("ERROR" in line or "CRITICAL" in line or "FATAL" in line):
+            line = _LOGGED.sub("", line)
+        return line
+
     def error(self, text: str) -> None:
-        """An error that was raised: of a chain of them the last one that is not only passed on stands."""
-        if "RayTaskError(" not in text or not self._words:
-            self._words = text
+        """An error that was raised: of a chain of them the last one stands that neither was raised from another nor
+        only passes one on."""
+        if text.startswith("[rank"):
+            text = _RANK.sub("", text)
+        caused, self._passes_on = self._passes_on, False
+        if self._over and self._is_fatal and not _OF_A_SHUTDOWN.search(text):
+            self._late_words = self._late_words or text
+        if self._words and (_PASSED_ON.search(text) or (caused and not _PASSED_ON.search(self._words))):
+            return
+        self._words = text
 
     def event(self, step: int | None) -> Event | None:
         """What ended the run; None where it ended as it should, or goes on."""
-        if self._is_over:
-            return None
+        if self._over:
+            if not self._late_words:
+                return None
+            if (
+                "train_runtime" in self._over
+            ):  # the script that called the trainer died with what it had to write
+                return Event(kind="run_failed", step=step, text=self._late_words)
+            return Event(kind="note", text=f"after the training had ended: {self._late_words}")
         telling = [d for d in self._deaths if d[1] or _DEATHS[d[0]][0] not in self._survived]
         death = min(telling, key=lambda d: (d[0], "RayTaskError(" in d[2]), default=None)
-        words, fields = self._words if self._is_fatal else "", {}
-        follows = any(text == words for _, _, text in telling) or "RayTaskError(" in words
+        is_raised = self._is_fatal or self._newest is None
+        words, fields = self._words if is_raised else "", {}
+        if words == "KeyboardInterrupt" and self._newest is not None:
+            words = ""  # somebody had seen enough
+        follows = any(text == words for _, _, text in telling) or _PASSED_ON.search(words) is not None
         if death is not None and (not words or follows):
             words, fields = death[2], {"cause": _DEATHS[death[0]][0]}
         return Event(kind="run_failed", step=step, text=words, fields=dict(fields)) if words else None
@@ -211,8 +306,8 @@ class LineWatcher:
     """Both watchers over the lines of a console log that are no step. Lines are known again by their shape, whatever
     their numbers: a dead service writes one error a million times."""
 
-    def __init__(self) -> None:
-        self.trouble, self.ending = TroubleWatcher(), EndWatcher()
+    def __init__(self, *, sees_all: bool = False) -> None:
+        self.trouble, self.ending = TroubleWatcher(), EndWatcher(sees_all=sees_all)
         self._told: dict[str, tuple[Says, str]] = {}
         """Shape of a line in no stage -> what it tells of the end, kind of its event (empty for none)."""
 
@@ -221,7 +316,7 @@ class LineWatcher:
         numbers_tell = any(map(line.__contains__, _NUMBERS_TELL))
         shape = line if numbers_tell else line.translate(_DIGITS)
         told = self._told.get(shape)
-        if told is not None:
+        if told is not None and not self.ending.wants_next:
             says, kind = told
             self.trouble.remember("")
             if says == "error":

@@ -24,7 +24,7 @@ from rollbook.diagnose.readers import (
     wandb,
 )
 from rollbook.diagnose.readers.assemble import assemble
-from rollbook.diagnose.readers.endings import died_before_a_step
+from rollbook.diagnose.readers.endings import ENDING_BYTES, died_before_a_step, holds_an_error
 from rollbook.diagnose.series import Event, Row, RunSeries
 from rollbook.errors import DataError, nearest_name
 from rollbook.observe.run_dir import EVENTS, METRICS
@@ -226,7 +226,7 @@ def _in_folder(path: Path, format: str | None) -> list[tuple[Path, str]]:
     files.sort(key=lambda p: p.stat().st_mtime, reverse=True)
     for file in files[:MAX_LOOKED_AT]:
         try:
-            add(file, file, detect(file))
+            add(file, file, detect(file, of_a_folder=True))
         except DataError:
             continue
     if not found and format is not None and files:
@@ -244,8 +244,14 @@ def _is_run_dir(path: Path) -> bool:
     return (path / EVENTS).exists() or (path / METRICS).exists()
 
 
-def detect(path: Path) -> str:
-    """The format of a log file, from its beginning. Raises DataError when none fits."""
+def detect(path: Path, *, of_a_folder: bool = False) -> str:
+    """The format of a log file, from its beginning.
+
+    Args:
+        of_a_folder: whether the file was found in a folder, where a text that only quotes an error is no log.
+    Raises:
+        DataError: none fits.
+    """
     with text.open_binary(path) as file:
         head = file.read(HEAD_BYTES).decode("utf-8", errors="replace")
     if not head.strip():
@@ -256,6 +262,10 @@ def detect(path: Path) -> str:
         return found
     if died_before_a_step(raw):
         return "verl-console"
+    if not of_a_folder and holds_an_error(
+        text.lines(path, (*text.TROUBLE_BYTES, *ENDING_BYTES)) if path.stat().st_size > HEAD_BYTES else raw
+    ):
+        return "console"
     looked_for = "; ".join(reader.told_by for reader in READERS.values() if reader.told_by)
     raise DataError(
         f"no step of a known log format in {path}: looked for {looked_for}",

@@ -314,7 +314,7 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
                 "did not",
             ),
             r"Watchdog caught collective operation timeout|NCCL (?:operation|error|timeout).{0,80}time[d ]?out"
-            r"|watchdog got stuck for|NCCL watchdog hang"
+            r"|watchdog got stuck for|NCCL watchdog hang|\[c10d\] .{0,200}timed out after \d+ ?ms"
             r"|collective operation timeout|ProcessGroupNCCL.{0,120}[Tt]imeout|Connection closed by peer.{0,80}gloo"
             r"|HCCL.{0,60}timeout|Timed out waiting .{0,60}(?:all_?reduce|broadcast|barrier|all_?gather)"
             r"|Timed out waiting \d+ ?ms for (?:recv|send|operation)"
