@@ -101,6 +101,25 @@ def test_a_wait_is_what_the_other_stages_left_of_generating_and_a_probe_what_was
     assert expected.of("sync")["expected_s"] == pytest.approx(alone_s + 0.005)
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_engines_that_run_ahead_are_expected_to_take_longer_for_longer_responses(beside: bool) -> None:
+    """Of full slots twice the tokens take twice as long, and the KV that they read somewhat more; the prompts stay."""
+    work = replace(WORK, most_running=64, num_slots=16, generates_beside=beside)
+    plan = Plan(
+        model=TINY, machine=MACHINE, work=work, stages=predict_stages(TINY, MACHINE, work), occasional={}, shares={},
+        generation_s=predict_stages(TINY, MACHINE, replace(work, generates_beside=False))["rollout"].seconds,
+    )  # fmt: skip
+
+    def expected_s(length: int) -> float:
+        lengths = [length] * work.num_sequences
+        return (plan.wait_after(0.0, lengths) if beside else plan.rollout_for(lengths)).seconds
+
+    assert expected_s(4) == pytest.approx(plan.generation_s)
+    # 4 tokens: 4 x (1 ms / 16 + 20 us + 6 x 10 ns) + 16 / 2 x 10 ns + 1.5 prompt tokens at 50 us; 8 tokens alike.
+    four, eight = 4 * 82.56 + 0.08 + 75, 8 * 82.56 + 0.32 + 75
+    assert expected_s(8) / expected_s(4) == pytest.approx(eight / four)
+
+
 def test_a_run_without_a_plan_expects_nothing(tiny_run: TinyRun) -> None:
     run = tiny_run(num_steps=1)
     assert not any("expected_s" in span for span in run.events_of("span"))

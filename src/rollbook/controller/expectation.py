@@ -43,6 +43,7 @@ from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.predict import (
     StepWork,
     predict_stages,
+    refilled_ratio,
     rollout_of,
     rollout_wait_s,
     stages_after_rollout,
@@ -96,12 +97,20 @@ class Plan:
     generation_s: float = 0.0
     """Of engines alone, for one step's responses: what a step waits for less whatever it does besides."""
 
-    def wait_after(self, beside_s: float) -> Entry:
-        """The step loop's wait for responses that were generated while it did something else for `beside_s`."""
+    def wait_after(self, beside_s: float, lengths: Sequence[int] = ()) -> Entry:
+        """The step loop's wait for responses of these `lengths`, or else as long as planned, that were generated while
+        it did something else for `beside_s`."""
         planned = self.stages["rollout"]
         if not self.work.generates_beside:
             return planned
-        return planned.at(rollout_wait_s(self.generation_s, beside_s, self.contention))
+        generation_s = self.generation_s * self._refilled_ratio(lengths)
+        return planned.at(rollout_wait_s(generation_s, beside_s, self.contention))
+
+    def _refilled_ratio(self, lengths: Sequence[int]) -> float:
+        """Of engines whose slots are full: by the responses that the step got, as many as it generates in the mean."""
+        if not len(lengths) or self.machine.decode is None or not self.work.most_running:
+            return 1.0
+        return refilled_ratio(self.machine.decode, self.work, lengths)
 
     @property
     def publication(self) -> Entry:
@@ -125,11 +134,13 @@ class Plan:
     def rollout_for(self, lengths: Sequence[int]) -> Entry:
         """The rollout, for the lengths that its responses really had, in the order of their admission.
 
-        Where engines run ahead, the step waits for responses that were begun steps ago: the plan stands.
+        Where unfinished ones are kept for the next step, as many tokens are generated as these have in the mean.
         """
         planned = self.stages["rollout"]
-        if not len(lengths) or self.work.most_running:
+        if not len(lengths):
             return planned
+        if self.work.most_running:
+            return planned.at(planned.seconds * self._refilled_ratio(lengths))
         return planned.at(sum(rollout_of(self.model, self.machine, self.work, lengths)))
 
     def stages_for(self, num_sequences: int, mean_tokens: float) -> dict[str, Entry]:

@@ -160,7 +160,7 @@ class Controller:
             else:
                 taken = await self.lending.during(self.rollout.collect(), is_published=not self.has_moved)
             if self.runs_ahead:
-                self._expect_wait(span)
+                self._expect_wait(span, taken)
             else:
                 span.set(tokens=self._num_generated(taken))
                 self.expected.rollout_of([*taken.groups, *taken.dropped])
@@ -172,10 +172,10 @@ class Controller:
                 await self.switch.to_trainer()
         return taken
 
-    def _expect_wait(self, span: Span) -> None:
+    def _expect_wait(self, span: Span, taken: Taken) -> None:
         """Of engines that run ahead: what the other stages took since the last wait, this one need not."""
         if self._waited_at_s is not None:
-            self.expected.wait_after(span.mono_s - self._waited_at_s)
+            self.expected.wait_after(span.mono_s - self._waited_at_s, [*taken.groups, *taken.dropped])
             span.set(**self.expected.of("rollout"))
         self._waited_at_s = self.recorder.clock.mono_s()
 

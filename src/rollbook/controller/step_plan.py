@@ -45,6 +45,12 @@ def as_expected(priced: Priced | None) -> Expected:
     return Expected(expected_s=priced.seconds, expected_bytes=round(priced.bytes) or None)
 
 
+def _lengths_of(groups: Sequence[Group]) -> list[int]:
+    """Response tokens in the order of admission."""
+    in_order = sorted(groups, key=lambda group: group.group_id)
+    return [max(t.num_response_tokens, 1) for group in in_order for t in group.scored]
+
+
 @dataclass(kw_only=True)
 class StepPlan:
     """Expected seconds and FLOPs of each stage; of none, where a run has no plan."""
@@ -61,14 +67,13 @@ class StepPlan:
     def rollout_of(self, groups: Sequence[Group]) -> None:
         """Expect the rollout of the responses which the step got."""
         if self.plan is not None:
-            in_order = sorted(groups, key=lambda group: group.group_id)
-            lengths = [max(t.num_response_tokens, 1) for group in in_order for t in group.scored]
-            self.stages = {**self.stages, "rollout": self.plan.rollout_for(lengths)}
+            self.stages = {**self.stages, "rollout": self.plan.rollout_for(_lengths_of(groups))}
 
-    def wait_after(self, beside_s: float) -> None:
-        """Expect the wait for groups of engines that run ahead, after so many seconds of other stages."""
+    def wait_after(self, beside_s: float, groups: Sequence[Group] = ()) -> None:
+        """Expect the wait for these groups of engines that run ahead, after so many seconds of other stages."""
         if self.plan is not None:
-            self.stages = {**self.stages, "rollout": self.plan.wait_after(beside_s)}
+            wait = self.plan.wait_after(beside_s, _lengths_of(groups))
+            self.stages = {**self.stages, "rollout": wait}
 
     def publication(self) -> Expected:
         """What the span of a publication carries, whose probe has one of its own."""

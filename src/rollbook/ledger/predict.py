@@ -207,6 +207,22 @@ def rollout_of(
     return engine_s, machine.reward_base_s + len(lengths) * machine.reward_s
 
 
+def refilled_ratio(fit: DecodeFit, work: StepWork, lengths: Sequence[int]) -> float:
+    """By how much longer engines that run ahead take for responses of these `lengths` than for the planned ones: their
+    slots are full, so every token has its share of a decode step, and each response reads its prompt once."""
+    rows = min(work.num_slots, math.ceil(work.most_running / work.num_replicas))
+    prompts = work.prompt_tokens / (work.group_size if work.shares_prompt else 1)
+
+    def response_s(mean: float, mean_square: float) -> float:
+        token_s = fit.base_s / rows + fit.per_row_s + fit.per_row_token_s * work.prompt_tokens
+        read_s = prompts / fit.prefill_tokens_per_s
+        return token_s * mean + fit.per_row_token_s * mean_square / 2 + read_s
+
+    got = np.asarray(lengths, np.float64)
+    planned_s = response_s(work.lengths.mean_tokens, work.lengths.mean_square())
+    return response_s(float(got.mean()), float((got**2).mean())) / planned_s
+
+
 def update_s(
     model: ModelSpec,
     machine: MachineSpec,
