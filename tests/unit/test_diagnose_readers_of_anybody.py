@@ -282,3 +282,41 @@ def test_what_a_program_logged_and_got_over_ends_nothing(tmp_path: Path) -> None
     )
     assert judged(tmp_path, steps + logged).is_well
     assert judged(tmp_path, f"{steps}{TRACE}KeyboardInterrupt\n").is_well
+
+
+def test_a_hand_over_every_third_step_is_no_stall(tmp_path: Path) -> None:
+    seconds = [66 + i % 4 if i % 3 == 0 else 10 + 0.1 * (i % 5) for i in range(40)]
+    line = "step:{} | mean_reward=0.{} | step_time_seconds={}\n"
+    text = "".join(line.format(i, 20 + i % 7, s) for i, s in enumerate(seconds))
+    assert judged(tmp_path, text).findings == ()
+    seconds = [66 if i in (3, 9, 11, 20, 26, 31, 38) else 10 for i in range(40)]
+    late = "".join(line.format(i, 20 + i % 7, s) for i, s in enumerate(seconds))
+    assert judged(tmp_path, late).verdict == "collective_hang"
+
+
+def test_few_records_say_what_they_show_and_alarm_nobody(tmp_path: Path) -> None:
+    names = ("loss", "grad_norm", "reward", "frac_reward_zero_std", "completions/clipped_ratio")
+    line = "{{" + ", ".join(f"'{name}': {{}}" for name in names) + "}}\n"
+    flat = line.format(0.0, 0.0, 0.0, 1.0, 1.0)
+    diagnosis = judged(tmp_path, flat * 2)
+    assert diagnosis.verdict == "not_judged"
+    (note,) = [note for note in diagnosis.notes if "too few to judge" in note]
+    for says in ("reward is 0", "two different rewards", "grad_norm is 0", "100% of the answers"):
+        assert says in note
+    good = line.format(0.1, 0.2, 0.5, 0.25, 0.1)
+    assert not [note for note in judged(tmp_path, good * 2).notes if "too few" in note]
+
+
+@pytest.mark.parametrize("shape", ["list", "console"])
+def test_supervised_training_is_told_for_what_it_is(shape: str, tmp_path: Path) -> None:
+    entries = [
+        {"loss": 2.0 / i, "grad_norm": 3.0, "learning_rate": 1e-5, "mean_token_accuracy": 0.6, "step": i}
+        for i in range(1, 9)
+    ]
+    text = json.dumps(entries) if shape == "list" else "".join(f"{entry}\n" for entry in entries)
+    diagnosis = judged(tmp_path, text)
+    assert diagnosis.verdict == "not_judged"
+    assert any("no log of reinforcement learning" in note for note in diagnosis.notes)
+    assert not any(
+        "reinforcement" in note for note in judged(tmp_path, text.replace("grad_norm", "reward")).notes
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 from rollbook.diagnose.readers import (
     areal,
     console,
+    excerpt,
     names,
     nemo_rl,
     openrlhf,
@@ -170,6 +171,7 @@ def load(
     run.in_log = renamer.in_log()
     run.notes.extend(renamer.notes())
     run.notes.extend(_also_holds(path, format))
+    run.notes.extend(excerpt.notes(run))
     if any(event.kind == "truncated" for event in run.events):
         run.notes.append(
             "the last line is cut short (the process was killed, or is writing it): it was left out"

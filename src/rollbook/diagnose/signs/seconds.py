@@ -88,6 +88,9 @@ def is_of_the_schedule(view: View, found: Spells) -> bool:
 
 LEAST_PERIOD = 10
 """Logged steps between two of what comes by the schedule, at least: fewer, and any spells fit."""
+LEAST_IN_TIME = 6
+"""Spells that are all equally far apart, from the first step of the log to its last, from which on that is a schedule at
+any number of steps: a hand-over every third step."""
 
 
 def _is_periodic(view: View, found: Spells) -> bool:
@@ -96,7 +99,10 @@ def _is_periodic(view: View, found: Spells) -> bool:
     starts = np.array([view.step_at(start) for start, _ in found.stretches])
     first, last = view.step_at(0), view.step_at(view.n - 1)
     spacing = max(1.0, float(np.median(np.diff(view.steps))))
-    for period in np.unique(np.diff(starts)).tolist():
+    periods = np.unique(np.diff(starts))
+    if len(starts) >= LEAST_IN_TIME and len(periods) == 1 and spacing < periods[0]:
+        return bool(starts[0] - first <= periods[0] and last - starts[-1] < periods[0])
+    for period in periods.tolist():
         phase = starts % period
         by_schedule = starts[np.minimum(phase, period - phase) <= spacing]
         if (
