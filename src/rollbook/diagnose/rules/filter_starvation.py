@@ -3,8 +3,12 @@ to fill a batch. The seconds go where the dropped samples go."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from rollbook.diagnose.breaks import Break
+from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, share
 from rollbook.diagnose.series import Series
@@ -15,7 +19,8 @@ from rollbook.diagnose.view import View
 
 RULE = "filter_starvation"
 
-DROPPED = ("training/filter_groups/evicted_samples", "filter/flat/num_groups", "train/num_gen_batches")
+BATCHES = "train/num_gen_batches"
+DROPPED = ("training/filter_groups/evicted_samples", "filter/flat/num_groups", BATCHES)
 EVICTED = "evicted/flat/num_groups"
 """Groups that our own filter dropped; logged in the steps that have some."""
 KEPT = ("filter/kept_frac", "batch/effective_frac")
@@ -41,12 +46,7 @@ def _for_good(view: View, dropped: str | None, kept: str | None, starved: Stop |
     """From a step on the filter drops most of what is generated, or that ended the run."""
     evidence: list[Evidence] = [] if starved is None else [starved.evidence()]
     idx: int | None = None
-    if (
-        (rise := view.rise(dropped)) is not None
-        and rise.peak_ratio >= 2.0
-        and rise.score >= 5
-        and rise.late >= 2
-    ):
+    if (rise := _rise(view, dropped, 2.0)) is not None and rise.late >= 2:
         evidence.append(of_break(rise, "samples dropped a step"))
         idx = rise.idx
     fall = view.fall(kept)
@@ -58,18 +58,17 @@ def _for_good(view: View, dropped: str | None, kept: str | None, starved: Stop |
         idx = some[0] if some else view.n - 1  # from the first steps on, or in the last one alone
     if idx is None:
         return None
-    if (
-        starved is None
-        and dropped is not None
-        and (share_dropped := _dropped_share(view, dropped)) is not None
-        and share_dropped < 0.55
-    ):
-        return None  # most of what is generated is trained
+    least = 1.4
+    if starved is None and dropped is not None and (part := _dropped_share(view, dropped)) is not None:
+        if part < MOSTLY and (not _counts_groups(view, dropped) or _takes_two_batches(view)):
+            return None  # most of what is generated is trained
+        if part < MOSTLY and not view.has(BATCHES):
+            least = TWICE_AS_MUCH  # of how many groups those are, only the seconds tell
     excess = excess_of(view)
-    slower = view.rise(excess)
-    costs = slower is not None and slower.peak_ratio >= 1.4 and slower.idx >= idx - max(8, view.n // 10)
+    slower = _rise(view, excess, least)
+    costs = slower is not None and slower.idx >= idx - max(8, view.n // 10)
     grown, steadiness = view.trend(excess)
-    costs |= grown >= 1.4 and steadiness >= 0.6  # with the drops, so slowly that no step stands out
+    costs |= grown >= least and steadiness >= 0.6  # with the drops, so slowly that no step stands out
     makes_no_more = _asks_for_no_more(view, idx)
     costs &= not makes_no_more
     reward = view.last(reward_of(view).metric or "", 10)
@@ -172,7 +171,7 @@ def _in_some_steps(view: View, dropped: str | None) -> Finding | None:
 def _share_of_made(view: View, dropped: str) -> Series:
     """[n] share of a step's generated samples that the filter drops; NaN where it cannot be told."""
     values = view.values[dropped]
-    if dropped == "train/num_gen_batches":  # of a usual step half is kept at the least
+    if dropped == BATCHES:  # of a usual step half is kept at the least
         usual = max(float(np.nanquantile(values, 0.25)), 1.0)
         return np.asarray(1.0 - 0.65 / np.maximum(values / usual, 0.65))
     batch = batch_of(view, dropped)
@@ -197,13 +196,64 @@ def _evicted(view: View) -> str | None:
     return view.derive(f"{EVICTED}, all steps", np.nan_to_num(values))
 
 
+MOSTLY = 0.55
+"""Share of the generated samples that is dropped from which on it is most of them."""
+TWICE_AS_MUCH = 1.65
+"""Seconds of generation over what the lengths explain, from which on most of what is made is dropped: a filter of a sound
+mix drops a quarter, and (1 - 1/4) / (1 - MOSTLY) is this."""
+OUTRANKS = 0.9
+"""Share of the pairs of an earlier and a later step of which the later one has more, from which on a series that swings by
+its own size all the same rose."""
+
+
+def _rise(view: View, metric: str | None, least: float) -> Break | None:
+    """A rise to `least` times as much or more that stays. Drops come by whole groups, and of few groups: where single
+    steps swing so much that none stands out, nearly every step after must have more than nearly every one before."""
+    if metric is None or metric not in view.values:
+        return None
+    rise = view.rise(metric)
+    if rise is not None and rise.peak_ratio >= least and rise.score >= 5:
+        return rise
+    known = np.flatnonzero(np.isfinite(view.values[metric]))
+    if len(known) < 24:
+        return None
+    values = view.values[metric]
+    smooth = np.full(view.n, np.nan)
+    smooth[known] = running_median(values[known], max(9, len(known) // 20) | 1)
+    rise = view.rise(view.derive(f"{metric}, smoothed", smooth, of=(metric,)))
+    if rise is None or rise.peak_ratio < least or rise.end_idx is not None:
+        return None
+    before, after = np.sort(values[known[known < rise.idx]]), values[known[known >= rise.idx]]
+    if len(before) < 8 or len(after) < 8:
+        return None
+    beaten = 0.5 * (np.searchsorted(before, after) + np.searchsorted(before, after, side="right"))
+    return replace(rise, metric=metric) if beaten.mean() >= OUTRANKS * len(before) else None
+
+
 def _dropped_share(view: View, dropped: str) -> float | None:
-    """Late share of the generated samples that the filter drops; None when the batch size cannot be told."""
+    """Late share of the generated samples that the filter drops, if that counts samples; None when the batch size cannot
+    be told."""
     late, batch = view.last(dropped), batch_of(view, dropped)
-    known = (
-        dropped != "train/num_gen_batches" and np.isfinite(batch) and np.isfinite(late) and late + batch > 0
-    )
+    known = dropped != BATCHES and np.isfinite(batch) and np.isfinite(late) and late + batch > 0
     return float(late / (late + batch)) if known else None
+
+
+def _takes_two_batches(view: View) -> bool:
+    """Whether a step is known to take so few batches that no more than half is dropped."""
+    return view.last(BATCHES) < 1.0 / (1.0 - MOSTLY)
+
+
+def _counts_groups(view: View, dropped: str) -> bool:
+    """Whether a count is one of groups, whatever its name says: groups are dropped whole, so counts of their members are
+    multiples of a group's size."""
+    values = view.values[dropped]
+    some = values[np.isfinite(values) & (values > 0)]
+    whole = np.unique(np.round(some).astype(np.int64))
+    return (
+        len(whole) >= 3
+        and bool(np.all(np.abs(some - np.round(some)) < 1e-6))
+        and int(np.gcd.reduce(whole)) == 1
+    )
 
 
 def batch_of(view: View, dropped: str) -> float:
