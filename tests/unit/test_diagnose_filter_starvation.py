@@ -30,8 +30,8 @@ def _gen(factor: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
 
 
 def test_counts_that_are_no_multiples_of_a_group_are_groups() -> None:
-    """16 and then 140 of them beside 512 sequences: of single samples a fifth, of groups of eight two thirds. Generation
-    takes twice as long, which a fifth would not explain."""
+    """16 and then 140 of them beside 512 sequences: of single samples a fifth, of groups of eight two thirds.
+    Generation takes twice as long, which a fifth would not explain."""
     run = run_of(TOKENS | {EVICTED: _dropped(16, 140), "timing_s/gen": _gen(2.2)}, n=N)
     assert diagnose(run).verdict == "filter_starvation"
     of_members = run_of(
@@ -55,7 +55,7 @@ def test_drops_that_do_not_show_in_the_seconds_starve_nobody() -> None:
 
 
 def test_a_rise_that_no_single_step_shows_is_one_where_nearly_every_later_step_has_more() -> None:
-    """Of eight prompts a batch, drops come by eights and swing between nothing and four batches; seconds go with them."""
+    """Of eight prompts a batch, drops come by eights and swing between nothing and four batches, seconds with them."""
     n = 400
     late = np.arange(n) >= 250
     rng = np.random.default_rng(3)

@@ -199,11 +199,11 @@ def _evicted(view: View) -> str | None:
 MOSTLY = 0.55
 """Share of the generated samples that is dropped from which on it is most of them."""
 TWICE_AS_MUCH = 1.65
-"""Seconds of generation over what the lengths explain, from which on most of what is made is dropped: a filter of a sound
-mix drops a quarter, and (1 - 1/4) / (1 - MOSTLY) is this."""
+"""Seconds of generation over what the lengths explain, from which on most of what is made is dropped: a filter of a
+sound mix drops a quarter, and (1 - 1/4) / (1 - MOSTLY) is this."""
 OUTRANKS = 0.9
-"""Share of the pairs of an earlier and a later step of which the later one has more, from which on a series that swings by
-its own size all the same rose."""
+"""Share of the pairs of an earlier and a later step of which the later one has more, from which on a series that swings
+by its own size all the same rose."""
 
 
 def _rise(view: View, metric: str | None, least: float) -> Break | None:
@@ -231,8 +231,8 @@ def _rise(view: View, metric: str | None, least: float) -> Break | None:
 
 
 def _dropped_share(view: View, dropped: str) -> float | None:
-    """Late share of the generated samples that the filter drops, if that counts samples; None when the batch size cannot
-    be told."""
+    """Late share of the generated samples that the filter drops, if that counts samples; None when the batch size
+    cannot be told."""
     late, batch = view.last(dropped), batch_of(view, dropped)
     known = dropped != BATCHES and np.isfinite(batch) and np.isfinite(late) and late + batch > 0
     return float(late / (late + batch)) if known else None
@@ -244,8 +244,8 @@ def _takes_two_batches(view: View) -> bool:
 
 
 def _counts_groups(view: View, dropped: str) -> bool:
-    """Whether a count is one of groups, whatever its name says: groups are dropped whole, so counts of their members are
-    multiples of a group's size."""
+    """Whether a count is one of groups, whatever its name says: groups are dropped whole, so counts of their members
+    are multiples of a group's size."""
     values = view.values[dropped]
     some = values[np.isfinite(values) & (values > 0)]
     whole = np.unique(np.round(some).astype(np.int64))
