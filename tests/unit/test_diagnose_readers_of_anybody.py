@@ -301,7 +301,7 @@ def test_few_records_say_what_they_show_and_alarm_nobody(tmp_path: Path) -> None
     diagnosis = judged(tmp_path, flat * 2)
     assert diagnosis.verdict == "not_judged"
     (note,) = [note for note in diagnosis.notes if "too few to judge" in note]
-    for says in ("reward is 0", "two different rewards", "grad_norm is 0", "100% of the answers"):
+    for says in ("reward is 0", "two different rewards", "grad_norm is 0", "all of the answers"):
         assert says in note
     good = line.format(0.1, 0.2, 0.5, 0.25, 0.1)
     assert not [note for note in judged(tmp_path, good * 2).notes if "too few" in note]
@@ -320,3 +320,22 @@ def test_supervised_training_is_told_for_what_it_is(shape: str, tmp_path: Path) 
     assert not any(
         "reinforcement" in note for note in judged(tmp_path, text.replace("grad_norm", "reward")).notes
     )
+
+
+def test_null_is_nan_only_of_what_is_measured(tmp_path: Path) -> None:
+    """A logger writes null of what it does not measure; of a loss, or after a number, it is one that is none."""
+    rows = [
+        {"step": i, "reward": 0.1 if i < 3 else None, "eval_loss": None, "loss": None} for i in range(1, 5)
+    ]
+    run = read(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "x.jsonl")
+    assert run.non_finite == {REWARD: [3, 4], "actor/loss": [1, 2, 3, 4]}
+
+
+def test_verls_own_words_of_a_filter_that_finds_too_few_are_told(tmp_path: Path) -> None:
+    text = f"{TRACE}ValueError: num_gen_batches=10 >= max_num_gen_batches=10. Generated too many.\n"
+    assert judged(tmp_path, text).verdict == "filter_starvation"
+
+
+def test_a_line_of_a_policys_loss_alone_is_reinforcement_learning(tmp_path: Path) -> None:
+    diagnosis = judged(tmp_path, "step 1: {'train/loss': 0.1, 'train/pg_loss': 0.0, 'train/ppo_kl': 0.1}\n")
+    assert not any("reinforcement" in note for note in diagnosis.notes)

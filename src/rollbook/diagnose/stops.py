@@ -25,7 +25,7 @@ _TOLD_BY: tuple[tuple[str, str], ...] = (
     ("refused_publication", r"was not published|digest|was to be published|is not the manifest's"),
     ("dead_scorer", r"trajectories failed, \d+ of them as reward"),
     ("dead_sandbox_pool", r"trajectories failed, \d+ of them as (?:environment|sandbox_lost)"),
-    ("filter_starvation", r"groups and lost \d+ [^:]*: \d+ flat"),
+    ("filter_starvation", r"groups and lost \d+ [^:]*: \d+ flat|num_gen_batches=\d+ >= max_num_gen_batches"),
     ("buffer_never_fills", r"waited [\d.e+]+ s for its groups|trajectories failed, \d+ of them as timeout"),
     ("mismatch_to_nan", r"not finite|\bNaN\b|\bnan\b"),
 )

@@ -11,7 +11,10 @@ from rollbook.observe.numbers import many
 FEW = 5
 """Steps up to which no level can be told from its noise."""
 _REWARDS = ("critic/score/", "critic/rewards/", "reward/", "val/", "val-core/", "rollout/raw_reward")
-_OF_ROLLOUTS = ("response_length/", "timing_s/gen", "rollout/", "rollout_corr/", "critic/", "num_turns/")
+_OF_ROLLOUTS = (
+    "response_length/", "timing_s/gen", "rollout/", "rollout_corr/", "critic/", "num_turns/", "actor/pg_", "actor/ppo_",
+    "actor/kl_loss", "training/off_policy/", "batch/",
+)  # fmt: skip
 
 
 def notes(run: RunSeries) -> list[str]:
@@ -51,7 +54,8 @@ def _few(run: RunSeries) -> str:
         shown.append("actor/grad_norm is 0: nothing is learned")
     cut = _known(run, "response_length/clip_ratio")
     if cut is not None and cut.min() >= 0.5:
-        shown.append(f"at least {cut.min():.0%} of the answers are cut off at the limit")
+        part = "all" if cut.min() >= 0.995 else f"{cut.min():.0%} or more"
+        shown.append(f"{part} of the answers are cut off at the limit")
     if not shown:
         return ""
     where = "the step" if run.num_steps == 1 else f"all {run.num_steps} steps"

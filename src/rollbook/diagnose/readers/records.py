@@ -48,6 +48,8 @@ _RUN_LIKE = re.compile(r"reward|loss|kl\b|entropy|grad_norm|return", re.IGNORECA
 HEAD_ENTRIES = 2000
 """Entries that are looked at to find the column of steps and how often one repeats."""
 MAX_DEPTH = 6
+_ALWAYS_MEASURED = frozenset({"actor/loss", "actor/pg_loss", "actor/grad_norm"})
+"""A step without a number of these had none that is one."""
 
 
 def recognizes(head: str) -> float:
@@ -358,6 +360,8 @@ class _Rows:
     _num: int = 0
     _held: dict[str, list[float]] = field(default_factory=dict)
     _most: int = 1
+    _told: set[str] = field(default_factory=set)
+    """Metrics that have had a number."""
 
     def add(self, entry: Entry) -> Iterator[Row | Event]:
         found = _count(entry.get(self.key)) if self.key is not None else None
@@ -368,7 +372,9 @@ class _Rows:
             f"{prefix}{name}": v
             for name, raw in entry.items()
             if name != self.key and name not in NO_METRICS and (v := _scalar(raw)) is not None
+            if raw is not None or self._is_measured(f"{prefix}{name}")
         }
+        self._told.update(name for name, value in data.items() if value == value)
         self._num += 1
         if not data:
             return
@@ -381,6 +387,11 @@ class _Rows:
             self._step = step
         for name, value in data.items():
             self._held.setdefault(name, []).append(value)
+
+    def _is_measured(self, name: str) -> bool:
+        """Whether null stands for NaN: a logger writes null of what it does not measure, too, from the first row on."""
+        found = meant(name)
+        return name in self._told or (found is not None and found[0] in _ALWAYS_MEASURED)
 
     def _mean(self) -> Iterator[Row]:
         if self._held:
