@@ -77,6 +77,14 @@ def test_a_table_is_read_with_any_separator(split: str, tmp_path: Path) -> None:
         "\x1b[36m(Trainer pid=8)\x1b[0m [step {i}/40] loss=0.0100 rewards=0.{i}",
         "==== Step {i}/40 ====\n  Mean Reward: 0.{i}\n  Loss: 0.01\n",
         "==== Step {i}/40 ====\n| Mean Reward | 0.{i} |\n| Loss | 0.01 |\n",
+        "--- [collected] - METRICS STEP {i} ---\n  rollout/avg_reward: 0.{i}\n  grpo_loss/mean: 0.01",
+        "┃ Metric ┃ Value ┃\n│ step   │ {i}     │\n│ reward │ 0.{i}   │\n│ loss   │ 0.01  │\n└─────┴───┘",
+        "| rollout/      |      |\n|   ep_rew_mean | 0.{i}  |\n| time/         |      |\n|   iteration   | {i}    |\n"
+        "|   loss        | 0.01 |\n---",
+        "GRPO:  1%|x  | {i}/100 [00:10<10:00, 10.2s/it, loss=0.01, reward=0.{i}]\r",
+        "03:11:02.12 | INFO | __main__:train:88 - step {i}: reward 0.{i} ± 0.12, loss 0.01, len 210.3",
+        "Iter {i:04d} | acc {i}0.0% | loss 0.01",
+        "---\nstep: {i}\nmetrics:\n  reward: 0.{i}\n  loss: 0.01",
     ],
 )
 def test_a_console_is_read_however_it_prints(line: str, tmp_path: Path) -> None:
@@ -89,6 +97,21 @@ def test_a_console_is_read_however_it_prints(line: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(
         run.values["actor/loss" if "actor/loss" in run.values else "actor/pg_loss"], 0.01
     )
+
+
+@pytest.mark.parametrize(
+    ("header", "row"),
+    [
+        ("| Step | Avg Reward | kl |\n|------|--------|----|\n", "| {i} | 0.{i} | 0.01 |\n"),
+        ("    step  mean_reward   kl\n", "{i}      {i}     0.{i}   0.01\n"),
+    ],
+    ids=["of an issue", "of a data frame"],
+)
+def test_a_table_within_a_text_is_read(header: str, row: str, tmp_path: Path) -> None:
+    rows = "".join(row.format(i=i) for i in range(2, 7))
+    run = read(tmp_path, f"What we saw of reward and loss:\n\n{header}{rows}\nThen it stopped.\n")
+    assert run.steps.tolist() == [2, 3, 4, 5, 6]
+    np.testing.assert_allclose(run.values[REWARD], [0.2, 0.3, 0.4, 0.5, 0.6])
 
 
 def test_a_dict_over_several_lines_is_one_record_and_records_without_a_step_are_counted(

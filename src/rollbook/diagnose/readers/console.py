@@ -36,10 +36,14 @@ _OF_STEPS = (
 )
 _STEP = re.compile(rf"(?<![\w/.-])({_OF_STEPS})\s?[:=#]?\s?[\[(]?(\d+)(?![\w.%-]|:\d)", re.IGNORECASE)
 _HEADING = re.compile(rf"^\W*{_OF_STEPS}\s?[:=#]?\s?[\[(]?(\d+)(?![\w.%-]|:\d)", re.IGNORECASE)
+_WEAK_STEP = re.compile(r"(?<![\w/.-])(?:episode|round)\s?[:=#]?\s?[\[(]?(\d+)(?![\w.%-]|:\d)", re.IGNORECASE)
+_RULE = re.compile(r"^\W*[=*#-]{3}")
+_OF_A_STEP = frozenset({"step", "global", "grpo", "ppo", "rl", "train", "update", "rollout", "policy"})
 _NO_STEP = re.compile(
     r"(?:total|max|num|every|warmup|last|next|best|per|each|optimization|mean|avg)\W*$", re.I
 )
-_OF_TOTAL = re.compile(r"[(\[]\s*(\d+)/(\d\d+)\s*[)\]]")
+_OF_TOTAL = re.compile(r"[(\[]\s*(\d+)/(?:\d\d+)\s*[)\]]|\|\s*(\d+)/\d+ \[[^\]{]*\w=")
+"""One of all of them, in brackets or of a progress bar with numbers of its own."""
 _STEP_KEYS = STEP_KEYS[: STEP_KEYS.index("batch")]
 MAX_GAP = 30
 """Lines without a number after which a record is over."""
@@ -171,15 +175,18 @@ def _results(data: dict[str, float]) -> set[str]:
 
 
 def _step_of(line: str, *, is_record: bool) -> int | None:
-    """The step that a line says it is of; a line without metrics must begin with it."""
-    if not is_record:
+    """The step that a line says it is of; a line without metrics must begin with it, or be drawn as a heading."""
+    if not is_record and _RULE.match(line) is None:
         heading = _HEADING.match(line)
         return int(heading.group(1)) if heading is not None else None
     for found in _STEP.finditer(line):
         if not _NO_STEP.search(line[: found.start()]):
             return int(found.group(2))
     of_total = _OF_TOTAL.findall(line)
-    return int(of_total[-1][0]) if of_total else None
+    if of_total:
+        return int("".join(of_total[-1]))
+    weak = _WEAK_STEP.search(line)
+    return int(weak.group(1)) if weak is not None else None
 
 
 def _pairs(line: str) -> dict[str, float]:
@@ -188,18 +195,15 @@ def _pairs(line: str) -> dict[str, float]:
         pairs = dict_pairs(line)
         if pairs:
             return pairs
-    if ":" not in line and "=" not in line:
-        cells = _CELLS.match(line) if "|" in line or "│" in line or "┃" in line else None
-        found = [cells.groups()] if cells is not None else []
-    else:
-        found = _PAIR.findall(line)
-        if any(map(line.__contains__, _TELLING)) and not any(meant(_named(name)) for name, *_ in found):
-            found += _BESIDE.findall(line)
+    cells = _CELLS.match(line) if "|" in line or "│" in line or "┃" in line else None
+    found = [cells.groups()] if cells is not None else _PAIR.findall(line)
+    if any(map(line.__contains__, _TELLING)) and not any(meant(_named(name)) for name, *_ in found):
+        found += _BESIDE.findall(line)
     data: dict[str, float] = {}
     for name, written, unit in found:
         value = number(written)
-        name = _named(name)
-        if value is not None and name and not _counts_steps(name):
+        name = "step" if _counts_steps(name) else _named(name)
+        if value is not None:
             data.setdefault(name, value / 100 if unit == "%" else value / 1000 if unit == "ms" else value)
     return data
 
@@ -214,4 +218,5 @@ def _named(name: str) -> str:
 
 
 def _counts_steps(name: str) -> bool:
-    return words_of(name) <= {"step", "global", "grpo", "ppo", "rl", "train", "update", "rollout", "policy"}
+    words = words_of(name)
+    return words <= _OF_A_STEP and bool(words & {"step", "update", "rollout"})

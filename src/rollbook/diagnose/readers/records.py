@@ -28,15 +28,15 @@ Entry = dict[str, Any]
 STEP_KEYS = (
     "training/global_step", "trainer/global_step", "train/global_step", "global_step", "global_steps", "grpo_step",
     "ppo_step", "rl_step", "train_step", "training_step", "train/step", "trainer_step", "current_steps", "current_step",
-    "step", "steps", "Step", "_step", "iteration", "Iteration", "iter", "update", "updates", "update_step",
+    "step", "steps", "_step", "training_iteration", "iteration", "iter", "update", "updates", "update_step",
     "num_updates", "rollout_step", "rollout_id", "rollout", "optimizer_step", "opt_step", "batch", "batch_idx", "round",
-    "progress/batch", "episode", "epoch", "Epoch",
+    "progress/batch", "episode", "epoch",
 )  # fmt: skip
 """Columns that count steps, the surest first."""
 _MAY_BEGIN_AGAIN = STEP_KEYS[: STEP_KEYS.index("batch")]
 """The others count steps only where they never stand still or go back: batches of an epoch do."""
 NO_METRICS = frozenset(
-    {"_timestamp", "_runtime", "_wandb", "seed", "timestamp", "time_stamp", *STEP_KEYS} - {"epoch", "Epoch"}
+    {"_timestamp", "_runtime", "_wandb", "seed", "timestamp", "time_stamp", *STEP_KEYS} - {"epoch"}
 )
 _SPLITS = ("type", "split", "phase", "mode", "stage", "kind", "event", "prefix")
 _IS_EVAL = re.compile(r"(?:eval|val|valid|validation|test|evaluation)(?:_.*)?", re.IGNORECASE)
@@ -58,7 +58,7 @@ def recognizes(head: str) -> float:
     if start[:1] in ("{", "["):
         entries = _of_document(start) or list(itertools.islice(_of_lines(start.splitlines()), 200))
     else:
-        entries = list(itertools.islice(_of_table(start.splitlines()[:200]), 199))
+        entries = list(itertools.islice(_of_table(start.splitlines()), 200))
     return 0.4 if are_a_run(entries) else 0.0
 
 
@@ -156,16 +156,55 @@ MAX_LINES_AN_OBJECT = 500
 
 
 def _of_table(texts: Iterable[str]) -> Iterator[Entry]:
-    """Rows of a table with a header, separated by commas, tabs or semicolons."""
+    """Rows of a table with a header, separated by commas, tabs or semicolons; else of each table that stands in a text,
+    between bars or in columns."""
     texts = iter(text for text in texts if text.strip() and not text.startswith("#"))
     header = next(texts, "")
     split = max(",\t;", key=header.count)
     names = [name.strip() for name in next(csv.reader([header], delimiter=split), [])]
-    if len(names) < 2 or any(number(name) is not None for name in names) or len(set(names)) < len(names):
+    if not _are_names(names):
+        yield from _in_a_text(itertools.chain([header], texts))
         return
     for cells in csv.reader(texts, delimiter=split):
         if len(cells) <= len(names):
-            yield {name: cell for name, cell in zip(names, cells, strict=False) if cell != ""}
+            yield {named(name): cell for name, cell in zip(names, cells, strict=False) if cell != ""}
+
+
+def _are_names(names: list[str]) -> bool:
+    return 2 <= len(names) == len(set(names)) and not any(number(name) is not None for name in names)
+
+
+_BARS = re.compile(r"\s*[|│┃]\s*")
+_BLANKS = re.compile(r"\s+")
+
+
+def _in_a_text(texts: Iterable[str]) -> Iterator[Entry]:
+    names: list[str] = []
+    split = _BARS
+    for text in texts:
+        cells = split.split(text.strip(" \t|│┃"))
+        numbers = [value for cell in cells if (value := number(cell)) is not None]
+        if names and len(cells) in (len(names), len(names) + 1) and 2 * len(numbers) >= len(cells):
+            told = cells[-len(names) :]  # a data frame has a column of its own before them
+            yield {name: cell for name, cell in zip(names, told, strict=True) if number(cell) is not None}
+            continue
+        if numbers or not any(
+            word in text.lower() for word in ("reward", "loss", "return", "score", "accuracy")
+        ):
+            continue
+        for split in (_BARS, _BLANKS):
+            names = [named(name) for name in split.split(text.strip(" \t|│┃"))]
+            results = {name for name in names if (found := meant(name)) is not None and found[0] in RESULTS}
+            if _are_names(names) and results and (len(results) >= 2 or set(names) & set(STEP_KEYS)):
+                break
+        else:
+            names = []
+
+
+def named(name: str) -> str:
+    """A column's name; one that counts steps as `STEP_KEYS` has it, however it is capitalised."""
+    plain = name.lower().replace(" ", "_")
+    return plain if plain in STEP_KEYS else name
 
 
 def _weight(entries: list[Entry]) -> int:
@@ -274,7 +313,7 @@ def flat(entry: Entry, prefix: str = "", depth: int = 0) -> Entry:
     """An entry without nesting: dicts as name/inner, lists of numbers as their mean."""
     out: Entry = {}
     for key, value in entry.items():
-        name = f"{prefix}{key}"
+        name = named(f"{prefix}{key}")
         if isinstance(value, dict):
             if depth < MAX_DEPTH:
                 inner = flat(value, "" if not prefix and key in _WRAPPERS else f"{name}/", depth + 1)
@@ -290,7 +329,9 @@ def flat(entry: Entry, prefix: str = "", depth: int = 0) -> Entry:
     return out
 
 
-_WRAPPERS = frozenset({"metrics", "data", "values", "scalars", "stats", "log", "logs"})
+_WRAPPERS = frozenset(
+    {"metrics", "data", "values", "scalars", "stats", "log", "logs", "fields", "payload", "extra"}
+)
 """Dicts of an entry whose names say nothing."""
 
 

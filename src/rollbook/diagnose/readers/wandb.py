@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.records import Entry, flat, rows
+from rollbook.diagnose.readers.records import Entry, flat, named, rows
 from rollbook.diagnose.readers.text import lines, open_binary
 from rollbook.diagnose.series import NEXT_RUN, Event, Row
 from rollbook.errors import DataError
@@ -79,11 +79,11 @@ _OF_RUN = " - "
 
 def _csv_rows(path: Path, run: str) -> Iterator[dict[str, str]]:
     for entry in csv.DictReader(lines(path)):
-        named: dict[str, str] = {}
+        values: dict[str, str] = {}
         for key, value in entry.items():
             if key is None or value is None or value == "" or key.endswith(("__MIN", "__MAX")):
                 continue
             owner, _, name = key.rpartition(_OF_RUN)
             if owner in ("", run):
-                named[name] = value
-        yield named
+                values[named(name)] = value
+        yield values

@@ -24,8 +24,9 @@ _SAME = {
     "generation": "gen", "generate": "gen", "generated": "gen", "generating": "gen", "rollouts": "rollout",
     "sampling": "gen", "sampler": "engine", "vllm": "engine", "sglang": "engine", "inference": "engine",
     "generator": "engine", "updates": "update", "returns": "return", "scores": "score",
-    "acc": "accuracy", "correctness": "accuracy", "truncation": "truncated", "advantages": "advantage",
-    "adv": "advantage", "clipfrac": "clip_ratio", "approxkl": "approx_kl", "iteration": "step", "iter": "step",
+    "acc": "accuracy", "seq": "sequence", "correctness": "accuracy", "truncation": "truncated",
+    "advantages": "advantage", "adv": "advantage",
+    "clipfrac": "clip_ratio", "approxkl": "approx_kl", "iteration": "step", "iter": "step",
     "groups": "group", "stddev": "std", "variance": "std", "var": "std", "difference": "diff", "gap": "diff",
     "abs": "diff", "steps": "step", "scoring": "score", "flat": "zero",
 }  # fmt: skip
@@ -54,6 +55,8 @@ def _meaning(metric: str, has: str, may_have: str = "", *, rank: int = 0) -> _Me
 
 
 _PLAIN = " ".join(sorted(_RUN))
+_ANSWER = "response|completion|output|gen|answer|sequence"
+_OF_KL = "ref reference mean train divergence loss penalty estimate metrics actor policy grpo"
 _SECONDS = "s mean train perf timing timings total metrics stats rl step per"
 _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("critic/rewards/mean", "reward", _PLAIN),
@@ -69,16 +72,16 @@ _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("val/all/reward", "eval reward", "mean all total overall"),
     _meaning("val/all/reward", "eval accuracy", "mean all total overall", rank=1),
     _meaning("val/all/reward", "eval score", "mean all total overall", rank=1),
-    _meaning("response_length/mean", "response|completion|output|gen|answer length", "mean token train rollout"),
-    _meaning("response_length/mean", "response|completion|output|gen|answer token mean", "train rollout per", rank=1),
-    _meaning("response_length/max", "response|completion|output|gen|answer length max", "token train rollout"),
-    _meaning("response_length/min", "response|completion|output|gen|answer length min", "token train rollout"),
+    _meaning("response_length/mean", f"{_ANSWER} length", "mean token train rollout"),
+    _meaning("response_length/mean", f"{_ANSWER} token mean", "train rollout per", rank=1),
+    _meaning("response_length/max", f"{_ANSWER} length max", "token train rollout"),
+    _meaning("response_length/min", f"{_ANSWER} length min", "token train rollout"),
     _meaning(
         "response_length/clip_ratio", "truncated|clipped ratio", "response completion rollout mean train output gen"
     ),
     _meaning("actor/grad_norm", "grad norm", "actor policy train mean total global optim optimizer metrics"),
     _meaning("actor/entropy", "entropy", "actor policy token mean train metrics optim"),
-    _meaning("actor/kl_loss", "kl", "ref reference mean train divergence loss penalty estimate metrics actor policy"),
+    _meaning("actor/kl_loss", "kl", _OF_KL),
     _meaning("actor/ppo_kl", "approx|old|step kl", "mean train policy ppo metrics actor policy loss"),
     _meaning("actor/pg_clipfrac", "clip ratio", "mean train actor policy pg ppo metrics"),
     _meaning("actor/pg_loss", "policy|pg|actor|grpo|ppo|proxy loss", "mean train metrics"),
