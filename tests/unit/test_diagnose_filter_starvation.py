@@ -47,6 +47,13 @@ def test_the_batches_of_a_step_tell_what_share_is_dropped(batches: float, factor
     assert (judge(View.of(run_of(TOKENS | series, n=N))) is not None) == found
 
 
+def test_a_tail_takes_the_seconds_that_a_filter_does_not() -> None:
+    """More is dropped while a few responses run on to three times the length: nobody knows what the seconds went to."""
+    tail = {"response_length/max": noisy(np.where(LATE, 9000.0, 3000.0), 9, n=N)}
+    run = run_of(TOKENS | tail | {EVICTED: _dropped(16, 140), "timing_s/gen": _gen(2.2)}, n=N)
+    assert judge(View.of(run)) is None
+
+
 def test_drops_that_do_not_show_in_the_seconds_starve_nobody() -> None:
     """More groups are flat, as a task is learned, and no step takes longer for it."""
     assert (

@@ -62,8 +62,10 @@ def _for_good(view: View, dropped: str | None, kept: str | None, starved: Stop |
     if starved is None and dropped is not None and (part := _dropped_share(view, dropped)) is not None:
         if part < MOSTLY and (not _counts_groups(view, dropped) or _takes_two_batches(view)):
             return None  # most of what is generated is trained
-        if part < MOSTLY and not view.has(BATCHES):
-            least = TWICE_AS_MUCH  # of how many groups those are, only the seconds tell
+        if part < MOSTLY and not view.has(BATCHES):  # of how many groups those are, only the seconds tell
+            least = TWICE_AS_MUCH
+            if _longest_grew(view, idx):
+                return None  # a tail takes them, and nothing tells
     excess = excess_of(view)
     slower = _rise(view, excess, least)
     costs = slower is not None and slower.idx >= idx - max(8, view.n // 10)
@@ -236,6 +238,22 @@ def _dropped_share(view: View, dropped: str) -> float | None:
     late, batch = view.last(dropped), batch_of(view, dropped)
     known = dropped != BATCHES and np.isfinite(batch) and np.isfinite(late) and late + batch > 0
     return float(late / (late + batch)) if known else None
+
+
+def _longest_grew(view: View, idx: int) -> bool:
+    """Whether the longest responses are longer than before a position, by so much that a step waits for them."""
+    for metric in ("response_length/max", "response_length/p99"):
+        before, late = (
+            view.level(metric, max(0, idx - 40), idx),
+            view.level(metric, idx + (view.n - idx) // 2),
+        )
+        if late >= LONGER * before:
+            return True
+    return False
+
+
+LONGER = 1.4
+"""Times as long."""
 
 
 def _takes_two_batches(view: View) -> bool:
