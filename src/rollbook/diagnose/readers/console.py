@@ -64,7 +64,7 @@ _TELLING = (
     "acc",
 )
 _NEEDLES = tuple(word.encode() for word in (*_TELLING, "step", "Step", "STEP", "teration"))
-SMALL_BYTES = 64 * 1024 * 1024
+SMALL_BYTES = 8 * 1024 * 1024
 """Size up to which every line is looked at; of a larger log those that may tell something."""
 
 

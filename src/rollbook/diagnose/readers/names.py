@@ -204,7 +204,8 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"eval/([^/]+)"), r"val/\1/reward"),
     (re.compile(r"eval-rollout/reward"), "val/all/reward"),
 )
-_ONE_MINUS = {"frac_reward_zero_std": "batch/effective_frac"}
+EFFECTIVE = "batch/effective_frac"
+_ONE_MINUS = {"frac_reward_zero_std": EFFECTIVE}
 """Shares logged the other way round."""
 _SINCE_THE_START = frozenset({"fully_async/count/dropped_stale_samples"})
 """Counts that go on from step to step, where the catalogue counts those of a step."""
@@ -308,7 +309,7 @@ class Renamer:
                 new = known[name] = self._name(name)
                 if new != name:
                     self.renamed[name] = new
-            if self._is_one_minus(name):
+            if new == EFFECTIVE and self._is_one_minus(name):
                 value = 1.0 - value
             if name in _SINCE_THE_START:
                 before = self._so_far.get(name)
@@ -352,7 +353,7 @@ class Renamer:
     def _is_one_minus(self, name: str) -> bool:
         if name.removeprefix("train/") in _ONE_MINUS:
             return True
-        return self._read.get(name) == "batch/effective_frac" and is_share_of_nothing(name)
+        return self._read.get(name) == EFFECTIVE and is_share_of_nothing(name)
 
     def _as_written(self, names: list[str]) -> str:
         """How the log writes a series: of several aliases the first stands, of a family that counts as one all do."""

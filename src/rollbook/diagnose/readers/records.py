@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,7 @@ def _in_a_text(texts: Iterable[str]) -> Iterator[Entry]:
             names = []
 
 
+@lru_cache(maxsize=8192)
 def named(name: str) -> str:
     """A column's name; one that counts steps as `STEP_KEYS` has it, however it is capitalised."""
     plain = name.lower().replace(" ", "_")
@@ -306,6 +308,8 @@ def _column(item: list[Any]) -> _Column | None:
 
 def _scalar(value: Any) -> float | None:
     """A number, of any spelling; a string must be one, and null is NaN."""
+    if type(value) is float:
+        return value
     return None if isinstance(value, list | dict) else number(value)
 
 
@@ -313,8 +317,10 @@ def flat(entry: Entry, prefix: str = "", depth: int = 0) -> Entry:
     """An entry without nesting: dicts as name/inner, lists of numbers as their mean."""
     out: Entry = {}
     for key, value in entry.items():
-        name = named(f"{prefix}{key}")
-        if isinstance(value, dict):
+        name = named(f"{prefix}{key}" if prefix else key)
+        if type(value) is float:  # nearly all are
+            out[name] = value
+        elif isinstance(value, dict):
             if depth < MAX_DEPTH:
                 inner = flat(value, "" if not prefix and key in _WRAPPERS else f"{name}/", depth + 1)
                 out.update({k: v for k, v in inner.items() if k not in out})

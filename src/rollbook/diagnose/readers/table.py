@@ -298,13 +298,12 @@ def _also_holds(path: Path, format: str) -> Iterator[str]:
 
 
 def _recognized(head: str) -> str | None:
-    """The format that fits best, None where none does; what is nobody's own is asked last."""
-    for is_anybodys in (False, True):
-        asked = {n: r.recognizes(head) for n, r in READERS.items() if r.is_anybodys == is_anybodys}
-        best = max(asked, key=lambda name: asked[name])
-        if asked[best] > 0.0:
-            return best
-    return None
+    """The format that fits best, None where none does; what is nobody's own is asked last, one after the other."""
+    scores = {name: reader.recognizes(head) for name, reader in READERS.items() if not reader.is_anybodys}
+    best = max(scores, key=lambda name: scores[name])
+    if scores[best] > 0.0:
+        return best
+    return next((n for n, reader in READERS.items() if reader.is_anybodys and reader.recognizes(head)), None)
 
 
 _MARKS = (
