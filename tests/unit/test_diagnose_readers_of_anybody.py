@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollbook.diagnose.finding import Diagnosis
-from rollbook.diagnose.readers.table import load
+from rollbook.diagnose.readers.table import HEAD_BYTES, load
 from rollbook.diagnose.readers.words import meant
 from rollbook.diagnose.series import RunSeries
 from rollbook.diagnose.tree import diagnose
@@ -362,3 +362,11 @@ def test_verls_own_words_of_a_filter_that_finds_too_few_are_told(tmp_path: Path)
 def test_a_line_of_a_policys_loss_alone_is_reinforcement_learning(tmp_path: Path) -> None:
     diagnosis = judged(tmp_path, "step 1: {'train/loss': 0.1, 'train/pg_loss': 0.0, 'train/ppo_kl': 0.1}\n")
     assert not any("reinforcement" in note for note in diagnosis.notes)
+
+
+def test_a_frameworks_steps_behind_megabytes_of_sampled_texts_are_its_own(tmp_path: Path) -> None:
+    """Samples that are printed before the first step hold names with numbers, too."""
+    sample = "Trial 3: reward = 0.5, loss = 0.1, accuracy = 0.2 of what the answer says about step 7.\n"
+    steps = "".join(f"step:{i} - critic/score/mean:0.{i} - timing_s/gen:41.2\n" for i in range(1, 9))
+    run = read(tmp_path, sample * (1 + HEAD_BYTES // len(sample)) + steps)
+    assert (run.format, run.num_steps) == ("verl-console", 8)

@@ -260,7 +260,7 @@ def detect(path: Path, *, of_a_folder: bool = False) -> str:
         raise DataError(f"{path} is empty", "check that this is the log of a run that finished a step")
     raw = head.splitlines()
     head = "\n".join(map(text.plain, raw))
-    if (found := _recognized(head) or _recognized_further_in(path)) is not None:
+    if (found := _recognized(head) or _recognized_further_in(path) or _anybodys(head)) is not None:
         return found
     if died_before_a_step(raw):
         return "verl-console"
@@ -298,11 +298,15 @@ def _also_holds(path: Path, format: str) -> Iterator[str]:
 
 
 def _recognized(head: str) -> str | None:
-    """The format that fits best, None where none does; what is nobody's own is asked last, one after the other."""
+    """The format of a framework's own that fits best, None where none does."""
     scores = {name: reader.recognizes(head) for name, reader in READERS.items() if not reader.is_anybodys}
     best = max(scores, key=lambda name: scores[name])
-    if scores[best] > 0.0:
-        return best
+    return best if scores[best] > 0.0 else None
+
+
+def _anybodys(head: str) -> str | None:
+    """The first format that is nobody's own and reads something in it: asked where no framework's is found anywhere,
+    for start-up pages and sampled texts hold names with numbers, too."""
     return next((n for n, reader in READERS.items() if reader.is_anybodys and reader.recognizes(head)), None)
 
 
