@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollbook.ledger.quantity import require_number
+from rollbook.ledger.quantity import counted, require_number
 
 if TYPE_CHECKING:
     from rollbook.planner.reconcile import Expectation
@@ -80,7 +80,9 @@ def command(
     )
     ending = ending_of(Path(run))
     if ending is not None and ending.why:
-        result = replace(result, notes=(f"{ending.num_steps} steps finished; {ending.why}", *result.notes))
+        result = replace(
+            result, notes=(f"{counted(ending.num_steps, 'step')} finished; {ending.why}", *result.notes)
+        )
     if as_json:
         typer.echo(json.dumps(result.as_json()))
         return

@@ -30,14 +30,17 @@ def command(
     Exits with 0 when everything is the same, with 1 when not; the first differences are named.
     """
     from rollbook.controller.replay import replay_run
+    from rollbook.ledger.quantity import counted
 
     report = replay_run(run, only_step=step)
     if as_json:
         typer.echo(json.dumps({"is_equal": report.is_equal, **asdict(report)}))
     else:
         typer.echo(
-            f"{report.run_dir}: {report.num_steps} steps repeated; compared {report.num_digests} digests of published "
-            f"weights and {report.num_trajectories} trajectories with {report.num_tokens} tokens "
+            f"{report.run_dir}: {counted(report.num_steps, 'step')} repeated; compared "
+            f"{counted(report.num_digests, 'digest')} of published "
+            f"weights and {counted(report.num_trajectories, 'trajectory')} with "
+            f"{counted(report.num_tokens, 'token')} "
             f"({report.num_cut} cut by a publication)"
         )
         for note in report.notes:

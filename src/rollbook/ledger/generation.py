@@ -21,7 +21,7 @@ from rollbook.ledger.lengths import Curve, LengthDistribution
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.own_machine import own_seconds_width
 from rollbook.ledger.prefill import prefill_account
-from rollbook.ledger.quantity import format_bytes
+from rollbook.ledger.quantity import counted, format_bytes
 from rollbook.ledger.reliability import assumed_model_factor, model_traits, widening
 from rollbook.ledger.residence import Residence
 from rollbook.ledger.workload import Workload
@@ -151,7 +151,7 @@ def default_rollout_side(
     rate = room.slots / full_s / layout.num_gpus
     why_not = list(room.why_not)
     if num_gpus < layout.num_gpus:
-        why_not.append(f"a replica takes {layout.num_gpus} GPUs, the rollout side has {num_gpus}")
+        why_not.append(f"a replica takes {counted(layout.num_gpus, 'GPU')}, the rollout side has {num_gpus}")
     prefill = prefill_account(
         model,
         workload,
@@ -171,7 +171,9 @@ def default_rollout_side(
     notes, error_frac = _reliability(model, cluster, assumptions, layout)
     idle_gpus = num_gpus - num_replicas * layout.num_gpus
     if idle_gpus > 0:
-        notes.append(f"{idle_gpus} of {num_gpus} rollout GPUs are left over")
+        notes.append(
+            f"{idle_gpus} of {counted(num_gpus, 'rollout GPU')} {'is' if idle_gpus == 1 else 'are'} left over"
+        )
     return RolloutSide(
         num_gpus=num_gpus,
         tp_size=layout.num_gpus,

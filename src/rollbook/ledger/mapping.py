@@ -21,6 +21,7 @@ from rollbook.ledger.adapters import lora_params
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import DTYPE_BYTES, ReplicaLayout, TrainLayout
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.quantity import counted
 from rollbook.ledger.tensors import TensorKind, tensor_kinds
 
 Link = Literal["same GPU", "scale-up", "network", "host link", "storage"]
@@ -59,7 +60,7 @@ class Trainer:
         layout = self.layout
         degrees = {"TP": layout.tp_size, "PP": layout.pp_size, "CP": layout.cp_size, "EP": layout.ep_size}
         used = "".join(f", {name} {size}" for name, size in degrees.items() if size > 1)
-        gpus = "1 GPU" if self.num_gpus == 1 else f"{self.num_gpus} GPUs"
+        gpus = counted(self.num_gpus, "GPU")
         return f"{'FSDP2' if self.is_sharded else 'Megatron'} on {gpus}{used}"
 
     def pieces(self, kind: TensorKind) -> int:

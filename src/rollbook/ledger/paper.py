@@ -14,7 +14,7 @@ from rollbook.ledger.account import Flops, RolloutSide, TrainSide
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
-from rollbook.ledger.quantity import format_bytes
+from rollbook.ledger.quantity import counted, format_bytes
 from rollbook.ledger.workload import Workload
 
 
@@ -57,10 +57,10 @@ def paper_rollout_side(
     slots = min(math.floor(pool_bytes / sequence_bytes), math.ceil(workload.num_sequences / num_replicas))
     why_not = []
     if num_gpus < tp_size:
-        why_not.append(f"a replica takes {tp_size} GPUs, the rollout side has {num_gpus}")
+        why_not.append(f"a replica takes {counted(tp_size, 'GPU')}, the rollout side has {num_gpus}")
     if slots < 1:
         why_not.append(
-            f"a replica of {tp_size} GPUs holds {format_bytes(usable_bytes)}, weights take "
+            f"a replica of {counted(tp_size, 'GPU')} holds {format_bytes(usable_bytes)}, weights take "
             f"{format_bytes(weights_bytes)} and one sequence {format_bytes(sequence_bytes)}"
         )
         slots = 1
@@ -86,7 +86,10 @@ def paper_rollout_side(
         weights_bytes_per_gpu=weights_bytes / tp_size,
         kv_pool_bytes=max(pool_bytes, 0.0),
         why_not=tuple(why_not),
-        notes=(f"{idle_gpus} of {num_gpus} rollout GPUs are left over at TP {tp_size}",)
+        notes=(
+            f"{idle_gpus} of {counted(num_gpus, 'rollout GPU')} {'is' if idle_gpus == 1 else 'are'} left over "
+            f"at TP {tp_size}",
+        )
         if idle_gpus > 0
         else (),
     )
@@ -111,7 +114,7 @@ def paper_train_side(
     held_bytes = state_bytes + critic_bytes
     if held_bytes > num_gpus * usable_bytes:
         why_not.append(
-            f"{num_gpus} GPUs cannot hold {format_bytes(held_bytes)} of training state: "
+            f"{counted(num_gpus, 'GPU')} cannot hold {format_bytes(held_bytes)} of training state: "
             f"{format_bytes(held_bytes / num_gpus)} a GPU of {format_bytes(usable_bytes)} usable; "
             f"it takes at least {math.ceil(held_bytes / usable_bytes)}"
         )

@@ -21,7 +21,7 @@ from rollbook.ledger.layout import TrainLayout
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.own_machine import own_seconds_width, own_training_s
-from rollbook.ledger.quantity import format_bytes
+from rollbook.ledger.quantity import counted, format_bytes
 from rollbook.ledger.reliability import assumed_model_factor, model_traits, widening
 from rollbook.ledger.traffic import dense_width, expert_width
 from rollbook.ledger.workload import Workload
@@ -40,7 +40,7 @@ def token_s(
     """GPU-seconds of one token, forward or forward and backward, pipeline full.
 
     Passes over the matrices: forward 1, backward 2 (1 for frozen ones), full recomputation 1 more. Attention
-    backward costs 2.5 forwards (flash attention recomputes its scores).
+    backward costs 2.5 forwards (flash attention recomputes its scores), and its forward is recomputed with the rest.
     """
     spread = (mean_square_tokens / sequence_tokens**2) if mean_square_tokens else 1.0
     recomputes = backward and layout.recompute == "full"
@@ -49,7 +49,7 @@ def token_s(
     rate = accelerator.peak(layout.dtype) * stack.gemm_frac_of(accelerator, layout.dtype)
     matrices_s = 2.0 * weighted * passes / rate
     attention = float(attention_flops(model, sequence_tokens)) / sequence_tokens * spread
-    attention_passes = 3.5 if backward else 1.0
+    attention_passes = (3.5 if backward else 1.0) + recomputes
     attention_s = (
         attention * attention_passes / (accelerator.peak("bfloat16") * stack.attention_frac_of(accelerator))
     )
@@ -267,7 +267,8 @@ def default_train_side(
         enough = math.ceil(num_gpus * (memory.state + memory.frozen) / (usable - memory.fixed))
         why_not.append(
             f"training takes {format_bytes(memory.total)} a GPU of {format_bytes(usable)} usable "
-            f"({format_bytes(memory.state)} of it training state on {num_gpus} GPUs): it takes about {enough}"
+            f"({format_bytes(memory.state)} of it training state on {counted(num_gpus, 'GPU')}): it takes about "
+            f"{enough}"
         )
     error_frac = assumptions.train_error_frac * assumed_model_factor(model)
     notes: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from rollbook.ledger.sync import SyncWork, sync_account
 from rollbook.planner.offload import HELD, host_state_bytes, on_device
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate
-from rollbook.planner.words import count, format_bytes, percent, seconds, seconds_range
+from rollbook.planner.words import count, counted, format_bytes, percent, seconds, seconds_range
 
 _USUAL_INTERVAL_S = 3600.0
 """Without a wish, a checkpoint about once an hour: what a failure may cost."""
@@ -62,12 +62,14 @@ class Checkpointing:
         text = ""
         if self.last_of_steps:
             text = (
-                f"An hour, the usual interval, is more than the {self.last_of_steps} steps of the run take, so its "
+                f"An hour, the usual interval, is more than the {counted(self.last_of_steps, 'step')} of the "
+                "run take, so its "
                 "last step alone is saved. "
             )
         if self.beyond_steps:
             text = (
-                f"The run ends after {self.beyond_steps} steps (--horizon), before a checkpoint {self.interval} is "
+                f"The run ends after {counted(self.beyond_steps, 'step')} (--horizon), before a checkpoint "
+                f"{self.interval} is "
                 "ever written. "
             )
         text += (
@@ -145,7 +147,8 @@ class Environments:
         """The sentence of the derivation."""
         a = self.account
         return (
-            f"Environments work {seconds(a.trajectory_env_s)} on an average trajectory and {seconds(a.slowest_env_s)} "
+            f"Environments work {seconds(a.trajectory_env_s)} on an average trajectory and "
+            f"{seconds(a.slowest_env_s)} "
             f"on the slowest; a step that waits for all its trajectories ends {seconds(self.wait_s)} later for it, "
             f"and {count(self.num_running)} sandboxes are open at a time."
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from rollbook.ledger.adapters import policy_state_bytes
 from rollbook.ledger.asynchrony import AsyncAccount, async_account
+from rollbook.ledger.quantity import counted
 from rollbook.planner.beside import Beside
 from rollbook.planner.offload import HELD, host_state_bytes, on_device
 from rollbook.planner.publication import Publication
@@ -135,10 +136,6 @@ def _critic_note(request: PlanRequest) -> str:
     )
 
 
-def _plural(number: int, noun: str) -> str:
-    return f"one {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
     cluster, assumptions, model = request.cluster, request.assumptions, request.model
     memory = base.account.memory
@@ -178,10 +175,10 @@ def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
         because=(
             f"The training state of {model.name}{critic} is {format_bytes(state)} at "
             f"{assumptions.train_state_bytes_per_param:g} bytes a parameter{of}; {kept}with {format_bytes(usable)} "
-            f"usable on a GPU {'the rest' if on_host else 'it'} needs at least {_plural(least, 'GPU')}"
+            f"usable on a GPU {'the rest' if on_host else 'it'} needs at least {counted(least, 'GPU')}"
             + (f", so {nodes} whole nodes" if nodes > 1 and cluster.num_nodes > 1 else "")
             + f", before activations. One copy of the weights for generation is {format_bytes(weights)}, which a "
-            f"replica of {_plural(base.rollout_layout.num_gpus, 'GPU')} "
+            f"replica of {counted(base.rollout_layout.num_gpus, 'GPU')} "
             + (
                 "cannot hold."
                 if base.account.rollout.why_not
@@ -194,8 +191,8 @@ def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
 def _generation(request: PlanRequest, base: Candidate) -> Reasoned:
     rollout, work = base.account.rollout, request.workload
     busy = base.account.seconds.generate_throughput + base.account.seconds.generate_tail
-    waves = _plural(rollout.num_waves, "wave")
-    replicas = _plural(rollout.num_replicas, "replica")
+    waves = counted(rollout.num_waves, "wave")
+    replicas = counted(rollout.num_replicas, "replica")
     return Reasoned(
         step=3,
         title="How generation runs",
@@ -217,7 +214,7 @@ def _generation(request: PlanRequest, base: Candidate) -> Reasoned:
             "tail_frac": base.account.tail_frac,
         },
         because=(
-            f"On all GPUs, {replicas} of {_plural(rollout.slots_per_replica, 'slot')} "
+            f"On all GPUs, {replicas} of {counted(rollout.slots_per_replica, 'slot')} "
             f"{'takes' if rollout.num_replicas == 1 else 'each take their share of'} the "
             f"{count(work.num_sequences)} responses in {waves}. A decode step of {seconds(rollout.decode_step_s)} is "
             f"spent reading memory, not computing: {percent(rollout.mfu_frac)} of peak with full slots. "
@@ -309,7 +306,7 @@ def _layouts(
         outputs["memory_wall"] = {"num_train_gpus": wall.split[1], "why_not": wall.account.train.why_not[0]}
         if wall not in refused:
             sentences.append(
-                f"Every split with {wall.split[1]} training GPUs or fewer goes back for memory: "
+                f"Every split with {counted(wall.split[1], 'training GPU')} or fewer goes back for memory: "
                 f"{wall.account.train.why_not[0]}."
             )
     if chosen is None:
@@ -359,12 +356,12 @@ def _layout_sentence(request: PlanRequest, chosen: Candidate) -> str:
                 "takes longer"
             )
     how = f"splits by {', '.join(degrees)}, {why}," if degrees else "shards its state over all of its GPUs"
-    engine = f"An engine replica takes {replica.num_gpus} GPU{'s' if replica.num_gpus > 1 else ''}"
+    engine = f"An engine replica takes {counted(replica.num_gpus, 'GPU')}"
     if replica.num_gpus > 1:
         engine += f" (TP {replica.tp_size}" + (f", EP {replica.ep_size}" if replica.ep_size > 1 else "") + ")"
     rollout = chosen.account.rollout
     rest = (
-        f", which leaves {format_bytes(rollout.kv_pool_bytes)} for KV: {rollout.slots_per_replica} slots. "
+        f", which leaves {format_bytes(rollout.kv_pool_bytes)} for KV: {counted(rollout.slots_per_replica, 'slot')}. "
         f"The trainer {how} with {layout.recompute} recomputation"
     )
     if chosen.train.is_offloaded:

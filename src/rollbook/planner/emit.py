@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from rollbook.errors import PlanError, nearest_name
+from rollbook.ledger.quantity import counted
 from rollbook.planner.emit_areal import areal_yaml
 from rollbook.planner.emit_kubernetes import kubernetes_yaml
 from rollbook.planner.emit_ray import ray_script
@@ -25,7 +26,7 @@ def planned_parts(plan: Plan) -> dict[str, str]:
         "adapters": (work.lora_rank > 0, f"adapters of rank {work.lora_rank}"),
         "critic": (work.algorithm == "ppo", "a critic"),
         "reward": (work.reward != "rule", f"a reward by {work.reward}{of_model}"),
-        "turns": (work.agent.num_turns > 1, f"{work.agent.num_turns:g} turns with an environment"),
+        "turns": (work.agent.num_turns > 1, f"{counted(work.agent.num_turns, 'turn')} with an environment"),
         "epochs": (work.num_epochs > 1, f"{work.num_epochs} passes of training over a step"),
         "float8": (chosen.rollout_layout.weight_dtype == "float8", "engine weights in float8"),
         "own prompts": (not work.shares_prompt, "members of a group that prefill their prompt each"),

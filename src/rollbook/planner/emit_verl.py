@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rollbook.errors import PlanError
+from rollbook.ledger.quantity import counted
 from rollbook.planner.emit_engine import engine_memory_frac
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.search import Candidate
@@ -192,7 +193,8 @@ def _rollout(plan: Plan, chosen: Candidate) -> list[Override]:
         Override(
             f"{rollout}.tensor_model_parallel_size",
             layout.tp_size,
-            f"{side.num_replicas} replicas of {layout.num_gpus} GPUs, {format_bytes(side.kv_pool_bytes)} for KV each",
+            f"{counted(side.num_replicas, 'replica')} of {counted(layout.num_gpus, 'GPU')}, "
+            f"{format_bytes(side.kv_pool_bytes)} for KV each",
         ),
         Override(f"{rollout}.data_parallel_size", layout.num_gpus // layout.tp_size),
         Override(f"{rollout}.expert_parallel_size", layout.ep_size),

@@ -22,7 +22,7 @@ from rollbook.ledger.step import is_colocated
 from rollbook.planner.offload import HELD
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate
-from rollbook.planner.words import format_bytes
+from rollbook.planner.words import counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,8 @@ def _of_the_workload(request: PlanRequest, chosen: Candidate) -> list[str]:
         )
     if work.agent.num_turns > 1:
         found.append(
-            f"data.sources: planned {work.agent.num_turns:g} turns with an environment; prompts of a file have none, "
+            f"data.sources: planned {counted(work.agent.num_turns, 'turn')} with an environment; prompts of a "
+            "file have none, "
             "so every trajectory is one turn until a task with one is named"
         )
     if not work.shares_prompt:
@@ -131,7 +132,8 @@ def _of_the_workload(request: PlanRequest, chosen: Candidate) -> list[str]:
         found.append("memory: planned to make KV pool and graphs again at each wake; they are kept")
     if request.lend_switch_s and chosen.mode == "separate_async":
         found.append(
-            "lending.is_on: planned to lend waiting training GPUs; the file leaves it off, because it lends within one "
+            "lending.is_on: planned to lend waiting training GPUs; the file leaves it off, because it lends "
+            "within one "
             "process only"
         )
     return found
@@ -142,7 +144,8 @@ def _always(request: PlanRequest, chosen: Candidate) -> list[str]:
     found += _checkpoint(request)
     if chosen.train.is_offloaded:
         found.append(
-            f"trainer: planned with {HELD[chosen.train.offload]} in host memory; they stay on the device, or go there "
+            f"trainer: planned with {HELD[chosen.train.offload]} in host memory; they stay on the device, or go "
+            "there "
             "and back with [memory] where the schedule hands the device over"
         )
     if chosen.rollout_layout.weight_dtype not in ("bfloat16", "float16"):
@@ -156,7 +159,8 @@ def _on_one_processor(request: PlanRequest) -> list[str]:
     if (planned := request.cluster.num_gpus) == 1:
         return []
     return [
-        f"cluster: planned {planned} machines like this one; the file runs on one, where a step takes about {planned} "
+        f"cluster: planned {planned} machines like this one; the file runs on one, where a step takes about "
+        f"{planned} "
         "times as long. Plan with --num-gpus 1 for its seconds"
     ]
 
@@ -192,7 +196,8 @@ def _in_one_process(request: PlanRequest, chosen: Candidate) -> list[str]:
             else f"; its {format_bytes(alone)} fit, and training takes {num_train} times as long"
         )
         found.append(
-            f"cluster.num_trainer_ranks: planned {num_train} training GPUs; it is one process on one GPU{ends}"
+            f"cluster.num_trainer_ranks: planned {counted(num_train, 'training GPU')}; it is one process on one "
+            f"GPU{ends}"
         )
     if request.cluster.num_nodes > 1:
         found.append(
@@ -212,7 +217,7 @@ def _over_ray(request: PlanRequest, chosen: Candidate, on_ray: Execution) -> lis
     found = []
     if layout.num_gpus > 1:
         found.append(
-            f"rollout.num_replicas: planned {rollout.num_replicas} of {layout.num_gpus} GPUs; it is "
+            f"rollout.num_replicas: planned {rollout.num_replicas} of {counted(layout.num_gpus, 'GPU')}; it is "
             f"{on_ray.num_replicas} of one GPU each, because a replica on Ray is one process"
         )
     if degrees := _degrees(chosen):

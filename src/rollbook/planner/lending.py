@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rollbook.ledger.account import RolloutSide, StepAccount
+from rollbook.ledger.quantity import counted
 from rollbook.planner.words import seconds
 
 
@@ -49,7 +50,8 @@ def with_lending(account: StepAccount, together: RolloutSide, *, switch_s: float
         step_s=replace(span, value=total_s, low=span.low * share, high=span.high * share),
         notes=(
             *account.notes,
-            f"{lent_gpus} training GPUs generate for {seconds(lent_s)} of a step, between two switches of "
+            f"{counted(lent_gpus, 'training GPU')} generate{'s' if lent_gpus == 1 else ''} for "
+            f"{seconds(lent_s)} of a step, between two switches of "
             f"{seconds(switch_s)}",
         ),
     )

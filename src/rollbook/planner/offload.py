@@ -19,7 +19,7 @@ from rollbook.ledger.account import TrainSide
 from rollbook.ledger.adapters import trained_params
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.layout import TrainLayout
-from rollbook.ledger.quantity import format_bytes
+from rollbook.ledger.quantity import counted, format_bytes
 from rollbook.planner.request import PlanRequest
 
 Offload = Literal["none", "optimizer", "weights"]
@@ -98,7 +98,9 @@ def offloaded_side(request: PlanRequest, side: TrainSide, layout: TrainLayout, o
     why_not = tuple(f"{why}, with {held} in host memory" for why in side.why_not)
     needed, room = host_state_bytes(request, offload) / num_gpus, request.host_bytes_per_gpu
     if needed > room:
-        enough = f": it takes about {math.ceil(num_gpus * needed / room)} training GPUs" if room else ""
+        enough = (
+            f": it takes about {counted(math.ceil(num_gpus * needed / room), 'training GPU')}" if room else ""
+        )
         why_not += (
             f"{held} take {format_bytes(needed)} of host memory a GPU of {format_bytes(room)} (--host-gb-per-gpu)"
             f"{enough}",

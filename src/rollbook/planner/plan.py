@@ -14,6 +14,7 @@ from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import ReplicaLayout
 from rollbook.ledger.lengths import DEFAULT_SIGMA
 from rollbook.ledger.own_machine import own_seconds_note
+from rollbook.ledger.quantity import counted
 from rollbook.ledger.step import is_colocated
 from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
@@ -282,7 +283,7 @@ def smallest_changes(request: PlanRequest) -> list[str]:
     if enough:
         needs_host = request.offload == "auto" and not _fits(replace(_on(request, enough), offload="none"))
         where = ", with the optimizer state in host memory" if needs_host else ""
-        changes.append(f"use {enough} GPUs instead of {request.cluster.num_gpus}{where}")
+        changes.append(f"use {counted(enough, 'GPU')} instead of {request.cluster.num_gpus}{where}")
     work = request.workload
     for factor in (2, 4, 8):
         longest = work.max_response_tokens // factor

@@ -41,6 +41,7 @@ from rollbook.planner.words import (
     seconds,
     seconds_range,
     split,
+    split_gpus,
 )
 
 _STAGES = (
@@ -130,9 +131,10 @@ def _header(plan: Plan, title: str) -> str:
     low, high = account.step_s.low, account.step_s.high
     span = seconds_range(low, high) if high > 1.001 * low else "a step"
     tokens_per_s = work.trained_tokens / chosen.step_s / r.cluster.num_gpus
+    sides, gpus = split_gpus(*chosen.split, chosen.mode).rsplit(" ", 1)
     numbers = [
         ("main", seconds(chosen.step_s), f"a step ({span})" if span != "a step" else span),
-        ("", capitalized(split(*chosen.split, chosen.mode)), f"GPUs, {MODE_TITLES[chosen.mode]}"),
+        ("", capitalized(sides), f"{gpus}, {MODE_TITLES[chosen.mode]}"),
         ("", percent(account.mfu_frac), "whole-step MFU of the bfloat16 peak"),
         ("", count(tokens_per_s), "tokens a second and GPU, prompts included"),
         ("", f"{chosen.step_s * r.cluster.num_gpus / 3600:,.1f}", "GPU hours a step"),
@@ -156,7 +158,7 @@ def _topologies(plan: Plan) -> str:
     rows = [
         Row(
             name=capitalized(c.title),
-            note=f"{split(*c.split, c.mode)} GPUs"
+            note=split_gpus(*c.split, c.mode)
             + ("" if c.fits else ", refused")
             + (", recommended" if c is plan.chosen else ""),
             lanes=_lanes(c.account),
@@ -277,7 +279,7 @@ def _memory(plan: Plan, shown: Candidate) -> str:
     names = (
         ("while training", "while generating")
         if colocated
-        else (f"of {shown.split[1]} training GPUs", f"of {shown.split[0]} rollout GPUs")
+        else (f"of {counted(shown.split[1], 'training GPU')}", f"of {counted(shown.split[0], 'rollout GPU')}")
     )
     rows = [
         _memory_row("A GPU", names[1], generating, capacity),
@@ -291,8 +293,9 @@ def _memory(plan: Plan, shown: Candidate) -> str:
     body += legend([*kinds.items(), ("free", "free")])
     pool = format_bytes(rollout.kv_pool_bytes)
     lead = (
-        f"Bytes on one GPU against its capacity. The KV pool of a replica ({pool}) holds {rollout.slots_per_replica} "
-        "running sequences" + ("; engine and trainer take turns on the same memory." if colocated else ".")
+        f"Bytes on one GPU against its capacity. The KV pool of a replica ({pool}) holds "
+        f"{counted(rollout.slots_per_replica, 'running sequence')}"
+        + ("; engine and trainer take turns on the same memory." if colocated else ".")
     )
     if shown.train.is_offloaded:
         lead += f" {capitalized(HELD[shown.train.offload])} stay in host memory."
@@ -412,9 +415,9 @@ def _timeline(plan: Plan, result: SimResult, shown: Candidate) -> str:
     )
     body += "</div>"
     lead = (
-        f"An event-by-event simulation of {MODE_TITLES[shown.mode]} on {split(*shown.split, shown.mode)} GPUs: "
-        f"{scenario.num_replicas} x {scenario.slots_per_replica} slots, drawn lengths, "
-        f"{scenario.num_steps} steps of which the last are shown."
+        f"An event-by-event simulation of {MODE_TITLES[shown.mode]} on {split_gpus(*shown.split, shown.mode)}: "
+        f"{scenario.num_replicas} x {counted(scenario.slots_per_replica, 'slot')}, drawn lengths, "
+        f"{counted(scenario.num_steps, 'step')} of which the last are shown."
     )
     return _section("A simulated timeline", lead, body)
 
@@ -445,7 +448,8 @@ def _sizes_and_shifts(plan: Plan) -> str:
             (
                 n,
                 best.step_s,
-                f"{n} GPUs, {MODE_TITLES[best.mode]} {split(*best.split, best.mode)}: {seconds(best.step_s)}, "
+                f"{counted(n, 'GPU')}, {MODE_TITLES[best.mode]} {split(*best.split, best.mode)}: "
+                f"{seconds(best.step_s)}, "
                 f"{best.step_s * n / 3600:.1f} GPU hours",
             )
             for n, best in fitting

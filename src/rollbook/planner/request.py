@@ -10,6 +10,7 @@ from rollbook.errors import PlanError, nearest_name
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.quantity import counted
 from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
 from rollbook.ledger.workload import Workload
@@ -90,7 +91,7 @@ class PlanRequest:
             )
         if work.num_mini_batches > work.num_sequences:
             raise PlanError(
-                f"{work.num_mini_batches} mini batches of {work.num_sequences} sequences a step",
+                f"{counted(work.num_mini_batches, 'mini batch')} of {counted(work.num_sequences, 'sequence')} a step",
                 f"use at most {work.num_sequences}, or more sequences",
             )
         if work.group_size == 1 and work.algorithm == "grpo":
@@ -105,13 +106,13 @@ class PlanRequest:
             )
         if work.lora_rank > self.model.hidden_size:
             raise PlanError(
-                f"adapters of rank {work.lora_rank} for matrices of {self.model.hidden_size} columns",
+                f"adapters of rank {work.lora_rank} for matrices of {counted(self.model.hidden_size, 'column')}",
                 "give a rank far below that: 8 to 128 are usual",
             )
         self._check_offload()
         self._check_degrees(cluster)
         if self.max_staleness_steps < 0:
-            raise PlanError(f"max staleness is {self.max_staleness_steps} steps", "use 0 or more")
+            raise PlanError(f"max staleness is {counted(self.max_staleness_steps, 'step')}", "use 0 or more")
 
     def _check_offload(self) -> None:
         if self.host_bytes_per_gpu < 0:
@@ -145,9 +146,9 @@ class PlanRequest:
                 unit = (
                     math.lcm(tp, per_node) if max(gpus, tp) > per_node else tp
                 )  # whole nodes, whole replicas
-                remedy += f", or {unit * max(gpus // unit, 1)} GPUs"
+                remedy += f", or {counted(unit * max(gpus // unit, 1), 'GPU')}"
             raise PlanError(
-                f"rollout TP {tp} does not divide {gpus} GPUs: {gpus % tp} would stay idle", remedy
+                f"rollout TP {tp} does not divide {counted(gpus, 'GPU')}: {gpus % tp} would stay idle", remedy
             )
         if tp > 1 and self.model.num_heads % tp:
             raise PlanError(
@@ -164,7 +165,7 @@ class PlanRequest:
             rollout, train = self.split
             if rollout < 1 or train < 1 or rollout + train > gpus:
                 raise PlanError(
-                    f"a split of {rollout}:{train} on {gpus} GPUs",
+                    f"a split of {rollout}:{train} on {counted(gpus, 'GPU')}",
                     f"give both sides at least one GPU and at most {gpus} together",
                 )
 

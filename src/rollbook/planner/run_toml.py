@@ -24,6 +24,7 @@ from rollbook.planner.words import (
     MODE_TITLES,
     capitalized,
     count,
+    counted,
     device_words,
     format_bytes,
     percent,
@@ -151,10 +152,6 @@ def _run(plan: Plan, chosen: Candidate) -> _Table:
     return table
 
 
-def _gpus(number: int) -> str:
-    return "1 GPU" if number == 1 else f"{number} GPUs"
-
-
 def _run_name(plan: Plan) -> str:
     size = "cpu" if _is_cpu(plan) else f"{plan.request.cluster.num_gpus}gpu"
     return f"{plan.request.model.name.lower()}-{size}"
@@ -165,7 +162,9 @@ def _cluster(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
         return []
     table = _Table("cluster")
     table.put("kind", "ray", "Trainer ranks and replicas are processes of one GPU each.")
-    table.put("num_trainer_ranks", done.num_trainer_ranks, f"FSDP2 over {_gpus(done.num_trainer_ranks)}.")
+    table.put(
+        "num_trainer_ranks", done.num_trainer_ranks, f"FSDP2 over {counted(done.num_trainer_ranks, 'GPU')}."
+    )
     if plan.request.cluster.num_nodes > 1:
         table.put("address", "auto", "The Ray cluster that this host belongs to.")
     table.put("step_deadline_s", _deadline(chosen.account.train.total_s), "Four times the plan's training.")
@@ -216,7 +215,7 @@ def _rollout(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
     table.put(
         "num_replicas",
         done.num_replicas,
-        f"{_gpus(rollout.num_gpus)} in replicas of "
+        f"{counted(rollout.num_gpus, 'GPU')} in replicas of "
         + (f"{layout.num_gpus} ({gpus})." if done.kind == "inproc" else "one."),
     )
     table.put("group_size", r.workload.group_size)
@@ -317,7 +316,9 @@ def _trainer(plan: Plan, chosen: Candidate) -> _Table:
     table = _Table("trainer")
     degrees = {"TP": layout.tp_size, "PP": layout.pp_size, "CP": layout.cp_size, "EP": layout.ep_size}
     used = [f"{name} {size}" for name, size in degrees.items() if size > 1]
-    spread = f"state sharded over {_gpus(chosen.split[1])}" + (f", {', '.join(used)}" if used else "")
+    spread = f"state sharded over {counted(chosen.split[1], 'GPU')}" + (
+        f", {', '.join(used)}" if used else ""
+    )
     longest = r.workload.prompt_tokens + r.workload.max_response_tokens + r.workload.observation_tokens
     table.put(
         "micro_batch_tokens",

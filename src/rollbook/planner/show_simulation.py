@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rollbook.ledger.quantity import counted
 from rollbook.ledger.step import is_colocated
 from rollbook.planner.search import Candidate
 from rollbook.planner.sim_result import SimResult
@@ -39,8 +40,9 @@ def show_simulation(result: SimResult, candidate: Candidate, console: Console) -
                 f"{capitalized(MODE_TITLES[candidate.mode])}, {split(*candidate.split, candidate.mode)}",
                 "bold",
             ),
-            f": {scenario.num_replicas} replicas x {scenario.slots_per_replica} slots, "
-            f"{scenario.groups_per_step} x {scenario.group_size} trajectories a step; mean of {kept} steps "
+            f": {counted(scenario.num_replicas, 'replica')} x {counted(scenario.slots_per_replica, 'slot')}, "
+            f"{scenario.groups_per_step} x {counted(scenario.group_size, 'trajectory')} a step; mean of "
+            f"{counted(kept, 'step')} "
             f"after {scenario.num_warmup_steps} of warm-up",
         )
     )
@@ -86,7 +88,8 @@ def why_apart(result: SimResult, candidate: Candidate) -> str:
     ]
     holds = "holds" if span.low <= result.step_s <= span.high else "does not hold"
     return (
-        f"The closed form leaves out {', '.join(named)}. Its range, {seconds_range(span.low, span.high)}, {holds} the "
+        f"The closed form leaves out {', '.join(named)}. Its range, {seconds_range(span.low, span.high)}, "
+        f"{holds} the "
         "simulated step."
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollbook.errors import PlanError, nearest_name
-from rollbook.ledger.quantity import require_number
+from rollbook.ledger.quantity import counted, require_number
 from rollbook.ledger.workload import MODES, Mode
 from rollbook.planner.sim_draws import Draw
 
@@ -79,7 +79,8 @@ class Scenario:
     holds_slot_in_env: bool = True
     """Keep slot and KV while the environment works; else give both up and prefill the context again."""
     judge_s: float = 0.0
-    """Seconds a replica's decoding stands still to judge a finished trajectory: a generative reward on the engines."""
+    """Seconds a replica's decoding stands still to judge a finished trajectory: a generative reward on the "
+    "engines."""
     reward_s: Draw | None = None
     """Seconds from the last token of a trajectory to its reward, on no GPU of either side."""
     forward_s: float = 0.0
@@ -144,7 +145,8 @@ class Scenario:
         num_sequences = self.num_steps * self.groups_per_step * self.group_size
         if num_sequences > MOST_SEQUENCES:
             raise PlanError(
-                f"{self.num_steps} steps of {self.groups_per_step} x {self.group_size} trajectories are "
+                f"{counted(self.num_steps, 'step')} of {self.groups_per_step} x "
+                f"{counted(self.group_size, 'trajectory')} are "
                 f"{num_sequences:,}",
                 f"simulate at most {MOST_SEQUENCES:,}: fewer steps, or a part of the groups on a part of the GPUs",
             )
@@ -167,7 +169,7 @@ class Scenario:
             raise PlanError(f"on_publish is {self.on_publish!r}", "use 'keep', 'drain' or 'abort'")
         if self.num_warmup_steps >= self.num_steps:
             raise PlanError(
-                f"num_warmup_steps is {self.num_warmup_steps} of {self.num_steps} steps",
+                f"num_warmup_steps is {self.num_warmup_steps} of {counted(self.num_steps, 'step')}",
                 "simulate more steps than are left out of the averages",
             )
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollbook.ledger.lengths import grown_by
+from rollbook.ledger.quantity import counted
 from rollbook.ledger.step import is_colocated
 from rollbook.planner.sim_engines import Engines
 from rollbook.planner.sim_parts import SimGroup, SimSequence
@@ -213,7 +214,7 @@ class Simulation:
             # A group that started at the oldest allowed version is lost unless this step takes it.
             due = [g for g in self._running.values() if g.oldest <= oldest_allowed]
             self._engines.run_until(
-                lambda: all(g.left == 0 for g in due), f"{len(due)} groups about to be too stale"
+                lambda: all(g.left == 0 for g in due), f"{counted(len(due), 'group')} about to be too stale"
             )
         taken: list[SimGroup] = []
         while len(taken) < count:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from rollbook.ledger.account import StepAccount
 from rollbook.ledger.hardware import Cluster
+from rollbook.ledger.quantity import counted
 from rollbook.ledger.step import is_colocated
-from rollbook.planner.words import count, percent, seconds
+from rollbook.planner.words import percent, seconds
 
 BETWEEN = "between the stages"
 """The loss that no stage is to blame for, under the name that the table of stages gives it."""
@@ -131,7 +132,7 @@ def _why_decode(account: StepAccount, peak: float) -> str:
     rollout, s = account.rollout, account.seconds
     held_s = (s.generate_throughput + s.generate_tail) * rollout.used_gpus
     return (
-        f"a decode step reads weights and KV from memory to make {count(rollout.slots_per_replica)} tokens in "
+        f"a decode step reads weights and KV from memory to make {counted(rollout.slots_per_replica, 'token')} in "
         f"{seconds(rollout.decode_step_s)}: with the tail "
         f"{percent(account.flops.generate / (held_s * peak))} of peak"
     )
@@ -150,7 +151,8 @@ def _why_waiting(account: StepAccount) -> str:
         reasons.append(_why_sides_wait(account))
     if left_over := rollout.num_gpus - rollout.used_gpus:
         reasons.append(
-            f"{left_over} of {rollout.num_gpus} rollout GPUs belong to no replica of {rollout.tp_size}"
+            f"{left_over} of {counted(rollout.num_gpus, 'rollout GPU')} belong{'s' if left_over == 1 else ''} "
+            f"to no replica of {rollout.tp_size}"
         )
     return "; ".join(reasons)
 
@@ -160,7 +162,8 @@ def _why_sides_wait(account: StepAccount) -> str:
     rollout_s = s.prefill + s.generate_throughput + s.generate_tail + s.reward
     if account.mode == "separate_sync":
         return (
-            f"each side waits for the other: rollout GPUs while the others train for {seconds(train_s)}, training GPUs "
+            f"each side waits for the other: rollout GPUs while the others train for {seconds(train_s)}, "
+            "training GPUs "
             f"while they generate for {seconds(rollout_s)}"
         )
     if rollout_s < train_s:

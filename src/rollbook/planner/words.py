@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollbook.ledger.quantity import format_bytes
+from rollbook.ledger.quantity import counted, format_bytes
 
 
 def seconds(value: float) -> str:
@@ -64,14 +64,6 @@ def count(value: float) -> str:
     return f"{value:.2e}".replace("e+", "e")
 
 
-def counted(number: int, noun: str) -> str:
-    """
-    >>> counted(1, "prompt"), counted(512, "prompt")
-    ('1 prompt', '512 prompts')
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def device_words(text: str, *, is_cpu: bool) -> str:
     """Prose about devices, as it reads where they are processors.
 
@@ -102,8 +94,11 @@ def split_gpus(rollout_gpus: int, train_gpus: int, mode: str) -> str:
     >>> split_gpus(40, 24, "separate_async"), split_gpus(1, 1, "sync")
     ('40:24 GPUs', '1 shared GPU')
     """
-    is_one = not mode.startswith("separate") and rollout_gpus == 1
-    return f"{split(rollout_gpus, train_gpus, mode)} GPU{'' if is_one else 's'}"
+    return (
+        f"{rollout_gpus}:{train_gpus} GPUs"
+        if mode.startswith("separate")
+        else counted(rollout_gpus, "shared GPU")
+    )
 
 
 def capitalized(sentence: str) -> str:
