@@ -127,7 +127,7 @@ def numbers(text: Any) -> list[int]:
 
 _DEVICES = (
     "GB300", "GB200", "B300", "B200", "GH200", "H200", "H100 PCIe", "H100", "H800", "H20-141GB", "H20", "A100-40GB",
-    "A100 PCIe", "A100", "A800", "MI355X", "MI325X", "MI300X", "L40S", "L40", "L20", "A10G", "A10", "A40",
+    "A100 PCIe", "A100", "A800", "MI355X", "MI350X", "MI325X", "MI300X", "L40S", "L40", "L20", "A10G", "A10", "A40",
     "RTX 4090", "4090", "A6000", "910B", "910C",
 )  # fmt: skip
 
@@ -188,6 +188,14 @@ def _as_published(case: Case, assumptions: Assumptions) -> Assumptions:
     return assumptions.for_framework(name) if name else assumptions
 
 
+def _first_of(measured: dict[str, Any], predicted: dict[str, float]) -> Iterator[tuple[str, float, float]]:
+    """The first of these numbers that was measured: the others say the same in other units."""
+    for key, value in predicted.items():
+        if key in measured:
+            yield key, middle(measured[key]), value
+            return
+
+
 def _within(value: float, error_frac: float) -> Range:
     return Range.within(value, error_frac)
 
@@ -225,13 +233,18 @@ def decode_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, flo
 
 
 def engine_of(text: str) -> str:
-    """Our name of an engine: vLLM before 0.8 ran its scheduler between the steps of the device."""
-    if "sglang" in text.lower():
+    """Our name of an engine: vLLM before 0.8 (January 2025) ran its scheduler between the device's steps, and before
+    0.3 (January 2024) it had no CUDA graphs."""
+    text = text.lower()
+    if "eager" in text:
+        return "vllm_eager"
+    if "sglang" in text:
         return "sglang"
-    if "tensorrt" in text.lower() or "trt" in text.lower():
+    if re.search(r"tensorrt|trt|lmdeploy|turbomind|triton", text):
         return "tensorrt_llm"
-    version = re.search(r"vllm\D{0,3}0\.(\d+)", text.lower())
-    return "vllm_v0" if version and int(version[1]) < 8 else "vllm"
+    version, year = re.search(r"vllm\D{0,3}0\.(\d+)", text), re.search(r"vllm.*202([34])", text)
+    minor = int(version[1]) if version else {"3": 2, "4": 6}[year[1]] if year else 99
+    return "vllm_eager" if minor < 3 else "vllm_v0" if minor < 8 else "vllm"
 
 
 def _decode_error_frac(
@@ -359,12 +372,20 @@ class _Serving:
                     middle(measured["output_tokens_per_s"]),
                     requests * output / seconds,
                 )
-            if "output_tokens_per_s_per_gpu" in measured and "output_tokens_per_s" not in measured:
-                value = middle(measured["output_tokens_per_s_per_gpu"])
-                yield (
-                    "output_tokens_per_s_per_gpu",
-                    value,
-                    requests * output / seconds / self.cluster.num_gpus,
+            else:
+                yield from _first_of(
+                    measured,
+                    {
+                        "output_tokens_per_s_per_gpu": requests * output / seconds / self.cluster.num_gpus,
+                        "total_tokens_per_s": requests * (prompt + output) / seconds,
+                        "total_tokens_per_s_per_gpu": requests
+                        * (prompt + output)
+                        / seconds
+                        / self.cluster.num_gpus,
+                        "latency_s": seconds,
+                        "duration_s": seconds,
+                        "requests_per_s": requests / seconds,
+                    },
                 )
         for key in ("tpot_ms", "ms_per_output_token"):
             if key in measured:
@@ -402,14 +423,18 @@ def train_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, floa
     else:
         raise NotCovered("neither a torch FSDP trainer nor a Megatron recipe")
     tflops = rate * 3 * forward_flops(model, sequence) / sequence / 1e12
+    step_s = float(config.get("gbs", 0)) * sequence / rate / cluster.num_gpus
     predicted = {
         "tokens_per_s_per_gpu": rate,
         "tokens_per_s_per_device": rate,
         "tokens_per_s_total": rate * cluster.num_gpus,
         "tokens_per_s": rate * cluster.num_gpus,
         "model_tflops_per_gpu": tflops,
+        "tflops_per_gpu": tflops,
         "mfu_pct": 1e14 * tflops / accelerator.peak(dtype_of(config.get("precision", "bf16"))),
-        "step_s": float(config.get("gbs", 0)) * sequence / rate / cluster.num_gpus,
+        "actor_train_s": step_s,
+        "step_s": step_s,
+        "step_ms": 1e3 * step_s,
     }
     for key, value in predicted.items():
         if key in measured:
@@ -440,8 +465,10 @@ def train_stack_of(case: Case, model: ModelSpec) -> str:
         return "fsdp_plain"
     if "gbs" not in config and "megatron" not in framework:
         return ""
+    if "rl" in kind.split() or re.search(r"skyrl|verl|slime|nemo[ -]?rl", framework):
+        return "megatron"
     release = re.match(r"(\d+)\.(\d+)", str(config.get("release", "")))
-    is_new = "recipe" in framework or "verification" in framework
+    is_new = re.search(r"recipe|verification|primus", framework) is not None
     is_new = is_new or (release is not None and (int(release[1]), int(release[2])) >= (26, 8))
     return "megatron_overlap" if is_new and model.num_experts else "megatron_tuned"
 
@@ -449,6 +476,10 @@ def train_stack_of(case: Case, model: ModelSpec) -> str:
 def _sharded_ep(config: dict[str, Any], cluster: Cluster) -> int:
     """torch FSDP2 with DeepEP shards experts over the whole group where no degree is printed."""
     return _degree(config["ep"]) if str(config.get("ep")).isdigit() else cluster.num_gpus
+
+
+def _recompute_words(config: dict[str, Any]) -> str:
+    return str(config.get("activation", config.get("recompute", ""))).lower()
 
 
 def _degree(value: Any) -> int:
@@ -467,7 +498,7 @@ def _pretraining_rate(
     degrees = [_degree(config.get(key, 1)) for key in ("tp", "pp", "cp")]
     model_parallel = degrees[0] * degrees[1] * degrees[2]
     micro_batches = (
-        int(config["gbs"]) // int(config.get("mbs", 1)) // max(cluster.num_gpus // model_parallel, 1)
+        int(config["gbs"]) // _degree(config.get("mbs", 1)) // max(cluster.num_gpus // model_parallel, 1)
     )
     layout = TrainLayout(
         tp_size=degrees[0],
@@ -475,7 +506,7 @@ def _pretraining_rate(
         cp_size=degrees[2],
         ep_size=_degree(config.get("ep", 1)) if name != "fsdp_experts" else _sharded_ep(config, cluster),
         dtype=dtype_of(config.get("precision", "bf16")),
-        recompute="full" if "full" in str(config.get("recompute", "")).lower() else "selective",
+        recompute="full" if "full" in _recompute_words(config) else "selective",
         lora="lora" in str(config.get("kind", "")).lower(),
         micro_batches_per_step=micro_batches,
         virtual_stages=_degree(config.get("vp", 1)),
@@ -502,11 +533,17 @@ def _fsdp_rate(
     if model.num_experts and cluster.accelerator.name.startswith(("B2", "B3", "GB")):
         raise NotCovered("experts under torch FSDP on Blackwell: no grouped kernel in the published runs")
     stack = assumptions.stacks[name]
-    if "FA2" in str(config.get("attention", "")) and cluster.accelerator.name.startswith("H"):
+    # torchtitan calls torch's own attention, which is FlashAttention 2.
+    attention = str(
+        config.get("attention", "FA2" if "torchtitan" in str(config.get("framework", "")) else "")
+    )
+    if "FA2" in attention and cluster.accelerator.chip == "H100":
         stack = replace(stack, attention_frac={"default": assumptions.flash2_attention_frac})
-    activation = str(config.get("activation", config.get("recompute", ""))).lower()
+    pp_size = _degree(config.get("pp", 1))
+    replicas = max(cluster.num_gpus // (_degree(config.get("tp", 1)) * int(config.get("cp", 1)) * pp_size), 1)
+    words = _recompute_words(config)
     recompute: Recompute = (
-        "none" if activation == "none" else "selective" if activation.startswith("select") else "full"
+        "none" if words == "none" else "selective" if words.startswith("select") else "full"
     )
     layout = TrainLayout(
         tp_size=_degree(config.get("tp", 1)),
@@ -514,6 +551,10 @@ def _fsdp_rate(
         recompute=recompute,
         lora="LoRA" in kind,
         cp_size=int(config.get("cp", 1)),
+        pp_size=pp_size,
+        # One sequence a micro batch, as where nothing is said.
+        micro_batches_per_step=int(config["gbs"]) // replicas if pp_size > 1 else 0,
+        virtual_stages=2 if "interleav" in str(config.get("schedule", "")).lower() else 1,
     )
     rate = train_tokens_per_s_per_gpu(model, cluster, stack, layout, sequence_tokens=sequence)
     seconds = sequence / layout.cp_size / rate
@@ -587,8 +628,10 @@ def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         way = replace(work, method=method, quantizes_tensors=slow)
         account = sync_account(model, cluster, assumptions.sync, way)
         yield key, middle(measured[key]), _within(account.seconds, account.error_frac)
-    if work.shares_devices is False and not any(key in measured for key, _ in _SYNC_METRICS):
-        method = _sync_method(config)
+    if not any(key in measured for key, _ in _SYNC_METRICS) and (
+        _is_counted(config) or not work.shares_devices
+    ):
+        method = "in_process" if work.shares_devices else _sync_method(config)
         account = sync_account(model, cluster, assumptions.sync, replace(work, method=method))
         for key in _SYNC_SECONDS:
             if key in measured:
@@ -611,7 +654,7 @@ def _sync_work(
     per_node = 8
     placement = " ".join(str(config.get(key, "")) for key in ("placement", "nodes", "device", "hardware"))
     sides = re.search(r"(\d+)\s*\+\s*(\d+)\s*node", placement)
-    counted = "train_gpus" in config and "rollout_gpus" in config
+    counted = _is_counted(config)
     named = re.search(r"(\d+)\s*policy.*?\+\s*(\d+)\s*rollout", placement)
     devices = re.search(r"(\d+)\s*x\s*(?:H|A|B|G|M)", device)
     if counted:
@@ -641,13 +684,22 @@ def _sync_work(
         weight_dtype=weights,
         changed_frac=_changed_frac(model),
         splits_experts=True,
-        shares_devices=not (sides or named or counted),
+        shares_devices=_is_colocated(config) or not (sides or named or counted),
         pp_size=int(train_pp[1]) if train_pp else 1,
         quantizes_tensors=weights == "float8"
         and framework_name not in ("checkpoint_engine", "verl_checkpoint_engine")
         and not re.search(r"batched|prequant", framework),
         state_is_offloaded=offloads and "veomni" not in placement,
     )
+
+
+def _is_counted(config: dict[str, Any]) -> bool:
+    return "train_gpus" in config and "rollout_gpus" in config
+
+
+def _is_colocated(config: dict[str, Any]) -> bool:
+    text = " ".join(str(config.get(key, "")) for key in ("framework", "placement", "mode", "backend")).lower()
+    return re.search(r"(?<!non-)(?<!not )coloc", text) is not None
 
 
 def _changed_frac(model: ModelSpec) -> float:
@@ -787,6 +839,8 @@ def _rollout_engine(case: Case) -> str:
     """vLLM, in verl before 0.6 without CUDA graphs unless it is told otherwise (`enforce_eager: True`)."""
     config = case["config"]
     said = str(config.get("enforce_eager", "")).lower()
+    if "eager" in str(config.get("engine", "")).lower():
+        return "vllm_eager"
     if said:
         return "vllm_eager" if said == "true" else "vllm"
     framework = str(config.get("framework", "")).lower()

@@ -38,7 +38,8 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
         "decode.prefill_bytes.dense": (20.0, 75.0, 300.0),
         "decode.prefill_bytes.moe": (5.0, 43.0, 100.0),
         "decode.layer_s.default": (5e-6, 4e-05, 80e-6),
-        "decode.moe_layer_s": (1e-6, 1.5e-05, 60e-6),
+        "decode.moe_layer_s.default": (1e-6, 1.5e-05, 60e-6),
+        "decode.moe_layer_s.MI300X": (1e-6, 1.5e-05, 6e-4),
         "decode.all_reduce_latency_s": (4e-6, 1e-05, 40e-6),
         "decode.prefill_layer_s": (5e-5, 3e-4, 2e-3),
         "decode.exchange_frac.default": (0.1, 0.5, 1.0),
@@ -77,6 +78,8 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
         "sync.delta_bytes_per_s": (2e8, 2e9, 2e10),
         "sync.delta_tensor_s": (1e-5, 0.0005, 5e-3),
         "frameworks.slime.sync.shard_gather_bytes_per_s": (1e10, 5e10, 2e11),
+        "sync.handle_tensor_s": (1e-5, 1e-4, 3e-3),
+        "sync.gather_bytes_per_s": (2e9, 2e10, 2e11),
         "sync.quantize_tensor_s": (1e-5, 1e-4, 2e-3),
         "frameworks.verl_checkpoint_engine.sync.near_base_s": (0.1, 1.0, 5.0),
         "frameworks.verl_checkpoint_engine.sync.assemble_bytes_per_s": (2e9, 1e10, 5e10),
@@ -168,7 +171,7 @@ class _Numbers:
         return float(self.weights @ np.minimum(np.abs(self.errors), _MOST_ERROR))
 
 
-_MOST_ERROR = 0.7
+_MOST_ERROR = 1.0
 """Log error above which a number counts no more: one odd row must not decide what forty say."""
 
 

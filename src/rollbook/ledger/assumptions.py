@@ -46,8 +46,8 @@ class DecodeAssumptions:
     """Launches and small operators of one attention and one feed-forward block, by engine."""
     latent_layer_s: float
     """On top, for latent attention: compressions, absorbed products and their norms."""
-    moe_layer_s: float
-    """On top, for routing."""
+    moe_layer_s: Mapping[str, float]
+    """On top, for routing and grouped kernels, by accelerator."""
     step_s: float
     """Sampling and scheduling."""
     host_s: Mapping[str, float]
@@ -92,6 +92,10 @@ class DecodeAssumptions:
         """Seconds of the host for a step and for each of its sequences, for this engine."""
         step_s, row_s = (table.get(engine, table["default"]) for table in (self.host_s, self.host_row_s))
         return step_s, row_s
+
+    def moe_layer_s_of(self, accelerator: Accelerator) -> float:
+        """Seconds for this device."""
+        return accelerator.fraction(self.moe_layer_s)
 
     def kv_frac_of(self, accelerator: Accelerator) -> float:
         """Fraction for this device."""
@@ -183,6 +187,8 @@ class SyncAssumptions:
     """Gathering, writing and reading on a shared file system."""
     per_tensor_s: float
     """Gathering and naming one tensor on one node of trainers; once more for each doubling of nodes."""
+    handle_tensor_s: float
+    """Of one tensor that changes hands on its own device: gathered, its handle passed, found by name and copied."""
     quantize_tensor_s: float
     """Of one tensor that is quantised, scaled and shuffled on its own."""
     host_copy_bytes_per_s: float

@@ -142,7 +142,7 @@ def decode_step(
         weights_s=dense_s + experts_s + prompt_traffic_s,
         kv_s=kv_s,
         exchange_s=_exchange_s(model, cluster, assumptions, layout, rows),
-        fixed_s=assumptions.step_s + _layer_s(model, assumptions, layout),
+        fixed_s=assumptions.step_s + _layer_s(model, cluster, assumptions, layout),
         bytes_per_gpu=dense / layout.tp_size + experts / num_gpus + kv,
         host_s=host_s + host_row_s * rows / copies,
         waiting_frac=assumptions.waiting_frac_of(layout.engine),
@@ -160,11 +160,14 @@ def decode_step(
     )
 
 
-def _layer_s(model: ModelSpec, assumptions: DecodeAssumptions, layout: ReplicaLayout) -> float:
+def _layer_s(
+    model: ModelSpec, cluster: Cluster, assumptions: DecodeAssumptions, layout: ReplicaLayout
+) -> float:
     mixers = model.num_attention_layers + model.num_linear_layers
     blocks = (mixers + model.num_mlp_layers) / 2
     latent = model.num_attention_layers if model.kv_lora_rank else 0
-    seconds = blocks * assumptions.layer_s_of(layout.engine) + model.num_moe_layers * assumptions.moe_layer_s
+    seconds = blocks * assumptions.layer_s_of(layout.engine)
+    seconds += model.num_moe_layers * assumptions.moe_layer_s_of(cluster.accelerator)
     return seconds + latent * assumptions.latent_layer_s
 
 

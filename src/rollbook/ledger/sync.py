@@ -124,8 +124,10 @@ def sync_account(
     fixed_s = assumptions.base_s if work.method == "broadcast" and crosses else assumptions.near_base_s
     if work.method in ("broadcast", "in_process", "ipc"):
         nodes = max(work.num_train_gpus / cluster.gpus_per_node, 1.0)
+        changes_hands = work.method != "broadcast" and work.num_train_gpus > 1
+        tensor_s = assumptions.handle_tensor_s if changes_hands else assumptions.per_tensor_s
         # A gather between nodes is a tree: each doubling adds a hop.
-        fixed_s += tensors / work.pp_size * assumptions.per_tensor_s * (1 + math.log2(nodes))
+        fixed_s += tensors / work.pp_size * tensor_s * (1 + math.log2(nodes))
     if work.quantizes_tensors:
         # Slices are only scaled and shuffled where they arrive, a stream is quantised where it starts as well.
         fixed_s += tensors * assumptions.quantize_tensor_s * (0.5 if work.method == "sharded" else 1.0)
@@ -184,7 +186,7 @@ def _rates(
     gather = min(gathered, 0.7 * link * max(work.num_train_gpus - 1, 1))
     load = assumptions.load_bytes_per_s * work.replica_gpus
     if work.method in ("in_process", "ipc"):
-        return {"gather": gather, "load": load}
+        return {"gather": gather, "load": load} if work.num_train_gpus > 1 else {"load": load}
     if work.method == "broadcast":
         assembly = work.pp_size * _assembly(cluster, assumptions, work)
         return {"gather": assembly, "transfer": 0.75 * link, "load": load}
