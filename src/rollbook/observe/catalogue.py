@@ -107,6 +107,10 @@ def catalogue() -> tuple[Metric, ...]:
         if stage in STAGES_ELSEWHERE:
             continue
         metrics.append(Metric(f"expected_s/{suffix}", "s", "seconds", "", "sum", "ledger", expected))
+        waited = (
+            f"Seconds of `{stage}` in which a thread of this process could have run and got no core (Linux)."
+        )
+        metrics.append(Metric(f"core_wait_s/{suffix}", "s", "seconds", "", "sum", "observe", waited))
     text = resources.files("rollbook.observe").joinpath("catalogue.toml").read_text(encoding="utf-8")
     for name, (unit, numerator, denominator, reduction, owner, meaning) in tomllib.loads(text).items():
         if reduction != "spread":

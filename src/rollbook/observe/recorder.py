@@ -18,8 +18,10 @@ import functools
 import itertools
 import json
 import math
+import os
 import shutil
 import threading
+import time
 import warnings
 from asyncio import current_task
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,6 +32,7 @@ from typing import Literal, Protocol
 from rollbook.errors import DataError, RunError, nearest_name
 from rollbook.observe import catalogue
 from rollbook.observe.clock import Clock, SystemClock
+from rollbook.observe.core_waits import CoreWaits, longest_wait_s
 from rollbook.observe.host_memory import tree_bytes
 from rollbook.observe.run_dir import RunDir, read_json_lines
 from rollbook.observe.spans import Attr, Span, covered_s, current_span
@@ -107,6 +110,7 @@ class Recorder:
         self._step_span: Span | None = None
         self._stages: list[Span] = []
         self._work: Work | None = None
+        self._core_waits = CoreWaits()
         self._span_ids = itertools.count(1)
         self._token_ids_written: set[int] = set()
         self._sink_failures: dict[tuple[int, str], int] = {}
@@ -171,6 +175,8 @@ class Recorder:
                 )
             span = self._open("step", step=step, parent=None)
             self._step_span, self._stages, self._work = span, [], None
+            self._core_waits.look()
+            waited, cpu_s = self._core_waits.read(), time.process_time()
         token = current_span.set(span)
         try:
             yield span
@@ -184,9 +190,10 @@ class Recorder:
             raise
         else:
             with self._lock:
+                span.core_wait_s = longest_wait_s(waited, self._core_waits.read())
                 self._end(span, None)
                 self._step_span = None
-                self._derive(span)
+                self._derive(span, cpu_s=time.process_time() - cpu_s)
                 values, self._values = self._values, {}
                 self._write_metrics(step, values)
         finally:
@@ -208,6 +215,7 @@ class Recorder:
             span = self._open(name, step=self._step_span.step if self._step_span else None, parent=parent)
             span.expected_s, span.expected_bytes = expected_s, expected_bytes
             span.attrs.update(attrs)
+            waited = self._core_waits.read() if is_stage else {}
             if is_stage or (parent is None and self._step_span is None):
                 self._announce(span)
         token = current_span.set(span)
@@ -217,6 +225,9 @@ class Recorder:
             self._end(span, error)
             raise
         else:
+            if is_stage:
+                with self._lock:
+                    span.core_wait_s = longest_wait_s(waited, self._core_waits.read())
             self._end(span, None)
         finally:
             current_span.reset(token)
@@ -251,7 +262,7 @@ class Recorder:
             span.error = _in_words(error)
         self._write_event("span", span.fields(), at_s=span.at_s, mono_s=span.mono_s)
 
-    def _derive(self, step_span: Span) -> None:
+    def _derive(self, step_span: Span, *, cpu_s: float) -> None:
         """Seconds, expectations and rates of each stage, from the step's spans; and the host's memory and disk."""
         seconds: Values = {}
         for stage in self._stages:
@@ -260,6 +271,8 @@ class Recorder:
             merge(seconds, {f"timing_s/{metric}": Total(duration_s)})
             if stage.expected_s is not None:
                 merge(seconds, {f"expected_s/{metric}": Total(stage.expected_s)})
+            if stage.core_wait_s is not None:
+                merge(seconds, {f"core_wait_s/{metric}": Total(stage.core_wait_s)})
             if stage.num_tokens is not None and duration_s > 0:
                 merge(seconds, {f"perf/tokens_per_s/{metric}": Ratio(stage.num_tokens, duration_s)})
                 if self.num_gpus:
@@ -271,6 +284,10 @@ class Recorder:
         seconds["timing_s/step"] = Total(step_s)
         seconds["timing_s/other"] = Total(max(0.0, step_s - covered_s(of_step)))
         seconds["perf/time_per_step"] = Total(step_s)
+        if step_span.core_wait_s is not None and step_s > 0:
+            seconds["core_wait_s/step"] = Total(step_span.core_wait_s)
+            cores = len(os.sched_getaffinity(0))
+            seconds["host/own_core_frac"] = Ratio(cpu_s, (step_span.duration_s or 0.0) * cores)
         if step_span.expected_s is not None:
             seconds["expected_s/step"] = Total(step_span.expected_s)
         num_tokens = self._values.get("perf/total_num_tokens")
@@ -445,6 +462,7 @@ class Recorder:
             if self._closed:
                 return
             self._closed = True
+            self._core_waits.close()
             try:
                 if self.is_accepted:
                     self.event("run_ended", unwritten_metrics=sorted(self._values))

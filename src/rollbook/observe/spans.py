@@ -35,6 +35,8 @@ class Span:
     duration_s: float | None = None
     """None while open."""
     error: str | None = None
+    core_wait_s: float | None = None
+    """In which a thread could have run and got no core; None where the system does not say."""
 
     def set(
         self,
@@ -63,6 +65,7 @@ class Span:
             "bytes": self.num_bytes,
             "expected_bytes": self.expected_bytes,
             "tokens": self.num_tokens,
+            "core_wait_s": self.core_wait_s,
             "error": self.error,
             "attrs": self.attrs or None,
         }
