@@ -96,6 +96,7 @@ SLIME = {
     "rollout/fully_async/avg_staleness": "training/off_policy/trajectory_staleness/mean",
     "rollout/fully_async/max_staleness": "training/off_policy/trajectory_staleness_worst/max",
     "rollout/fully_async/stale_groups_recycled": "training/off_policy/evicted_samples",
+    "rollout/sample_staleness": "training/off_policy/trajectory_staleness/mean",
     "staleness/total/mean": "training/off_policy/trajectory_staleness/mean",
     "staleness/total/max": "training/off_policy/trajectory_staleness_worst/max",
     "train/loss": "actor/loss",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook.diagnose.readers import (
+    ages,
     areal,
     console,
     excerpt,
@@ -169,6 +170,7 @@ def load(
         rows, source=str(path), format=format, renamed=renamer.renamed, run_idx=run_idx, notes=notes
     )
     run.in_log = renamer.in_log()
+    ages.add(run)
     run.notes.extend(renamer.notes())
     run.notes.extend(_also_holds(path, format))
     run.notes.extend(excerpt.notes(run))
