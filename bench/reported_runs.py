@@ -761,6 +761,15 @@ def slow_environment(seed: int) -> Log:
     return log
 
 
+def slow_generation(seed: int) -> Log:
+    """Engines lost their graphs, half of their replicas or most of their KV pool: the same tokens take many times as
+    long from a step on, and the log has nothing but the seconds."""
+    log = base(seed, tuple(name for name, recipe in RECIPES.items() if not recipe.is_async))
+    log.needs = ("timing_s/gen", "response_length/mean")
+    log.times("timing_s/gen", np.where(log.on, log.log(2.6, 6), 1.0))
+    return log
+
+
 def object_store_spill(seed: int) -> Log:
     """Batches go over the disk: at once when they outgrow the store, slowly, or in the steps with long answers."""
     log = base(seed)
@@ -1198,6 +1207,7 @@ FAULTS: dict[str, Callable[[int], Log]] = {
     for f in (
         missed_weight_sync, stale_samples, engine_mismatch, dead_sandbox_pool, collective_hang, oom_in_sync,
         late_oom_with_length, silent_error_after_wake, mismatch_to_nan, sandbox_leak, slow_environment,
+        slow_generation,
         object_store_spill, buffer_never_fills, version_drift, discontinuity_after_resume, one_source_all_zero,
         filter_starvation,
         tail_burst, fragmentation, all_rejected, all_wrong, all_right, not_finite,

@@ -198,6 +198,13 @@ ENTRIES: dict[str, Entry] = {
         "take it out of service",
         "seconds of a decode step on it alone",
     ),
+    "slow_generation": Entry(
+        "implementation",
+        "`timing_s/gen` at least twice what the lengths explain, for good, and nothing else moves",
+        "waiting, a filter, a tail, slow environments, a slow host: each has a series of its own that moved",
+        "see how many replicas serve, and what preempts their requests; log tokens/s of each",
+        "tokens/s of one replica alone at the same batch",
+    ),
     "replica_died": Entry(
         "implementation",
         "`quarantined` with the words of a process that is gone, in events.jsonl; `replica/num_serving` below what was "

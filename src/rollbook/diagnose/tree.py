@@ -41,6 +41,7 @@ from rollbook.diagnose.rules import (
     sandbox_leak,
     silent_error_after_wake,
     slow_environment,
+    slow_generation,
     slow_replica,
     stale_samples,
     tail_burst,
@@ -81,6 +82,7 @@ RULES: dict[str, Rule] = {
     "object_store_spill": object_store_spill.judge,
     "tail_burst": tail_burst.judge,
     "slow_replica": slow_replica.judge,
+    "slow_generation": slow_generation.judge,
     "replica_died": replica_died.judge,
     "all_rejected": all_rejected.judge,
     "not_finite": not_finite.judge,
@@ -139,6 +141,7 @@ def diagnose(run: RunSeries) -> Diagnosis:
     ended = stop(view)
     if ended is not None and any(f.rule == ended.told_by for f in found):
         found = [f for f in found if f.rule != run_stopped.RULE]
+    found = [f for f in found if f.rule != slow_generation.RULE] or found  # whose cause another one tells
     known_states = states.judge(view)
     found = [f for f in found if not _is_of_the_algorithm(view, f, known_states)]
     trifles = [f for f in found if cost.is_trifle(view, f)]
