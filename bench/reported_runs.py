@@ -132,6 +132,8 @@ class Log:
     """The table of the part before a restart."""
     needs: tuple[str, ...] = ()
     """Prefixes of what the log must hold for the fault to be told at all."""
+    needs_digits: bool = False
+    """Whether three decimals would show nothing of the fault."""
     is_only_words: bool = False
     """Told by lines of a console alone."""
     lost_s: Array | None = None
@@ -759,8 +761,6 @@ def slow_environment(seed: int) -> Log:
         log.times(f"timing_s/agent_loop/tool_calls/{stat}", 1 + (times - 1) * way)
     log.plus("timing_s/gen", np.maximum(more_s * log.m["num_turns/mean"], 0.25 * log.m["timing_s/gen"] * way))
     return log
-
-
 def slow_generation(seed: int) -> Log:
     """Engines lost their graphs, half of their replicas or most of their KV pool: the same tokens take many times as
     long from a step on, and the log has nothing but the seconds."""
@@ -768,6 +768,8 @@ def slow_generation(seed: int) -> Log:
     log.needs = ("timing_s/gen", "response_length/mean")
     log.times("timing_s/gen", np.where(log.on, log.log(2.6, 6), 1.0))
     return log
+
+
 
 
 def object_store_spill(seed: int) -> Log:
@@ -958,6 +960,44 @@ def fragmentation(seed: int) -> Log:
             "PyTorch but unallocated. If reserved but unallocated memory is large try setting "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.",
         )
+    return log
+
+
+def no_update(seed: int) -> Log:
+    """Rewards differ and nothing is learned: groups of one, frozen weights, or a schedule that has ended."""
+    log = base(seed)
+    kind = log.pick("one by one", "frozen", "rate")
+    if kind == "rate":
+        log.needs, log.needs_digits = ("actor/lr",), True
+        log.at = int(log.n * log.uni(0.0, 0.7))
+        log.put("actor/lr", 0.0)
+    else:
+        log.needs = ("actor/grad_norm", "critic/score")
+        log.at = 0
+        log.put("actor/grad_norm", 0.0)
+        if kind == "one by one":
+            for name in ("critic/advantages", "critic/returns"):
+                for end in ("mean", "max", "min"):
+                    log.put(f"{name}/{end}", 0.0)
+    for name in ("actor/ppo_kl", "actor/pg_clipfrac"):
+        log.put(name, 0.0)
+    score = log.m["critic/score/mean"]
+    still = score[max(0, log.at - 1)] + (score - np.median(score)) * 0.3
+    log.put("critic/score/mean", np.clip(still, log.recipe.reward[0], 0.8 * log.recipe.reward[1]))
+    return log
+
+
+def absurd_gradient(seed: int) -> Log:
+    """A term of the loss explodes in some steps, or has been summed instead of averaged from the first on."""
+    log = base(seed)
+    log.needs = ("actor/grad_norm",)
+    if log.coin(0.3):
+        log.at = 0
+        log.times("actor/grad_norm", log.log(3e7, 3e10))
+        return log
+    where = log.on & (log.rng.random(log.n) < log.uni(0.02, 0.2))
+    where[log.at] = True
+    log.put("actor/grad_norm", np.exp(log.rng.uniform(np.log(3e5), np.log(3e9), log.n)), where)
     return log
 
 
@@ -1167,6 +1207,7 @@ def learning_rate_too_high(seed: int) -> Log:
         if log.coin():
             log.longer(1 + log.uni(0.2, 2.0) * way)
             log.plus("response_length/clip_ratio", log.uni(0.05, 0.5) * way)
+        slow_generation,
     log.fewer_solved(1 - log.uni(0.35, 0.97) * way)
     if kind == "explodes" and log.coin(0.25):
         log.nulls = (
@@ -1207,10 +1248,10 @@ FAULTS: dict[str, Callable[[int], Log]] = {
     for f in (
         missed_weight_sync, stale_samples, engine_mismatch, dead_sandbox_pool, collective_hang, oom_in_sync,
         late_oom_with_length, silent_error_after_wake, mismatch_to_nan, sandbox_leak, slow_environment,
-        slow_generation,
         object_store_spill, buffer_never_fills, version_drift, discontinuity_after_resume, one_source_all_zero,
         filter_starvation,
         tail_burst, fragmentation, all_rejected, all_wrong, all_right, not_finite,
+        no_update, absurd_gradient,
     )
 }  # fmt: skip
 WELL: dict[str, Callable[[int], Log]] = {
@@ -1372,6 +1413,7 @@ _CHATTER = (
 def write_console(log: Log, path: Path) -> Path:
     """verl's console as Ray carries it, with progress bars, engine lines and samples of a validation."""
     style = log.pick("old", "numpy", "plain")
+    style = "plain" if log.needs_digits and style == "old" else style
     by_row: dict[int, list[str]] = {}
     for at, line in log.lines:
         by_row.setdefault(at, []).append(line)

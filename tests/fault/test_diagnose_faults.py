@@ -47,7 +47,7 @@ OF_EVENTS = {"dead_scorer", "refused_publication", "replica_died", "run_stopped"
 
 
 def test_each_fault_has_its_rule() -> None:
-    only_reported = {"all_rejected", "not_finite", "slow_environment"}
+    only_reported = {"absurd_gradient", "all_rejected", "no_update", "not_finite", "slow_environment"}
     assert (
         set(FAULTS)
         == set(described_runs.FAULTS)

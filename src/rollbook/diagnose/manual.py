@@ -222,6 +222,20 @@ ENTRIES: dict[str, Entry] = {
         "resume from before that step; skip updates whose gradient is not finite",
         "the first value of that batch that is no number, loss by loss",
     ),
+    "absurd_gradient": Entry(
+        "implementation",
+        "`actor/grad_norm` above 100,000, in single steps or all along, while losses are numbers",
+        "a learning rate that is too high: gradients grow over steps, with step KL and entropy",
+        "skip such updates; bound ratios, importance weights and low-variance KL",
+        "the largest log-ratio of a token in that batch",
+    ),
+    "no_update": Entry(
+        "implementation",
+        "`actor/grad_norm` or `actor/lr` is exactly 0 while rewards differ",
+        "all wrong, all right: no two rewards differ; flat groups: `batch/effective_frac` is near 0",
+        "look at the grouping of answers, at what the optimizer holds, at the end of the schedule",
+        "advantages of one batch, then the parameters that require a gradient",
+    ),
     "all_rejected": Entry(
         "implementation",
         "`rollout_corr/rollout_rs_masked_fraction` or `.../rollout_rs_seq_masked_fraction` above 0.8",

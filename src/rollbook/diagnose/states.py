@@ -15,7 +15,7 @@ from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.signs.rewards import REWARD, Moved, reward_decline, reward_of
 from rollbook.diagnose.view import View
 
-OF_A_WELL_SYSTEM = frozenset({"plateau", "reward_saturates", "reward_falls"})
+OF_A_WELL_SYSTEM = frozenset({"plateau", "reward_saturates", "reward_falls", "overoptimised"})
 """States that mean nothing while a fault of the system is there."""
 
 BRINGS_ABOUT: dict[str, frozenset[str]] = {
@@ -41,7 +41,14 @@ MOVES: dict[str, frozenset[str]] = {
     ),
     "lengths_explode": frozenset({"reward by source", "staleness, lengths, sync seconds"}),
     **dict.fromkeys(
-        ("entropy_collapse", "answers_cut_off", "no_signal", "data_exhausted", "reward_falls"),
+        (
+            "entropy_collapse",
+            "answers_cut_off",
+            "no_signal",
+            "data_exhausted",
+            "reward_falls",
+            "overoptimised",
+        ),
         frozenset({"reward by source"}),
     ),
 }
@@ -59,12 +66,16 @@ def judge(view: View) -> list[State]:
             _cut_off(view),
             _no_signal(view),
             _data_exhausted(view),
+            _overoptimised(view),
             _reward_saturates(view),
         )
         if state is not None
     ]
-    if "reward_saturates" in {state.name for state in found}:  # a solved task is answered alike
-        found = [state for state in found if state.name != "entropy_collapse"]
+    for one, leaves_out in (("reward_saturates", "entropy_collapse"), ("data_exhausted", "overoptimised")):
+        if one in {
+            state.name for state in found
+        }:  # a solved task is answered alike; old data are known by heart
+            found = [state for state in found if state.name != leaves_out]
     if not found and (falls := _reward_falls(view)) is not None:
         found.append(falls)
     if not found and (flat := _plateau(view)) is not None:
@@ -194,12 +205,12 @@ def _no_signal(view: View) -> State | None:
     values = view.values[metric]
     known = np.flatnonzero(np.isfinite(values))
     some = values[known][values[known] > 0]
-    if not len(some):
-        return None
-    usual = float(np.median(some[some >= 0.1 * np.max(some)])) if (some >= 0.1 * np.max(some)).any() else 0.0
+    alike = view.level(few)
+    if not len(some) and not alike <= 1 - 2 * NO_SIGNAL:
+        return None  # a gradient of nothing at different rewards is no matter of the prompts (`no_update`)
+    usual = float(np.median(some[some >= 0.1 * np.max(some)])) if len(some) else 0.0
     empty = values[known] <= max(NOTHING * usual, 0.0)
     part = float(empty.mean())
-    alike = view.level(few)
     if part < NO_SIGNAL and not (alike <= 1 - 2 * NO_SIGNAL and part >= 0.1):
         return None
     step = view.step_at(int(known[empty][0])) if empty.any() else view.step_at(0)
@@ -242,8 +253,7 @@ def _data_exhausted(view: View) -> State | None:
     if not np.isfinite(epochs) or epochs < 4:
         return None
     metric = view.first(*REWARD)
-    pattern = re.compile(r"val-core/.+|val/.+/(?:exact_match|reward)")
-    held_out = next((m for m in view.run.values if pattern.fullmatch(m) and view.count(m) >= 5), None)
+    held_out = next((m for m in view.run.values if _HELD_OUT.fullmatch(m) and view.count(m) >= 5), None)
     if metric is None:
         return None
     evidence = [
@@ -274,6 +284,90 @@ def _data_exhausted(view: View) -> State | None:
         evidence=tuple(evidence),
         advice="add prompts, or stop at the best held-out score",
     )
+
+
+_HELD_OUT = re.compile(r"val-core/.+|val/.+/(?:exact_match|reward)")
+LEAST_GAIN = 0.1
+"""Rise of the reward in training over the range it has, from which on something was learned."""
+LEAST_LOSS = 0.05
+"""Fall of what it stands for, over the best it was, beyond a held-out score that wavers."""
+
+
+def _overoptimised(view: View) -> State | None:
+    """The reward rises in training while what it stands for falls: a held-out score, or a term of the reward that is
+    right or wrong beside one that can be talked to."""
+    metric = view.first(*REWARD)
+    if metric is None or view.n < 24:
+        return None
+    part = max(5, view.n // 8)
+    first, last = view.level(metric, 0, part), view.last(metric, part)
+    reach = float(np.nanquantile(view.values[metric], 0.95) - np.nanquantile(view.values[metric], 0.05))
+    error = 3.0 * view.noise_before(metric, view.n) / np.sqrt(part)
+    if last - first < max(LEAST_GAIN * max(abs(first), abs(last)), 0.5 * reach, error):
+        return None
+    held_out = [m for m in view.run.values if _HELD_OUT.fullmatch(m)]
+    terms = _terms_of(view, metric)
+    falls = [lost for m in (*held_out, *terms) if (lost := _lost_again(view, m)) is not None]
+    if not falls:
+        return None
+    worst = max(falls, key=lambda lost: (lost.before - lost.after) / abs(lost.before))
+    evidence = [
+        Evidence(
+            metric=metric, step=view.step_at(0), before=first, after=last, says=f"{num(first)} to {num(last)}"
+        ),
+        Evidence(
+            metric=worst.metric,
+            step=worst.step,
+            before=worst.before,
+            after=worst.after,
+            says=f"{num(worst.before)} at its best, {num(worst.after)} now",
+        ),
+    ]
+    length = "response_length/mean"
+    short, long = view.level(length, 0, part), view.last(length, part)
+    if long >= 1.3 * short:
+        says = f"{num(short)} tokens at first, {num(long)} now: it may be length that is paid"
+        evidence.append(Evidence(metric=length, step=worst.step, before=short, after=long, says=says))
+    why = (
+        "the scorer is gamed"
+        if worst.metric in terms
+        else "the scorer is gamed, or the data are known by heart"
+    )
+    title = f"the reward rises and what it stands for falls: {why}"
+    return State(
+        name="overoptimised",
+        title=title,
+        step=worst.step,
+        evidence=tuple(evidence),
+        advice=f"read the best paid answers of step {view.step_at(view.n - 1)} beside those of step {worst.step}; "
+        "bound the term that rises or normalise it for length, add a KL term, and go back to the best held-out score",
+    )
+
+
+def _terms_of(view: View, metric: str) -> list[str]:
+    """The terms that a reward is the sum of, where they are logged: several, of the same answers."""
+    terms = view.family("reward/", "/mean")
+    if len(terms) < 2:
+        return []
+    total, summed = view.values[metric], np.sum([view.values[m] for m in terms], axis=0)
+    known = np.isfinite(total) & np.isfinite(summed)
+    apart = np.abs(total - summed)[known]
+    return terms if len(apart) >= 5 and np.median(apart) <= 0.01 * np.median(np.abs(total[known])) else []
+
+
+def _lost_again(view: View, metric: str) -> Moved | None:
+    """A score that fell from its best, beyond its noise and for good; where it left the best."""
+    values = view.values[metric]
+    known = np.flatnonzero(np.isfinite(values))
+    if len(known) < 5:
+        return None
+    smooth = running_median(values[known], 5 if len(known) >= 10 else 3)
+    top = int(np.argmax(smooth))
+    best, now = float(smooth[top]), float(np.median(values[known[-max(2, len(known) // 8) :]]))
+    noise = max(noise_scale(values[known]), float(np.median(np.abs(values[known] - smooth))))
+    if best <= 0 or best - now < max(LEAST_LOSS * best, 3.0 * noise):
+        return None
+    return Moved(metric, view.step_at(int(known[top])), best, now)
 
 
 def _parts_from(view: View, train: str, held_out: str) -> bool:

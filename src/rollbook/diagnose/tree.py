@@ -17,6 +17,7 @@ from rollbook.diagnose import cost, four_signals, states
 from rollbook.diagnose.as_logged import as_logged
 from rollbook.diagnose.finding import Area, Diagnosis, Finding, NotJudged, OtherRun, State
 from rollbook.diagnose.rules import (
+    absurd_gradient,
     all_rejected,
     all_right,
     all_wrong,
@@ -31,6 +32,7 @@ from rollbook.diagnose.rules import (
     late_oom_with_length,
     mismatch_to_nan,
     missed_weight_sync,
+    no_update,
     not_finite,
     object_store_spill,
     one_source_all_zero,
@@ -39,9 +41,9 @@ from rollbook.diagnose.rules import (
     replica_died,
     run_stopped,
     sandbox_leak,
+    slow_generation,
     silent_error_after_wake,
     slow_environment,
-    slow_generation,
     slow_replica,
     stale_samples,
     tail_burst,
@@ -80,12 +82,14 @@ RULES: dict[str, Rule] = {
     "late_oom_with_length": late_oom_with_length.judge,
     "fragmentation": fragmentation.judge,
     "object_store_spill": object_store_spill.judge,
+    "slow_generation": slow_generation.judge,
     "tail_burst": tail_burst.judge,
     "slow_replica": slow_replica.judge,
-    "slow_generation": slow_generation.judge,
     "replica_died": replica_died.judge,
     "all_rejected": all_rejected.judge,
     "not_finite": not_finite.judge,
+    "absurd_gradient": absurd_gradient.judge,
+    "no_update": no_update.judge,
     "run_stopped": run_stopped.judge,
 }
 
@@ -113,6 +117,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
         "buffer_never_fills": "stale_samples",
         "mismatch_to_nan": "engine_mismatch missed_weight_sync run_stopped all_rejected not_finite",
         "engine_mismatch": "filter_starvation all_rejected not_finite",
+        "no_update": "filter_starvation",
         "not_finite": "run_stopped filter_starvation one_source_all_zero tail_burst",
         "late_oom_with_length": "oom_in_sync fragmentation tail_burst collective_hang run_stopped",
         "oom_in_sync": "collective_hang late_oom_with_length fragmentation discontinuity_after_resume run_stopped",
@@ -136,12 +141,12 @@ LEAST_CONFIDENCE = 0.5
 def diagnose(run: RunSeries) -> Diagnosis:
     """Judge a run by every rule and put causes before consequences."""
     view = View.of(run)
+    found = [f for f in found if f.rule != slow_generation.RULE] or found  # whose cause another one tells
     judged = [rule(view) for rule in RULES.values()]
     found = [j for j in judged if isinstance(j, Finding) and j.confidence >= LEAST_CONFIDENCE]
     ended = stop(view)
     if ended is not None and any(f.rule == ended.told_by for f in found):
         found = [f for f in found if f.rule != run_stopped.RULE]
-    found = [f for f in found if f.rule != slow_generation.RULE] or found  # whose cause another one tells
     known_states = states.judge(view)
     found = [f for f in found if not _is_of_the_algorithm(view, f, known_states)]
     trifles = [f for f in found if cost.is_trifle(view, f)]
