@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollbook.planner.reconcile import Expectation, Expected, reconcile
+from rollbook.planner.reconcile import Expectation, Expected, Reconciliation, reconcile
 
 
 def test_a_filter_that_leaves_half_the_batch_is_no_gain_in_speed() -> None:
@@ -107,3 +107,47 @@ def test_a_thousandth_of_a_step_is_no_difference() -> None:
         "rollout": "as planned",
         "to_trainer": "too short to judge",
     }
+
+
+def busy(own_core_frac: float, **waited_s: float) -> Reconciliation:
+    """Training takes 5 s where 2 were expected, generation 4 s as planned."""
+    stages = {
+        "rollout": Expected(seconds=4.0, low=3.0, high=5.0),
+        "train": Expected(seconds=2.0, low=1.6, high=2.4),
+    }
+    means = {
+        "timing_s/step": 9.0,
+        "timing_s/gen": 4.0,
+        "timing_s/update_actor": 5.0,
+        "host/own_core_frac": own_core_frac,
+        **{f"core_wait_s/{name}": value for name, value in waited_s.items()},
+    }
+    return reconcile(Expectation(source="plan.json", stages=stages, step_s=6.0), means, source="run")
+
+
+def test_a_stage_that_waited_for_a_core_is_not_the_one_that_deserves_work() -> None:
+    """5 s of which 2.8 s were a wait: 2.2 s are within the range of 2 s. Nothing is to be won in the stage."""
+    result = busy(0.4, update_actor=2.8, gen=0.1)
+    train = next(stage for stage in result.stages if stage.stage == "train")
+    assert train.verdict == "waited for a core" and train.own_beyond_s == 0
+    assert result.step.verdict == "waited for a core"
+    assert [d.stage for d in result.deserving] == ["rollout", "train"]
+    assert "waited 2.8 s for a core" in result.deserving[1].why
+    assert result.notes[0] == (
+        "the machine was busy: stages waited for a core, of their seconds train 56.0 %; the run itself used 40.0 % of "
+        "them, others had the rest: measure again on a quiet machine"
+    )
+
+
+def test_what_a_wait_for_cores_does_not_explain_stays_with_the_stage() -> None:
+    """Of the 3 s beyond the plan it waited 1 s; 2 s are its own."""
+    result = busy(0.95, update_actor=1.0)
+    assert (result.deserving[0].stage, result.deserving[0].seconds) == ("train", 2.0)
+    assert "1.0 s of it waiting for a core" in result.deserving[0].why
+    assert "the run's own threads had 95.0 %" in result.notes[0]
+
+
+def test_a_quiet_machine_is_not_mentioned() -> None:
+    result = busy(0.5, update_actor=0.01)
+    assert not result.notes and result.deserving[0].stage == "train"
+    assert "waiting for a core" not in result.deserving[0].why

@@ -75,6 +75,10 @@ class Expectation:
     notes: tuple[str, ...] = ()
 
 
+BUSY = "waited for a core"
+"""Verdict of a stage that would have been as planned without that."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult:
     """One stage: planned before the run, expected of the work that it got, and measured."""
@@ -86,6 +90,8 @@ class StageResult:
     """The plan, where the run does not say what it expected of the work."""
     least_s: float = 0.0
     """Fewer seconds more or less than expected are too short to judge, whatever the ratio."""
+    waited_s: float = 0.0
+    """Of the measured seconds: a thread could have run and got no core."""
 
     @property
     def work_ratio(self) -> float | None:
@@ -104,9 +110,14 @@ class StageResult:
     @property
     def beyond_s(self) -> float:
         """Seconds beyond what was expected: none within its range, all of them where nothing was planned."""
-        if self.verdict not in ("slower", "not planned"):
+        if self.verdict not in ("slower", BUSY, "not planned"):
             return 0.0
         return self.measured_s - (self.expected.seconds if self.expected else 0.0)
+
+    @property
+    def own_beyond_s(self) -> float:
+        """Of them, those in which it did not wait for a core: work on the stage can win these alone."""
+        return 0.0 if self.verdict == BUSY else max(self.beyond_s - self.waited_s, 0.0)
 
     @property
     def verdict(self) -> str:
@@ -116,7 +127,9 @@ class StageResult:
             return "as planned"
         if abs(self.measured_s - self.expected.seconds) < self.least_s:
             return "too short to judge"
-        return "slower" if self.measured_s > self.expected.high else "faster"
+        if self.measured_s < self.expected.low:
+            return "faster"
+        return BUSY if self.measured_s - self.waited_s <= self.expected.high else "slower"
 
     def as_json(self) -> dict[str, object]:
         planned, expected = self.planned, self.expected
@@ -129,6 +142,7 @@ class StageResult:
             "measured_s": self.measured_s,
             "work_ratio": self.work_ratio,
             "ratio": self.ratio,
+            "core_wait_s": self.waited_s,
             "verdict": self.verdict,
         }
 
@@ -402,7 +416,7 @@ def means_of(
         raise DataError(f"no timed step {' '.join(asked)}".rstrip(), f"the log {held}")
     means = {}
     for name, series in values.items():
-        if name.startswith(("timing_s/", "expected_s/")):
+        if name.startswith(("timing_s/", "expected_s/", "core_wait_s/")):
             means[name] = float(np.nan_to_num(series[keep]).mean())
         elif np.isfinite(series[keep]).any():
             means[name] = float(np.nanmean(series[keep]))
@@ -426,10 +440,14 @@ def reconcile(
     expectation = _for_the_work(before, means)
     stages = _stage_results(before, expectation, means)
     step_s = means["timing_s/step"]
-    step = StageResult(
-        stage="step", measured_s=step_s, planned=_whole_step(before), expected=_whole_step(expectation)
-    )
     in_step = [s for s in stages if s.stage not in STAGES_OUTSIDE_STEP]
+    step = StageResult(
+        stage="step",
+        measured_s=step_s,
+        planned=_whole_step(before),
+        expected=_whole_step(expectation),
+        waited_s=sum(s.waited_s for s in in_step),
+    )
     mfu_frac, losses = _waterfall(expectation, in_step, step_s)
     return Reconciliation(
         source=source,
@@ -442,8 +460,32 @@ def reconcile(
         mfu_frac=mfu_frac,
         waterfall=tuple(losses),
         deserving=tuple(_deserving(expectation, in_step, step_s)),
-        notes=expectation.notes + tuple(_notes(expectation, stages)),
+        notes=_of_the_machine(in_step, means) + expectation.notes + tuple(_notes(expectation, stages)),
     )
+
+
+_VISIBLE_WAIT_FRAC = 0.05
+"""Share of a step from which waiting for cores is worth a word."""
+_OWN_CORE_FRAC = 0.8
+"""Share of the cores' seconds from which a run that waits for them waits for itself."""
+
+
+def _of_the_machine(stages: list[StageResult], means: Means) -> tuple[str, ...]:
+    """That stages waited for a core: what they lost so no work on them wins back."""
+    waited = sorted((s for s in stages if s.waited_s > 0), key=lambda s: -s.waited_s)
+    if sum(s.waited_s for s in waited) < _VISIBLE_WAIT_FRAC * means["timing_s/step"]:
+        return ()
+    told = ", ".join(
+        f"{s.stage} {percent(s.waited_s / s.measured_s)}"
+        for s in waited[:_NUM_DESERVING]
+        if s.waited_s > _VISIBLE_WAIT_FRAC * s.measured_s
+    )
+    own_frac = means.get("host/own_core_frac", 0.0)
+    if own_frac >= _OWN_CORE_FRAC:
+        why = f"the run's own threads had {percent(own_frac)} of the cores' seconds: give it more, or fewer threads"
+    else:
+        why = f"the run itself used {percent(own_frac)} of them, others had the rest: measure again on a quiet machine"
+    return (f"the machine was busy: stages waited for a core, of their seconds {told}; {why}",)
 
 
 def _whole_step(expectation: Expectation) -> Expected:
@@ -582,6 +624,7 @@ def _stage_results(before: Expectation, expectation: Expectation, means: Means) 
             planned=before.stages.get(stage),
             expected=expectation.stages.get(stage),
             least_s=_NO_DIFFERENCE * step_s,
+            waited_s=min(means.get(f"core_wait_s/{STAGES.get(stage, '')}", 0.0), measured_s),
         )
 
     found = []
@@ -655,14 +698,16 @@ def _loop_gpus(expectation: Expectation) -> int:
 def _deserving(expectation: Expectation, stages: list[StageResult], step_s: float) -> list[Deserving]:
     """Stages that took longer than planned by seconds lost; then those that take most of the step.
 
-    Table, waterfall and this list judge by one thing, `StageResult.verdict`.
+    Table, waterfall and this list judge by one thing, `StageResult.verdict`. What a stage waited for a core is nothing
+    that work on it would win.
     """
-    late = sorted((s for s in stages if s.beyond_s > 0.02 * step_s), key=lambda s: -s.beyond_s)
+    late = sorted((s for s in stages if s.own_beyond_s > 0.02 * step_s), key=lambda s: -s.own_beyond_s)
     chosen = [
-        Deserving(stage=s.stage, seconds=s.beyond_s, why=_why_late(s, step_s)) for s in late[:_NUM_DESERVING]
+        Deserving(stage=s.stage, seconds=s.own_beyond_s, why=_why_late(s, step_s))
+        for s in late[:_NUM_DESERVING]
     ]
     taken = {d.stage for d in chosen}
-    rest = sorted((s for s in stages if s.stage not in taken), key=lambda s: -s.measured_s)
+    rest = sorted((s for s in stages if s.stage not in taken), key=lambda s: s.waited_s - s.measured_s)
     for s in rest[: _NUM_DESERVING - len(chosen)]:
         chosen.append(Deserving(stage=s.stage, seconds=s.measured_s, why=_why_long(s, step_s)))
     return chosen
@@ -670,9 +715,14 @@ def _deserving(expectation: Expectation, stages: list[StageResult], step_s: floa
 
 def _why_long(result: StageResult, step_s: float) -> str:
     """Of a stage that lost little or nothing against the plan."""
-    if result.beyond_s > 0:
+    if result.own_beyond_s > 0:
         return _why_late(result, step_s)
     share = percent(result.measured_s / step_s)
+    if result.verdict == BUSY:
+        return (
+            f"{share} of the step, of which it waited {seconds(result.waited_s)} for a core: as planned without that "
+            "(free the cores before you change it)"
+        )
     return (
         f"{result.verdict}, and {share} of the step: to shorten it, change the plan "
         f"({_LEVERS.get(result.stage, 'its size')})"
@@ -681,12 +731,16 @@ def _why_long(result: StageResult, step_s: float) -> str:
 
 def _why_late(result: StageResult, step_s: float) -> str:
     lever = _LOOK_AT.get(result.stage, "its spans in events.jsonl")
-    share = percent(result.beyond_s / step_s)
+    lost_s = result.beyond_s
+    share = percent(lost_s / step_s)
     if result.expected is None:
         return f"{seconds(result.measured_s)} that nobody planned, {share} of the step: look at {lever}"
+    waited = (
+        f", {seconds(result.waited_s)} of it waiting for a core" if result.waited_s > 0.1 * lost_s else ""
+    )
     return (
         f"{seconds(result.measured_s)} where {seconds(result.expected.seconds)} were expected: "
-        f"{seconds(result.beyond_s)} lost, {share} of the step; look at {lever}"
+        f"{seconds(lost_s)} lost, {share} of the step{waited}; look at {lever}"
     )
 
 

@@ -8,11 +8,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rollbook.planner.reconcile import Reconciliation, StageResult
+from rollbook.planner.reconcile import BUSY, Reconciliation, StageResult
 from rollbook.planner.words import counted, percent, seconds, seconds_range
 
 _STYLES = {
     "slower": "red",
+    BUSY: "yellow",
     "faster": "green",
     "as planned": "",
     "not planned": "dim",
