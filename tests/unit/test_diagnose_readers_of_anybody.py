@@ -370,3 +370,25 @@ def test_a_frameworks_steps_behind_megabytes_of_sampled_texts_are_its_own(tmp_pa
     steps = "".join(f"step:{i} - critic/score/mean:0.{i} - timing_s/gen:41.2\n" for i in range(1, 9))
     run = read(tmp_path, sample * (1 + HEAD_BYTES // len(sample)) + steps)
     assert (run.format, run.num_steps) == ("verl-console", 8)
+
+
+def test_progress_bars_alone_tell_seconds_and_where_it_ended(tmp_path: Path) -> None:
+    bars = "\r".join(f"  1%|x   | {i}/900 [0{i}:40<5:56:20, 60.0s/it]" for i in range(3, 9))
+    others = (
+        "Loading shards: 100%|##| 8/8 [00:10<00:00,  1.2s/it]",
+        "Rollout generation:  9%|x | 5/64 [01:00<02:00]",
+    )
+    text = f"{others[0]}\n{bars}\n{others[1]}\n"
+    run = read(tmp_path, text)
+    assert (run.format, run.steps.tolist()) == ("console", [4, 5, 6, 7, 8])
+    assert run.values["timing_s/step"].tolist() == [60.0] * 5
+    assert any("progress bars alone (8 of 900 steps)" in note for note in run.notes)
+    finding = judged(tmp_path, f"{text}{TRACE}ValueError: no more prompts\n").findings[0]
+    assert (finding.rule, finding.step) == ("run_stopped", 8)
+
+
+def test_a_document_of_a_folder_is_read_and_dumps_of_samples_are_no_logs_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "metrics.json").write_text(json.dumps(ENTRIES))
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "prompt": "2 + 2", "reward": 1.0}\n' * 9)
+    assert load(str(tmp_path)).source.endswith("metrics.json")
+    assert load(str(tmp_path / "samples.jsonl")).values[REWARD].tolist() == [1.0]

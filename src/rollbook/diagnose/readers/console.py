@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollbook.diagnose.readers.bars import Bars
 from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
 from rollbook.diagnose.readers.records import STEP_KEYS, Entry, rows
 from rollbook.diagnose.readers.text import (
@@ -63,7 +64,7 @@ _TELLING = (
     "uccess",
     "acc",
 )
-_NEEDLES = tuple(word.encode() for word in (*_TELLING, "step", "Step", "STEP", "teration"))
+_NEEDLES = tuple(word.encode() for word in (*_TELLING, "step", "Step", "STEP", "teration", "%|"))
 SMALL_BYTES = 8 * 1024 * 1024
 """Size up to which every line is looked at; of a larger log those that may tell something."""
 
@@ -88,26 +89,44 @@ def _items(path: Path) -> Iterator[Entry | Event]:
     watcher, records = LineWatcher(sees_all=is_small), _Records()
     wanted = () if is_small else (*_NEEDLES, *TROUBLE_BYTES, *ENDING_BYTES)
     newest: int | None = None
+    bars = Bars()
     for raw in lines(path, wanted):
         line = plain(raw)
+        bars.add(line)
         for record, _ in records.add(line):
             newest = int(record["step"])
             if event := watcher.ending.step(newest):
                 yield event
             yield dict(record)
-        if not records.holds_line and (event := watcher.watch(line, newest)):
+        if not records.holds_line and (
+            event := watcher.watch(line, bars.newest if newest is None else newest)
+        ):
             yield event
     for record, _ in records.end():
         newest = int(record["step"])
         yield dict(record)
-    if event := watcher.ending.event(newest):
+    if newest is None and bars.tell:
+        for step, seconds in bars.seconds.items():
+            yield {"step": float(step), "timing_s/step": seconds}
+    if event := watcher.ending.event(bars.newest if newest is None else newest):
         yield event
-    if newest is None:
+    if newest is None and bars.tell:
+        says = f"this log holds progress bars alone ({bars.newest} of {bars.of} steps): the seconds of steps are judged"
+        yield Event(kind="note", text=f"{says}, and errors; print metrics or keep what was sent to a tracker")
+    elif newest is None:
         yield Event(
             kind="note", text="this text holds no step: judged is the error that it holds, and nothing else"
         )
     elif records.are_counted:
         yield Event(kind="note", text="no line says which step it is of: records are counted")
+
+
+def has_bars(head: str) -> bool:
+    """Whether a text holds the progress bars of a training."""
+    bars = Bars()
+    for line in head.splitlines():
+        bars.add(line)
+    return bars.tell
 
 
 @dataclass(slots=True)

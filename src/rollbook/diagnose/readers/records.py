@@ -54,13 +54,13 @@ _ALWAYS_MEASURED = frozenset({"actor/loss", "actor/pg_loss", "actor/grad_norm"})
 
 
 def recognizes(head: str) -> float:
-    """0 or 0.4: any format of its own goes before."""
+    """0 to 0.4: any format of its own goes before; least for rows of samples, of whose steps the means are read."""
     start = head.lstrip()
     if start[:1] in ("{", "["):
         entries = _of_document(start) or list(itertools.islice(_of_lines(start.splitlines()), 200))
     else:
         entries = list(itertools.islice(_of_table(start.splitlines()), 200))
-    return 0.4 if are_a_run(entries) else 0.0
+    return 0.0 if not are_a_run(entries) else 0.1 if _are_samples(entries) else 0.4
 
 
 def read(path: Path) -> Iterator[Row | Event]:
@@ -93,13 +93,17 @@ def are_a_run(entries: list[Entry]) -> bool:
     """Whether entries are steps of a run, rather than settings, samples or anything else with numbers."""
     told = Counter(name for entry in entries for name in entry)
     results = {name for name in told if (found := meant(name)) is not None and found[0] in RESULTS}
-    if not any(key in told for key in STEP_KEYS) and any(
-        _SAMPLE.fullmatch(key) and isinstance(value, str) for entry in entries for key, value in entry.items()
-    ):
-        return False  # a row a sample, and nothing says of which step
+    if not any(key in told for key in STEP_KEYS) and _are_samples(entries):
+        return False  # nothing says of which step
     if len(entries) == 1:
         return len(results) >= 2
     return len(entries) > 1 and (bool(results) or any(_RUN_LIKE.search(name) for name in told))
+
+
+def _are_samples(entries: list[Entry]) -> bool:
+    """Whether entries hold texts that were sampled, a row each."""
+    texts = (key for entry in entries for key, value in entry.items() if isinstance(value, str))
+    return any(_SAMPLE.fullmatch(key) for key in texts)
 
 
 # -- finding the records

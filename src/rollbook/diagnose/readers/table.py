@@ -222,17 +222,20 @@ def _in_folder(path: Path, format: str | None) -> list[tuple[Path, str]]:
     run_dirs = sorted({file.parent for file in path.rglob(EVENTS) if _is_run_dir(file.parent)})
     for run_dir_path in run_dirs:
         add(run_dir_path, max(run_dir_path.glob("*.jsonl"), key=lambda p: p.stat().st_mtime), "rollbook")
-    files = [
-        file
-        for file in path.rglob("*")
-        if file.suffix in _LOG_SUFFIXES and file.is_file() and not any(d in file.parents for d in run_dirs)
-    ]
-    files.sort(key=lambda p: p.stat().st_mtime, reverse=True)
-    for file in files[:MAX_LOOKED_AT]:
-        try:
-            add(file, file, detect(file, of_a_folder=True))
-        except DataError:
-            continue
+    for suffixes in (_LOG_SUFFIXES, (".json",)):  # documents are looked at where nothing else is a log
+        files = [
+            file
+            for file in path.rglob("*")
+            if file.suffix in suffixes and file.is_file() and not any(d in file.parents for d in run_dirs)
+        ]
+        files.sort(key=lambda p: p.stat().st_mtime, reverse=True)
+        for file in files[:MAX_LOOKED_AT]:
+            try:
+                add(file, file, detect(file, of_a_folder=True))
+            except DataError:
+                continue
+        if found or (format is not None and files):
+            break
     if not found and format is not None and files:
         return [(files[0], format)]
     if not found:
@@ -262,13 +265,17 @@ def detect(path: Path, *, of_a_folder: bool = False) -> str:
         raise DataError(f"{path} is empty", "check that this is the log of a run that finished a step")
     raw = head.splitlines()
     head = "\n".join(map(text.plain, raw))
-    if (found := _recognized(head) or _recognized_further_in(path) or _anybodys(head)) is not None:
+    if (found := _recognized(head) or _recognized_further_in(path)) is not None:
+        return found
+    if (found := _anybodys(head, least=SURE if of_a_folder else 0.0)) is not None:
         return found
     if died_before_a_step(raw):
         return "verl-console"
     if not of_a_folder and holds_an_error(
         text.lines(path, (*text.TROUBLE_BYTES, *ENDING_BYTES)) if path.stat().st_size > HEAD_BYTES else raw
     ):
+        return "console"
+    if not of_a_folder and console.has_bars(head):
         return "console"
     looked_for = "; ".join(reader.told_by for reader in READERS.values() if reader.told_by)
     raise DataError(
@@ -306,10 +313,17 @@ def _recognized(head: str) -> str | None:
     return best if scores[best] > 0.0 else None
 
 
-def _anybodys(head: str) -> str | None:
+SURE = 0.2
+"""How surely a file of a folder must be a log in nobody's format: dumps of samples and bars of one lie beside it."""
+
+
+def _anybodys(head: str, *, least: float) -> str | None:
     """The first format that is nobody's own and reads something in it: asked where no framework's is found anywhere,
     for start-up pages and sampled texts hold names with numbers, too."""
-    return next((n for n, reader in READERS.items() if reader.is_anybodys and reader.recognizes(head)), None)
+    for name, reader in READERS.items():
+        if reader.is_anybodys and (score := reader.recognizes(head)) > 0.0:
+            return name if score > least else None
+    return None
 
 
 _MARKS = (

@@ -31,8 +31,6 @@ def recognizes(head: str) -> float:
         return 0.85
     if re.match(r'^\{.*"(?:_step|_timestamp|global_step|training/global_step)":', first):
         return 0.85
-    if re.match(r'^\{[^{\[]*"step":\s*\d+', first) and '"data"' not in first:
-        return 0.5
     return 0.6 if first.lstrip().startswith("[") and '"_step"' in head else 0.0
 
 
