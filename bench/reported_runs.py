@@ -761,6 +761,8 @@ def slow_environment(seed: int) -> Log:
         log.times(f"timing_s/agent_loop/tool_calls/{stat}", 1 + (times - 1) * way)
     log.plus("timing_s/gen", np.maximum(more_s * log.m["num_turns/mean"], 0.25 * log.m["timing_s/gen"] * way))
     return log
+
+
 def slow_generation(seed: int) -> Log:
     """Engines lost their graphs, half of their replicas or most of their KV pool: the same tokens take many times as
     long from a step on, and the log has nothing but the seconds."""
@@ -768,8 +770,6 @@ def slow_generation(seed: int) -> Log:
     log.needs = ("timing_s/gen", "response_length/mean")
     log.times("timing_s/gen", np.where(log.on, log.log(2.6, 6), 1.0))
     return log
-
-
 
 
 def object_store_spill(seed: int) -> Log:
@@ -1207,7 +1207,6 @@ def learning_rate_too_high(seed: int) -> Log:
         if log.coin():
             log.longer(1 + log.uni(0.2, 2.0) * way)
             log.plus("response_length/clip_ratio", log.uni(0.05, 0.5) * way)
-        slow_generation,
     log.fewer_solved(1 - log.uni(0.35, 0.97) * way)
     if kind == "explodes" and log.coin(0.25):
         log.nulls = (
@@ -1248,8 +1247,8 @@ FAULTS: dict[str, Callable[[int], Log]] = {
     for f in (
         missed_weight_sync, stale_samples, engine_mismatch, dead_sandbox_pool, collective_hang, oom_in_sync,
         late_oom_with_length, silent_error_after_wake, mismatch_to_nan, sandbox_leak, slow_environment,
-        object_store_spill, buffer_never_fills, version_drift, discontinuity_after_resume, one_source_all_zero,
-        filter_starvation,
+        slow_generation, object_store_spill, buffer_never_fills, version_drift, discontinuity_after_resume,
+        one_source_all_zero, filter_starvation,
         tail_burst, fragmentation, all_rejected, all_wrong, all_right, not_finite,
         no_update, absurd_gradient,
     )

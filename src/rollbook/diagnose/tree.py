@@ -41,9 +41,9 @@ from rollbook.diagnose.rules import (
     replica_died,
     run_stopped,
     sandbox_leak,
-    slow_generation,
     silent_error_after_wake,
     slow_environment,
+    slow_generation,
     slow_replica,
     stale_samples,
     tail_burst,
@@ -82,9 +82,9 @@ RULES: dict[str, Rule] = {
     "late_oom_with_length": late_oom_with_length.judge,
     "fragmentation": fragmentation.judge,
     "object_store_spill": object_store_spill.judge,
-    "slow_generation": slow_generation.judge,
     "tail_burst": tail_burst.judge,
     "slow_replica": slow_replica.judge,
+    "slow_generation": slow_generation.judge,
     "replica_died": replica_died.judge,
     "all_rejected": all_rejected.judge,
     "not_finite": not_finite.judge,
@@ -141,12 +141,12 @@ LEAST_CONFIDENCE = 0.5
 def diagnose(run: RunSeries) -> Diagnosis:
     """Judge a run by every rule and put causes before consequences."""
     view = View.of(run)
-    found = [f for f in found if f.rule != slow_generation.RULE] or found  # whose cause another one tells
     judged = [rule(view) for rule in RULES.values()]
     found = [j for j in judged if isinstance(j, Finding) and j.confidence >= LEAST_CONFIDENCE]
     ended = stop(view)
     if ended is not None and any(f.rule == ended.told_by for f in found):
         found = [f for f in found if f.rule != run_stopped.RULE]
+    found = [f for f in found if f.rule != slow_generation.RULE] or found  # whose cause another one tells
     known_states = states.judge(view)
     found = [f for f in found if not _is_of_the_algorithm(view, f, known_states)]
     trifles = [f for f in found if cost.is_trifle(view, f)]
