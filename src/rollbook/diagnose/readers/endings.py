@@ -105,6 +105,13 @@ _AT_ITS_END = re.compile(
     r"Final validation metrics|Training finished|Final checkpoint|Training Progress: 100%|'train_runtime'"
     r"|Job '\S+' succeeded"
 )
+
+
+def is_proper_end(line: str) -> bool:
+    """Whether a line says that the run is over as it should be."""
+    return _AT_ITS_END.search(line) is not None
+
+
 _BEGINS_ANEW = re.compile(
     r"[Rr]esum(?:ing|ed) |Setting global step to|Load(?:ed)? (?:from )?checkpoint|local Ray instance"
 )

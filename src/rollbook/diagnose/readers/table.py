@@ -18,6 +18,7 @@ from rollbook.diagnose.readers import (
     records,
     run_dir,
     slime,
+    standstill,
     tensorboard,
     text,
     trl,
@@ -172,6 +173,9 @@ def load(
     run.in_log = renamer.in_log()
     ages.add(run)
     run.notes.extend(renamer.notes())
+    if format in _CONSOLES and path.is_file():
+        standing = standstill.at_the_end(path, _MARKS, int(run.steps[-1]))
+        run.events.extend([standing] if standing is not None else [])
     run.notes.extend(_also_holds(path, format))
     run.notes.extend(excerpt.notes(run))
     if any(event.kind == "truncated" for event in run.events):
@@ -326,6 +330,8 @@ def _anybodys(head: str, *, least: float) -> str | None:
     return None
 
 
+_CONSOLES = ("verl-console", "trl", "slime", "prime-rl", "openrlhf", "nemo-rl", "areal", "console")
+"""Formats in which anybody may write lines between those of the steps."""
 _MARKS = (
     b"step:",
     b'"step"',

@@ -24,6 +24,7 @@ from rollbook.diagnose.signs.seconds import (
     residual_of,
     step_seconds,
 )
+from rollbook.diagnose.signs.standstill import Standstill, standstill_of
 from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
@@ -43,6 +44,8 @@ def judge(view: View) -> Finding | NotJudged | None:
     stopped = stopped_by(view, RULE)
     if stopped is not None:
         return _stopped(stopped)
+    if (standing := standstill_of(view)) is not None and standing.told_by == RULE:
+        return _stands_still(standing)
     excess = excess_of(view)
     if excess is None:
         return NotJudged(
@@ -172,6 +175,21 @@ def _stopped(found: Stop) -> Finding:
         evidence=(found.evidence(),),
         action=found.remedy
         or "put a deadline on every trajectory; look at the replica or environment that is named",
+        next_check="the oldest trajectory still running: its age, its turn and its replica",
+    )
+
+
+def _stands_still(found: Standstill) -> Finding:
+    return Finding(
+        rule=RULE,
+        title="the log ends while the trainer waits for samples that do not come",
+        area="async",
+        confidence=0.92,
+        step=found.step,
+        evidence=(found.evidence,),
+        cost_s=found.lasted_s,
+        action="look at what is still running: the trajectories that are missing, their replica and their environment; "
+        "put a deadline on every trajectory, so that a step goes on without them",
         next_check="the oldest trajectory still running: its age, its turn and its replica",
     )
 

@@ -12,6 +12,7 @@ from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.signs.seconds import TRAINER_STAGES, is_of_the_schedule, lost_seconds, waiting_of
+from rollbook.diagnose.signs.standstill import standstill_of
 from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.spells import Spells
 from rollbook.diagnose.view import View
@@ -30,6 +31,10 @@ def judge(view: View) -> Finding | NotJudged | None:
         step = first.step if first.step is not None else step
         evidence.append(Evidence(metric="log", step=step, says=first.text))
         confidence = 0.9
+    standing = standstill_of(view)
+    if standing is not None and standing.told_by == RULE:
+        step, confidence = standing.step, max(confidence, 0.92)
+        evidence.append(standing.evidence)
     for event in view.events("open_span"):
         usual = view.level(f"timing_s/{event.fields.get('metric', event.text)}")
         open_s = float(event.fields.get("open_s", 0.0))

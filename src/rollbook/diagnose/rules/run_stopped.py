@@ -1,9 +1,10 @@
 """The run stopped on an error: what it said comes first, unless a rule of its own tells the same (the tree leaves this
-one out then)."""
+one out then). Or it stands still without one, and the log ends in the line that says so."""
 
 from __future__ import annotations
 
 from rollbook.diagnose.finding import Finding, NotJudged
+from rollbook.diagnose.signs.standstill import Standstill, standstill_of
 from rollbook.diagnose.stops import CAUSES, stop
 from rollbook.diagnose.view import View
 
@@ -13,7 +14,8 @@ RULE = "run_stopped"
 def judge(view: View) -> Finding | NotJudged | None:
     found = stop(view)
     if found is None:
-        return None
+        standing = standstill_of(view)
+        return None if standing is None or standing.told_by is not None else _stands_still(standing)
     why = (
         "the run stopped on an error" if found.cause is None else f"the run stopped: {CAUSES[found.cause][0]}"
     )
@@ -26,4 +28,18 @@ def judge(view: View) -> Finding | NotJudged | None:
         evidence=(found.evidence(),),
         action=found.remedy or "read the error and what stands before it in the log",
         next_check="mend its cause, then take the run up again from its newest checkpoint",
+    )
+
+
+def _stands_still(found: Standstill) -> Finding:
+    return Finding(
+        rule=RULE,
+        title=f"the run stands still, and says so to the end of the log: {found.words}",
+        area="implementation",
+        confidence=0.8,
+        step=found.step,
+        evidence=(found.evidence,),
+        cost_s=found.lasted_s,
+        action="look at what that line waits for, and dump the stacks of its process (py-spy) before killing anything",
+        next_check="give that wait a deadline that ends the step with an error of its own",
     )

@@ -1,0 +1,68 @@
+"""A log that ends in one line said again and again, and which rule its words belong to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollbook.diagnose.finding import Evidence
+from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.signs.seconds import step_seconds
+from rollbook.diagnose.view import View, once
+
+_TOLD_BY: tuple[tuple[str, str], ...] = (
+    # rule, what its words look like; the first that fits
+    (
+        "collective_hang",
+        r"barrier|all_?-?reduce|all_?-?gather|nccl|collective|rendezvous|process group|\branks?\b",
+    ),
+    (
+        "buffer_never_fills",
+        r"sample|group|batch|rollout|trajector|buffer|prompt|generat|response|queue|episode|experience|accepted|collected",
+    ),
+)
+STEPS = 5.0
+"""Usual steps that the line lasts, at the least: twice one is a slow step."""
+LONGEST = 2.0
+"""Of the longest steps of the run."""
+LEAST_S = 600.0
+UNTIMED_S = 3600.0
+"""Where steps were not timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """The line, and since when."""
+
+    step: int
+    words: str
+    lasted_s: float
+    told_by: str | None
+    """The rule that its words belong to; None: no rule of its own."""
+    evidence: Evidence
+
+
+@once("standstill")
+def standstill_of(view: View) -> Standstill | None:
+    """The line that the log ends in, where it lasts far beyond what any step took: a log that is being written, in a
+    step that takes its time, has none."""
+    found = view.events("standstill")
+    if not found:
+        return None
+    event = found[-1]
+    lasted_s = float(event.fields["lasted_s"])
+    usual = step_seconds(view)
+    seconds = view.values.get("timing_s/step")
+    longest = float(np.nanmax(seconds)) if seconds is not None and np.isfinite(seconds).any() else 0.0
+    least = max(LEAST_S, STEPS * usual, LONGEST * longest) if usual > 0 else UNTIMED_S
+    if lasted_s < least:
+        return None
+    step = int(view.run.steps[-1]) if event.step is None else event.step
+    says = f"{num(lasted_s)} s long, {event.fields['count']} times and to the end of the log: {event.text}"
+    if usual > 0:
+        says += f" (a step takes {num(usual)} s)"
+    words = event.text.lower()
+    told_by = next((rule for rule, pattern in _TOLD_BY if re.search(pattern, words)), None)
+    return Standstill(step, event.text, lasted_s, told_by, Evidence(metric="log", step=step, says=says))

@@ -1,0 +1,112 @@
+"""A log that ends in one line said again and again, and no step: what it waits for is named, whatever the wording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from rollbook.diagnose.readers.table import load
+from rollbook.diagnose.tree import diagnose
+
+BEGIN = datetime(2026, 3, 4, 20, 0, 0)
+STEP_S = 120
+
+
+def _steps(count: int = 20) -> list[str]:
+    return [
+        f"(TaskRunner pid=81) step:{i} - critic/rewards/mean:{0.4 + 0.001 * i} - actor/entropy:0.3 - "
+        f"response_length/mean:800.0 - timing_s/gen:60.0 - timing_s/step:{STEP_S}.0"
+        for i in range(1, count + 1)
+    ]
+
+
+def _ended(tmp_path: Path, lines: Iterable[str]) -> Path:
+    log = tmp_path / "run.log"
+    log.write_text("\n".join([*_steps(), *lines]) + "\n", encoding="utf-8")
+    return log
+
+
+def _again(
+    says: Callable[[int], str], *, count: int = 40, every_s: int = 60, stamp: str = "%Y-%m-%d %H:%M:%S"
+) -> list[str]:
+    at = (BEGIN + timedelta(seconds=i * every_s) for i in range(count))
+    return [f"(TaskRunner pid=81) {time.strftime(stamp)} INFO {says(i)}" for i, time in enumerate(at)]
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("replay buffer has 60 of 64 groups, waiting", "buffer_never_fills"),
+        ("still short of 3 trajectories for this batch", "buffer_never_fills"),
+        ("rank 3 waits at a barrier for rank 5", "collective_hang"),
+        ("waiting for the licence server", "run_stopped"),
+    ],
+)
+def test_what_the_line_waits_for_names_the_fault(words: str, rule: str, tmp_path: Path) -> None:
+    diagnosis = diagnose(load(str(_ended(tmp_path, _again(lambda _: words)))))
+    found = diagnosis.findings[0]
+    assert (diagnosis.verdict, found.step, found.cost_s is not None or rule == "collective_hang") == (
+        rule,
+        20,
+        True,
+    )
+    assert words in found.evidence[0].says
+
+
+@pytest.mark.parametrize("stamp", ["[%H:%M:%S]", "%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.123"])
+def test_stamps_of_any_kind_tell_how_long(stamp: str, tmp_path: Path) -> None:
+    """Six hours from eight in the evening on: over midnight."""
+    log = _ended(
+        tmp_path, _again(lambda _: "waiting for rollout workers", every_s=600, count=37, stamp=stamp)
+    )
+    event = next(e for e in load(str(log)).events if e.kind == "standstill")
+    assert event.fields == {"lasted_s": 21_600.0, "count": 37}
+
+
+def test_seconds_and_attempts_that_the_line_counts_are_no_movement(tmp_path: Path) -> None:
+    log = _ended(tmp_path, _again(lambda i: f"attempt {i}: samples not ready, waited {60 * i} s (61/64)"))
+    assert diagnose(load(str(log))).verdict == "buffer_never_fills"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        _again(lambda i: f"waiting for samples, collected {i}/64"),
+        [*_again(lambda i: f"waiting for samples, collected {min(i, 36)}/64")],
+        _again(lambda _: "waiting for samples, collected 9/64", every_s=10),
+        _again(lambda _: "waiting for samples, collected 9/64", count=4, every_s=3600),
+        _again(lambda i: f"rollout: {i}%|##   | {i}/100 [00:{i:02d}<10:00, still 3.2s/it]"),
+        [*_again(lambda _: "waiting for samples"), "Training Progress: 100%|####| 20/20 [40:00<00:00]"],
+        ["Final validation metrics: {}", *_again(lambda _: "waiting for the samples to be uploaded")],
+        [
+            *_again(lambda _: "waiting for samples"),
+            *_again(lambda i: f"loaded shard {i}", count=40, every_s=120),
+        ],
+        [f"(TaskRunner pid=81) waiting for samples, collected 9/64 {'.' * i}" for i in range(40)],
+        _again(lambda _: "POST /generate HTTP/1.1 200 OK"),
+    ],
+    ids=[
+        "numbers that move",
+        "that moved until three minutes ago",
+        "a slow step that is being logged",
+        "said four times",
+        "a progress bar",
+        "a run that is over after it",
+        "a run that was over before it",
+        "other lines since",
+        "no stamps",
+        "no words of waiting",
+    ],
+)
+def test_a_run_that_goes_on_or_is_over_raises_no_alarm(lines: list[str], tmp_path: Path) -> None:
+    assert diagnose(load(str(_ended(tmp_path, lines)))).findings == ()
+
+
+def test_waiting_before_a_step_is_forgotten(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    lines = [*_steps(20)[:10], *_again(lambda _: "waiting for samples, 60/64"), *_steps(20)[10:]]
+    log.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert diagnose(load(str(log))).findings == ()
