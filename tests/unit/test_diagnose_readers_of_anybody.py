@@ -392,3 +392,37 @@ def test_a_document_of_a_folder_is_read_and_dumps_of_samples_are_no_logs_beside_
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "prompt": "2 + 2", "reward": 1.0}\n' * 9)
     assert load(str(tmp_path)).source.endswith("metrics.json")
     assert load(str(tmp_path / "samples.jsonl")).values[REWARD].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.log"])
+def test_damaged_logs_of_anybody_are_read_as_far_as_they_go(name: str, seed: int, tmp_path: Path) -> None:
+    """Bytes flipped, pieces left out and repeated: what is whole is read."""
+    rng = np.random.default_rng(seed)
+    rows = [{"iter": i, "mean_reward": i / 50, "loss": 0.1} for i in range(1, 41)]
+    whole = {
+        "x.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "x.json": json.dumps(rows),
+        "x.csv": "iter,mean_reward,loss\n" + "".join(f"{r['iter']},{r['mean_reward']},0.1\n" for r in rows),
+        "x.log": "".join(f"iter {r['iter']} | mean_reward={r['mean_reward']} | loss=0.1\n" for r in rows),
+    }[name].encode()
+    for _ in range(12):
+        damaged = bytearray(whole)
+        start, length = int(rng.integers(len(whole) // 2, len(whole))), int(rng.integers(1, 60))
+        match rng.integers(3):
+            case 0:
+                del damaged[start : start + length]
+            case 1:
+                damaged[start : start + length] = rng.bytes(length)
+            case _:
+                damaged[start:start] = damaged[start - length : start]
+        (tmp_path / name).write_bytes(damaged)
+        run = load(str(tmp_path / name))
+        assert run.num_steps >= 2  # a digit that is lost makes a step of long ago, and a restart of it
+        diagnose(run)
+
+
+def test_a_list_that_is_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
+    run = read(tmp_path, json.dumps(ENTRIES)[:-30], "x.json")
+    assert run.steps.tolist() == [1, 2, 3, 4, 5]
+    assert any("cut short" in note for note in run.notes)

@@ -72,11 +72,16 @@ def read(path: Path) -> Iterator[Row | Event]:
         return
     entries: Iterable[Entry] | None = None
     if first == b"[" or not _is_of_lines(path):
+        with open_binary(path) as file:
+            document = file.read().decode("utf-8", errors="replace")
         try:
-            with open_binary(path) as file:
-                entries = found_in(json.load(file))
+            entries = found_in(json.loads(document))
         except (ValueError, RecursionError):
-            entries = None
+            entries = list(_whole_of_list(document)) or None
+            if entries:
+                yield Event(
+                    kind="note", text="the list is damaged or cut short: read are its records before that"
+                )
     yield from rows(_of_lines(lines(path)) if entries is None else entries)
 
 
@@ -120,18 +125,21 @@ def _of_document(text: str) -> list[Entry]:
         return found_in(json.loads(text))
     except (ValueError, RecursionError):
         pass
-    if text[:1] == "[":  # the head of a longer list
-        decoder, entries, at = json.JSONDecoder(), list[Entry](), text.find("{")
-        while at >= 0 and len(entries) < 200:
-            try:
-                entry, at = decoder.raw_decode(text, at)
-            except (ValueError, RecursionError):
-                break
-            if isinstance(entry, dict):
-                entries.append(flat(entry))
-            at = text.find("{", at)
-        return entries
-    return []
+    return list(itertools.islice(_whole_of_list(text), 200))
+
+
+def _whole_of_list(text: str) -> Iterator[Entry]:
+    """The records of a list up to where it is cut or damaged."""
+    decoder = json.JSONDecoder()
+    at = text.find("{") if text.lstrip()[:1] == "[" else -1
+    while at >= 0:
+        try:
+            entry, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(entry, dict):
+            yield flat(entry)
+        at = text.find("{", at)
 
 
 def _of_lines(texts: Iterable[str]) -> Iterator[Entry]:
