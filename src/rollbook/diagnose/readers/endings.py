@@ -77,7 +77,7 @@ _DEATHS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
     )
 )
 _FATAL = re.compile(
-    r"Error executing job with overrides|RayTaskError\(|^(?:\[rank\d+\]:\s?)?Traceback \(most recent call last\)"
+    r"Error executing job with overrides|RayTaskError\(|(?:^|(?:s/it|it/s)\]\s*)Traceback \(most recent call last\)"
 )
 _NAME = r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)"
 _ERROR_LINE = re.compile(rf"^{_NAME}(?:\([^)]*\))?: .+")
@@ -203,7 +203,7 @@ class EndWatcher:
     def _forget(self) -> None:
         self._is_fatal, self._begins_anew = False, False
         self._words, self._late_words = "", ""
-        self._passes_on = False
+        self._passes_on, self._is_ignored = False, False
         self.wants_next = False
         """Whether the next line says what this one announced."""
         self._deaths: list[tuple[int, bool, str]] = []
@@ -234,6 +234,10 @@ class EndWatcher:
             return "more"
         is_over, begins_anew = _AT_ITS_END.search(line), _BEGINS_ANEW.search(line)
         is_fatal = _FATAL.search(line)
+        if self._is_ignored and (is_fatal is not None or _ERROR_LINE.match(text)):
+            self._is_ignored = is_fatal is not None  # up to its error
+            return "more"
+        self._is_ignored = line.startswith("Exception ignored in")
         if is_over is not None:
             self._over = is_over.group()
             self._is_fatal = False
@@ -256,7 +260,15 @@ class EndWatcher:
         )
         if rank is not None and len(self._deaths) < 1000:
             self._deaths.append((rank, is_error, text))
-        if rank is not None or is_over or begins_anew or is_fatal or is_bare or self._passes_on:
+        if (
+            rank is not None
+            or is_over
+            or begins_anew
+            or is_fatal
+            or is_bare
+            or self._passes_on
+            or self._is_ignored
+        ):
             return "more"
         return "error" if is_error else "nothing"
 

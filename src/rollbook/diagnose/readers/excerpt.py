@@ -54,7 +54,8 @@ def _few(run: RunSeries) -> str:
         shown.append("actor/grad_norm is 0: nothing is learned")
     cut = _known(run, "response_length/clip_ratio")
     if cut is not None and cut.min() >= 0.5:
-        part = "all" if cut.min() >= 0.995 else f"{cut.min():.0%} or more"
+        least = f"{cut.min():.0%}" + " or more" * bool(cut.max() > cut.min())
+        part = "all" if cut.min() >= 0.995 else least
         shown.append(f"{part} of the answers are cut off at the limit")
     if not shown:
         return ""

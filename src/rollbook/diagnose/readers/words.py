@@ -114,9 +114,7 @@ _MEANINGS: tuple[_Meaning, ...] = (
 
 IN_WORDS = {
     "critic/rewards/mean": "the reward", "critic/rewards/max": "the best reward",
-    "critic/rewards/min": "the worst reward", "critic/advantages/mean": "the mean advantage",
-    "critic/advantages/max": "the largest advantage",
-    "critic/advantages/min": "the smallest advantage", "val/all/reward": "the held-out reward",
+    "critic/rewards/min": "the worst reward", "val/all/reward": "the held-out reward",
     "response_length/mean": "the length of the answers", "response_length/max": "the longest answer",
     "response_length/min": "the shortest answer", "response_length/clip_ratio": "the share of answers cut off",
     "actor/grad_norm": "the gradient norm", "actor/entropy": "the entropy", "actor/kl_loss": "the KL to the reference",
@@ -134,7 +132,8 @@ IN_WORDS = {
     "rollout_corr/kl": "the KL of engine and trainer",
     "training/off_policy/trajectory_staleness/mean": "the staleness",
     "training/off_policy/trajectory_staleness/max": "the largest staleness",
-    "batch/effective_frac": "the share of groups that differ",
+    "batch/effective_frac": "the share of groups that differ", "critic/advantages/mean": "the mean advantage",
+    "critic/advantages/max": "the largest advantage", "critic/advantages/min": "the smallest advantage",
 }  # fmt: skip
 """What is meant, in words: a diagnosis shows the names of the log."""
 
