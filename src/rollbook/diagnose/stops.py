@@ -68,6 +68,30 @@ CAUSES: dict[str, tuple[str, str]] = {
         "a process was killed from outside",
         "look in the kernel log (dmesg) for the out-of-memory killer, else in the scheduler's log for a limit",
     ),
+    "disk": (
+        "the disk is full",
+        "free space where checkpoints, caches and temporary files are written (df -h, quota), keep fewer checkpoints, "
+        "then resume",
+    ),
+    "library": (
+        "a library is missing or does not fit",
+        "install the version that the error names into this environment, on every node; an undefined symbol means that "
+        "it was built for another torch",
+    ),
+    "port": (
+        "a port is in use",
+        "end the process that holds it, often an earlier run's, or choose another port",
+    ),
+    "access": (
+        "access was refused",
+        "log in or set the token in the environment of every node (HF_TOKEN, WANDB_API_KEY), and accept a gated "
+        "model's terms; of a path look at its owner",
+    ),
+    "file": ("a file is missing", "check the path on the node that reads it"),
+    "interrupted": (
+        "somebody interrupted it",
+        "nothing is wrong in the log: ask who did, and what they had seen",
+    ),
     "process_gone": (
         "a worker process has gone",
         "its own last lines say why: look in the worker's log of that pid, and in the kernel log for the "

@@ -97,6 +97,27 @@ _PASSED_ON = re.compile(
     r"|ConnectionResetError|EOFError|Connection closed by peer|KeyboardInterrupt"
 )
 """Errors that pass on another one, or follow from it: they stand only where nothing else was said."""
+_OF_SURROUNDINGS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("disk", re.compile(r"No space left on device|Disk quota exceeded|disk is full", re.IGNORECASE)),
+    (
+        "library",
+        re.compile(
+            r"^ModuleNotFoundError|^ImportError|No module named|undefined symbol|requires the .{1,40} library"
+            r"|GLIBCXX?_[\d.]+' not found|PackageNotFoundError"
+        ),
+    ),
+    ("port", re.compile(r"[Aa]ddress already in use|EADDRINUSE|[Pp]ort \d+ is (?:already )?in use")),
+    (
+        "access",
+        re.compile(
+            r"GatedRepoError|\b40[13] Client Error|Unauthorized|[Pp]ermission denied|[Ii]nvalid (?:API|api) key"
+            r"|[Aa]uthentication|[Nn]o API key|not logged in"
+        ),
+    ),
+    ("file", re.compile(r"^FileNotFoundError|No such file or directory")),
+    ("interrupted", re.compile(r"^KeyboardInterrupt")),
+)
+"""Causes that lie around the job: a key of `stops.CAUSES`, and the words of the error."""
 _GUESSES = "There are some potential root causes"
 """Ray lists there what may have ended a worker: none of it is known."""
 _CAUSED = "The above exception was the direct cause of the following exception"
@@ -312,6 +333,9 @@ class EndWatcher:
         follows = any(text == words for _, _, text in telling) or _PASSED_ON.search(words) is not None
         if death is not None and (not words or follows):
             words, fields = death[2], {"cause": _DEATHS[death[0]][0]}
+        if not fields:
+            cause = next((cause for cause, pattern in _OF_SURROUNDINGS if pattern.search(words)), None)
+            fields = {"cause": cause} if cause is not None else {}
         return Event(kind="run_failed", step=step, text=words, fields=dict(fields)) if words else None
 
 
