@@ -281,7 +281,10 @@ def test_simulate_tells_what_its_topology_does_not_read(capsys: pytest.CaptureFi
     )
     assert code == 0 and out
     assert "note: --changed-frac changes nothing of what is simulated" in err
-    _, _, err = run(capsys, "simulate", "--model", "Qwen3-8B", *job, "--max-staleness", "0", "--lend", "5")
+    alone = ["--num-gpus", "1", *job[2:]]  # one GPU is shared, whatever the seconds
+    _, _, err = run(
+        capsys, "simulate", "--model", "Qwen3-0.6B", *alone, "--max-staleness", "0", "--lend", "5"
+    )
     assert "note: --lend changes nothing of what is simulated" in err
     apart = ["--mode", "separate_async", "--split", "8:8", "--sleep-level", "1", "--rebuild-engine"]
     _, _, err = run(capsys, "simulate", "--model", "Qwen3-8B", *job, *apart)

@@ -26,6 +26,7 @@ from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import Plan, make_plan
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.run_toml import run_toml
+from rollbook.planner.words import seconds, seconds_range
 from rollbook.planner.yaml_text import to_yaml
 
 CASES: dict[str, dict[str, Any]] = {
@@ -340,3 +341,12 @@ def test_yaml_text_reads_back_as_it_was() -> None:
         "quote": '"{\\"pool\\": 1}"',
     }  # fmt: skip
     assert yaml.safe_load(to_yaml(data)) == data
+
+
+@pytest.mark.parametrize("kind", ["verl", "slime", "areal", "ray", "kubernetes"])
+def test_the_head_gives_the_step_with_its_range(kind: str) -> None:
+    plan = planned()
+    chosen = plan.require_chosen()
+    span = chosen.account.step_s
+    assert chosen.expected == f"{seconds(chosen.step_s)} ({seconds_range(span.low, span.high)})"
+    assert chosen.expected in emitter(kind)(plan)

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+from io import StringIO
 
-from rollbook.planner.reconcile import Expectation, Expected, Reconciliation, reconcile
+import pytest
+from rich.console import Console
+
+from rollbook.planner.options import PlanOptions
+from rollbook.planner.reconcile import (
+    Expectation,
+    Expected,
+    Reconciliation,
+    expectation_of_request,
+    reconcile,
+)
+from rollbook.planner.show_reconciliation import show_reconciliation
+from rollbook.planner.words import seconds
 
 
 def test_a_filter_that_leaves_half_the_batch_is_no_gain_in_speed() -> None:
@@ -151,3 +163,20 @@ def test_a_quiet_machine_is_not_mentioned() -> None:
     result = busy(0.5, update_actor=0.01)
     assert not result.notes and result.deserving[0].stage == "train"
     assert "waiting for a core" not in result.deserving[0].why
+
+
+def test_an_account_without_a_range_is_told_by_its_ratio_alone() -> None:
+    """The paper account: no stage is slower or faster than arithmetic, and what took longer deserves work."""
+    request = PlanOptions(model="Qwen3-8B", num_gpus="16", response_tokens="1k", assume="paper").request()
+    expectation, candidate = expectation_of_request(request)
+    train_s = expectation.stages["train"].seconds
+    means = {"timing_s/step": 3 * train_s, "timing_s/update_actor": 2 * train_s}
+    result = reconcile(expectation, means, source="a log")
+    train = next(stage for stage in result.stages if stage.stage == "train")
+    assert {train.verdict, result.step.verdict} == {"no range"} and train.ratio == pytest.approx(2.0)
+    assert result.deserving[0].stage == "train" and result.deserving[0].seconds == pytest.approx(train_s)
+    assert any("its seconds have no range" in note for note in result.notes)
+    assert candidate.expected == seconds(candidate.step_s)
+    told = StringIO()
+    show_reconciliation(result, Console(file=told, width=200))
+    assert "none" in told.getvalue() and "± 0 %" not in told.getvalue()

@@ -8,7 +8,7 @@ from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.planner.emit_engine import engine_memory_frac, prompt_tokens_of_chunk
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.search import Candidate
-from rollbook.planner.words import MODE_TITLES, seconds, split_gpus
+from rollbook.planner.words import MODE_TITLES, split_gpus
 from rollbook.planner.yaml_text import to_yaml
 
 
@@ -105,7 +105,7 @@ def areal_yaml(plan: Plan) -> str:
         }
     head = (
         f"# {r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}: {MODE_TITLES[chosen.mode]}, "
-        f"{split_gpus(*chosen.split, chosen.mode)}, {seconds(chosen.step_s)} a step expected.\n"
+        f"{split_gpus(*chosen.split, chosen.mode)}, {chosen.expected} a step expected.\n"
         f"# Because {plan.choice_because}.\n"
     )
     return head + to_yaml(data)

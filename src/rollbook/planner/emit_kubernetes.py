@@ -9,7 +9,7 @@ from __future__ import annotations
 from rollbook.planner.plan import Plan
 from rollbook.planner.pools import Pool, pools
 from rollbook.planner.run_toml import run_toml
-from rollbook.planner.words import MODE_TITLES, seconds, split_gpus
+from rollbook.planner.words import MODE_TITLES, split_gpus
 from rollbook.planner.yaml_text import to_yaml
 
 _IMAGE = "rollbook:latest"
@@ -63,7 +63,7 @@ def kubernetes_yaml(plan: Plan) -> str:
     ]
     head = (
         f"# {r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}: {MODE_TITLES[chosen.mode]}, "
-        f"{split_gpus(*chosen.split, chosen.mode)}, {seconds(chosen.step_s)} a step expected.\n"
+        f"{split_gpus(*chosen.split, chosen.mode)}, {chosen.expected} a step expected.\n"
         f"# Because {plan.choice_because}.\n"
         f"# Gang: {num_pods} pods or none. Needs KubeRay and the scheduler-plugins coscheduling PodGroup.\n"
     )

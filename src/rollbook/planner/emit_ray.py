@@ -6,7 +6,7 @@ import json
 
 from rollbook.planner.plan import Plan
 from rollbook.planner.pools import Pool, pools
-from rollbook.planner.words import MODE_TITLES, seconds, split
+from rollbook.planner.words import MODE_TITLES, split
 
 _SCRIPT = '''"""Placement groups for {title}.
 
@@ -53,7 +53,7 @@ def ray_script(plan: Plan) -> str:
         f"{r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}, {MODE_TITLES[chosen.mode]} "
         f"{split(*chosen.split, chosen.mode)}"
     )
-    because = f"Expected: {seconds(chosen.step_s)} a step, because {plan.choice_because}."
+    because = f"Expected: {chosen.expected} a step, because {plan.choice_because}."
     return _SCRIPT.format(
         title=title,
         because=because,

@@ -7,7 +7,7 @@ import math
 from rollbook.planner.emit_engine import engine_memory_frac, prompt_tokens_of_chunk
 from rollbook.planner.plan import Plan
 from rollbook.planner.search import Candidate
-from rollbook.planner.words import MODE_TITLES, seconds, split_gpus
+from rollbook.planner.words import MODE_TITLES, split_gpus
 
 
 def slime_script(plan: Plan) -> str:
@@ -31,7 +31,7 @@ def slime_script(plan: Plan) -> str:
     lines = [
         "#!/usr/bin/env bash",
         f"# {r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}: {MODE_TITLES[chosen.mode]}, "
-        f"{split_gpus(*chosen.split, chosen.mode)}, {seconds(chosen.step_s)} a step expected.",
+        f"{split_gpus(*chosen.split, chosen.mode)}, {chosen.expected} a step expected.",
         f"# Because {plan.choice_because}.",
         "# MODEL_ARGS come from slime's scripts/models/*.sh for this model.",
         "set -euo pipefail",

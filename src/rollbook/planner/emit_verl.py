@@ -10,7 +10,7 @@ from rollbook.ledger.quantity import counted
 from rollbook.planner.emit_engine import engine_memory_frac
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.search import Candidate
-from rollbook.planner.words import MODE_TITLES, format_bytes, seconds, split_gpus
+from rollbook.planner.words import MODE_TITLES, format_bytes, split_gpus
 
 _TRAINER_MODES = {
     "sync": "sync",
@@ -44,7 +44,7 @@ def verl_script(plan: Plan) -> str:
     lines = [
         "#!/usr/bin/env bash",
         f"# {r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}: {MODE_TITLES[chosen.mode]}, "
-        f"{split_gpus(*chosen.split, chosen.mode)}, {seconds(chosen.step_s)} a step expected.",
+        f"{split_gpus(*chosen.split, chosen.mode)}, {chosen.expected} a step expected.",
         "# For verl 0.9.1. Reasons stand above the arguments they belong to.",
         "set -euo pipefail",
         "",

@@ -23,7 +23,7 @@ from rollbook.planner.choice import choose
 from rollbook.planner.derivation import Reasoned, derive
 from rollbook.planner.growth import Grown, growth
 from rollbook.planner.publication import Publication, choose_publication
-from rollbook.planner.request import HOST_BYTES_PER_GPU, PlanRequest
+from rollbook.planner.request import HOST_BYTES_PER_GPU, PAPER_HAS_NO_RANGE, PlanRequest
 from rollbook.planner.search import Candidate, Search, host_bytes_per_gpu, host_bytes_per_node, node_unit
 from rollbook.planner.sensitivity import Shift, sensitivity
 from rollbook.planner.waterfall import Loss, above_peak, waterfall
@@ -379,6 +379,7 @@ def _warnings(request: PlanRequest, base: Candidate) -> list[str]:
             "tokens and are taken as cut there"
         )
     if request.assumptions.method == "paper":
+        notes.append(PAPER_HAS_NO_RANGE)
         notes += _unused_by_paper(request)
         notes += [
             f"{stage} computes above the peak: the paper account has no compute roof, use --assume default"

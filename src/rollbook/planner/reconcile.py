@@ -32,7 +32,7 @@ from rollbook.ledger.step import is_colocated
 from rollbook.observe.catalogue import STAGES, STAGES_OUTSIDE_STEP
 from rollbook.observe.run_dir import CONFIG, PLAN
 from rollbook.planner.beside import moves_of
-from rollbook.planner.request import PlanRequest
+from rollbook.planner.request import PAPER_HAS_NO_RANGE, PlanRequest
 from rollbook.planner.search import Candidate, Search
 from rollbook.planner.words import percent, seconds
 
@@ -56,6 +56,11 @@ class Expected:
     num_gpus: int = 1
     """GPUs that the stage holds."""
 
+    @property
+    def has_range(self) -> bool:
+        """Whether it says how far it may be off."""
+        return self.high > self.low
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
@@ -75,6 +80,8 @@ class Expectation:
     notes: tuple[str, ...] = ()
 
 
+NO_RANGE = "no range"
+"""Verdict of a stage whose expectation does not say how far it may be off: the ratio is all there is."""
 BUSY = "waited for a core"
 """Verdict of a stage that would have been as planned without that."""
 
@@ -110,9 +117,9 @@ class StageResult:
     @property
     def beyond_s(self) -> float:
         """Seconds beyond what was expected: none within its range, all of them where nothing was planned."""
-        if self.verdict not in ("slower", BUSY, "not planned"):
+        if self.verdict not in ("slower", BUSY, NO_RANGE, "not planned"):
             return 0.0
-        return self.measured_s - (self.expected.seconds if self.expected else 0.0)
+        return max(self.measured_s - (self.expected.seconds if self.expected else 0.0), 0.0)
 
     @property
     def own_beyond_s(self) -> float:
@@ -123,6 +130,8 @@ class StageResult:
     def verdict(self) -> str:
         if self.expected is None:
             return "not planned"
+        if self.expected.seconds > 0 and not self.expected.has_range:
+            return NO_RANGE
         if self.expected.low <= self.measured_s <= self.expected.high:
             return "as planned"
         if abs(self.measured_s - self.expected.seconds) < self.least_s:
@@ -286,6 +295,8 @@ def expectation_of_request(request: PlanRequest, *, mode: str = "sync") -> tuple
         f"assumptions {request.assumptions.name}"
     )
     notes = list(candidate.why_not)
+    if request.assumptions.method == "paper":
+        notes.append(PAPER_HAS_NO_RANGE)
     if not reference_and_proximal and account.seconds.forward and r.algorithm == "grpo":
         notes.append("forward passes are planned as one stage")
     beside = mode == "separate_async"
@@ -308,7 +319,8 @@ def expectation_of_request(request: PlanRequest, *, mode: str = "sync") -> tuple
 def _stages(request: PlanRequest, account: StepAccount) -> dict[str, Expected]:
     s, f = account.seconds, account.flops
     rollout_error, train_error = account.rollout.error_frac, account.train.error_frac
-    other_error = max(account.stage_error_frac.get("sync", 0.0), 0.5)
+    has_range = account.step_s.high > account.step_s.low  # the paper account has none
+    other_error = max(account.stage_error_frac.get("sync", 0.0), 0.5) if has_range else 0.0
     train_gpus, everyone = account.train.num_gpus, account.num_gpus
     parts: dict[str, tuple[float, float, float, int]] = {}
     rollout_s = s.prefill + s.generate_throughput + s.generate_tail

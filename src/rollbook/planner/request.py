@@ -26,6 +26,9 @@ HOST_BYTES_PER_GPU = 200e9
 fifth is left to processes and caches; one of A100 may have 1.1 TB (AWS p4d)."""
 
 
+PAPER_HAS_NO_RANGE = "the paper account is arithmetic with fixed efficiencies: its seconds have no range"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """A model, a step's work, a cluster, and what the caller has already decided."""

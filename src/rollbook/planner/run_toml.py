@@ -29,7 +29,6 @@ from rollbook.planner.words import (
     format_bytes,
     percent,
     seconds,
-    seconds_range,
     split_gpus,
 )
 
@@ -88,12 +87,11 @@ def _comment(text: str) -> list[str]:
 
 def _header(plan: Plan, chosen: Candidate, done: Execution) -> str:
     r = plan.request
-    low, high = chosen.account.step_s.low, chosen.account.step_s.high
     lines = [
         f"# {r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}: "
         f"{MODE_TITLES[chosen.mode]}, {split_gpus(*chosen.split, chosen.mode)}.",
         *_comment(
-            f"Expected: {seconds(chosen.step_s)} a step ({seconds_range(low, high)}), whole-step MFU "
+            f"Expected: {chosen.expected} a step, whole-step MFU "
             f"{percent(chosen.account.mfu_frac)}, under the assumptions `{r.assumptions.name}`."
         ),
     ]

@@ -41,7 +41,7 @@ from rollbook.planner.offload import (
 )
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.staleness import least_step_s, stretched, within_bound
-from rollbook.planner.words import MODE_TITLES, seconds
+from rollbook.planner.words import MODE_TITLES, seconds, seconds_within
 
 _MOST_UNITS_LISTED = 64
 """Above this many nodes only a grid and the neighbourhood of the optimum are joined."""
@@ -124,6 +124,12 @@ class Candidate:
     @property
     def step_s(self) -> float:
         return self.account.seconds.total
+
+    @property
+    def expected(self) -> str:
+        """The seconds of its step, with their range."""
+        span = self.account.step_s
+        return seconds_within(self.step_s, span.low, span.high)
 
     @property
     def is_on_policy(self) -> bool:

@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rollbook.planner.reconcile import BUSY, Reconciliation, StageResult
+from rollbook.planner.reconcile import BUSY, NO_RANGE, Reconciliation, StageResult
 from rollbook.planner.words import counted, percent, seconds, seconds_range
 
 _STYLES = {
@@ -17,6 +17,7 @@ _STYLES = {
     "faster": "green",
     "as planned": "",
     "not planned": "dim",
+    NO_RANGE: "",
     "too short to judge": "dim",
 }
 _BAR_WIDTH = 30
@@ -26,12 +27,14 @@ def show_reconciliation(result: Reconciliation, console: Console) -> None:
     """Print everything, the answer first."""
     step = result.step
     assert step.planned is not None and step.expected is not None and step.ratio is not None
+    low, high = step.expected.low, step.expected.high
+    span = f" ({seconds_range(low, high)})" if step.expected.has_range else ""
     is_as_foreseen = step.expected.seconds == step.planned.seconds
     console.print(
         Text.assemble(
             (f"A step takes {seconds(step.measured_s)}", "bold"),
-            f"; planned were {seconds(step.expected.seconds)}{'' if is_as_foreseen else ' for the work it got'} "
-            f"({seconds_range(step.expected.low, step.expected.high)}): {step.ratio:.2f} x, {step.verdict}."
+            f"; planned were {seconds(step.expected.seconds)}{'' if is_as_foreseen else ' for the work it got'}"
+            f"{span}: {step.ratio:.2f} x, {step.verdict}."
             + ("" if is_as_foreseen else f" Before the run it was {seconds(step.planned.seconds)}."),
         )
     )
@@ -75,7 +78,7 @@ def _cells(stage: StageResult) -> list[str]:
         stage.stage,
         seconds(planned.seconds) if planned else "",
         seconds(expected.seconds) if expected else "",
-        f"± {100 * spread:.0f} %" if spread is not None else "none" if expected else "",
+        "" if expected is None else f"± {100 * spread:.0f} %" if spread and expected.has_range else "none",
         seconds(stage.measured_s),
         f"{stage.ratio:.2f}" if stage.ratio is not None else "",
         stage.verdict,

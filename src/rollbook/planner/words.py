@@ -41,6 +41,15 @@ def seconds_range(low: float, high: float) -> str:
     raise AssertionError
 
 
+def seconds_within(value: float, low: float, high: float) -> str:
+    """With its range, where it has one.
+
+    >>> seconds_within(46.6, 30.0, 60.0), seconds_within(46.6, 46.6, 46.6)
+    ('46.6 s (30.0 to 60.0 s)', '46.6 s')
+    """
+    return f"{seconds(value)} ({seconds_range(low, high)})" if high > 1.001 * low else seconds(value)
+
+
 def percent(frac: float) -> str:
     """
     >>> percent(0.2871), percent(0.004), percent(0.0001)
@@ -116,6 +125,7 @@ __all__ = [
     "percent",
     "seconds",
     "seconds_range",
+    "seconds_within",
     "split",
     "split_gpus",
 ]
