@@ -282,10 +282,20 @@ class Search:
     # -- candidates
 
     def candidate(
-        self, mode: Mode, num_rollout_gpus: int, num_train_gpus: int, offload: Offload | None = None
+        self,
+        mode: Mode,
+        num_rollout_gpus: int,
+        num_train_gpus: int,
+        offload: Offload | None = None,
+        *,
+        below_s: float = math.inf,
     ) -> Candidate:
         """The layouts of one mode and split with the shortest step: hand-over, publication and staleness bound ask for
-        other engines than generation alone would."""
+        other engines than generation alone would.
+
+        Args:
+            below_s: a step that takes longer need not be followed under the staleness bound.
+        """
         train = self.train(num_train_gpus, offload)
         sides = [(self._rollout(num_rollout_gpus, mode, layout), layout) for layout in self.layouts]
         best: Candidate | None = None
@@ -296,7 +306,7 @@ class Search:
                 break  # and every slower one after it
             joined = self._joined(mode, side, layout, train)
             if mode not in _ON_POLICY and self.request.assumptions.method != "paper":
-                beaten_s = best.step_s if best is not None and best.fits else math.inf
+                beaten_s = min(best.step_s if best is not None and best.fits else math.inf, below_s)
                 if self.is_brief and (num_rollout_gpus, num_train_gpus) != self.request.split:
                     beaten_s = min(beaten_s, self._fastest_s.get(mode, math.inf))
                 joined = self._bounded(joined, beaten_s)
@@ -487,7 +497,7 @@ class Search:
                 rollout_s(c.account.rollout, c.mode), _LEAST_OF_TRAINING * gpu_s / c.train.side.num_gpus
             )
             for place in places if c.train.is_limited and least_s < limit else ():
-                other = self.candidate(c.mode, *c.split, place)
+                other = self.candidate(c.mode, *c.split, place, below_s=limit)
                 others.append(other)
                 if other.fits and not other.train.is_limited:
                     break  # nothing is left to gain
