@@ -180,6 +180,12 @@ def test_the_logs_own_name_stands_before_words_and_a_share_of_flat_groups_is_tur
         ("max_grad_norm", None),
         ("entropy_coef", None),
         ("samples_per_second", None),
+        ("steps_per_second", None),
+        ("iters/sec", None),
+        ("seconds_per_step", "timing_s/step"),
+        ("charts/episodic_return", REWARD),
+        ("losses/approx_kl", "actor/ppo_kl"),
+        ("losses/value_loss", None),
     ],
 )
 def test_names_mean_what_their_words_say_and_nothing_more(name: str, metric: str | None) -> None:

@@ -71,7 +71,10 @@ READERS: dict[str, Reader] = {
         "step:N - name:value",
     ),
     "tensorboard": Reader(
-        "TensorBoard event files", tensorboard.read, (names.VERL, names.SLIME, names.AREAL, names.TRL)
+        "TensorBoard event files",
+        tensorboard.read,
+        (names.VERL, names.SLIME, names.AREAL, names.TRL),
+        by_words=True,
     ),
     "trl": Reader(
         "TRL trainer state, history or console log",
@@ -79,6 +82,7 @@ READERS: dict[str, Reader] = {
         (names.TRL,),
         trl.recognizes,
         "\"log_history\" or {'loss': ...",
+        by_words=True,
     ),
     "slime": Reader(
         "slime or miles console log",

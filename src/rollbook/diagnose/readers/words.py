@@ -28,12 +28,15 @@ _SAME = {
     "advantages": "advantage", "adv": "advantage",
     "clipfrac": "clip_ratio", "approxkl": "approx_kl", "iteration": "step", "iter": "step",
     "groups": "group", "stddev": "std", "variance": "std", "var": "std", "difference": "diff", "gap": "diff",
-    "abs": "diff", "steps": "step", "scoring": "score", "flat": "zero",
+    "abs": "diff", "steps": "step", "scoring": "score", "flat": "zero", "losses": "loss",
+    "episodic": "episode",
 }  # fmt: skip
 """Word -> the one that stands for it below; `a_b` are two words in one."""
 
+_SAYS_NOTHING = frozenset({"charts", "metrics", "metric", "stats", "scalars"})
+
 _RUN = {"train", "mean", "all", "total", "overall", "batch", "rollout", "episode", "ep", "env", "group", "step", "raw",
-        "current", "grpo", "ppo", "rl", "metrics", "stats", "metric"}  # fmt: skip
+        "current", "grpo", "ppo", "rl"}  # fmt: skip
 """Words that say where or how, and change nothing about what a mean is."""
 
 
@@ -56,8 +59,8 @@ def _meaning(metric: str, has: str, may_have: str = "", *, rank: int = 0) -> _Me
 
 _PLAIN = " ".join(sorted(_RUN))
 _ANSWER = "response|completion|output|gen|answer|sequence"
-_OF_KL = "ref reference mean train divergence loss penalty estimate metrics actor policy grpo"
-_SECONDS = "s mean train perf timing timings total metrics stats rl step per"
+_OF_KL = "ref reference mean train divergence loss penalty estimate actor policy grpo"
+_SECONDS = "s mean train perf timing timings total stats rl step per"
 _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("critic/rewards/mean", "reward", _PLAIN),
     _meaning("critic/rewards/mean", "return", _PLAIN, rank=1),
@@ -66,9 +69,9 @@ _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("critic/rewards/mean", "success|solve|correct|pass ratio", _PLAIN, rank=3),
     _meaning("critic/rewards/max", "reward max", _PLAIN),
     _meaning("critic/rewards/min", "reward min", _PLAIN),
-    _meaning("critic/advantages/mean", "advantage mean", "train metrics"),
-    _meaning("critic/advantages/max", "advantage max", "train metrics"),
-    _meaning("critic/advantages/min", "advantage min", "train metrics"),
+    _meaning("critic/advantages/mean", "advantage mean", "train"),
+    _meaning("critic/advantages/max", "advantage max", "train"),
+    _meaning("critic/advantages/min", "advantage min", "train"),
     _meaning("val/all/reward", "eval reward", "mean all total overall"),
     _meaning("val/all/reward", "eval accuracy", "mean all total overall", rank=1),
     _meaning("val/all/reward", "eval score", "mean all total overall", rank=1),
@@ -79,15 +82,15 @@ _MEANINGS: tuple[_Meaning, ...] = (
     _meaning(
         "response_length/clip_ratio", "truncated|clipped ratio", "response completion rollout mean train output gen"
     ),
-    _meaning("actor/grad_norm", "grad norm", "actor policy train mean total global optim optimizer metrics"),
-    _meaning("actor/entropy", "entropy", "actor policy token mean train metrics optim"),
+    _meaning("actor/grad_norm", "grad norm", "actor policy train mean total global optim optimizer"),
+    _meaning("actor/entropy", "entropy", "actor policy token mean train optim loss"),
     _meaning("actor/kl_loss", "kl", _OF_KL),
-    _meaning("actor/ppo_kl", "approx|old|step kl", "mean train policy ppo metrics actor policy loss"),
-    _meaning("actor/pg_clipfrac", "clip ratio", "mean train actor policy pg ppo metrics"),
-    _meaning("actor/pg_loss", "policy|pg|actor|grpo|ppo|proxy loss", "mean train metrics"),
-    _meaning("actor/loss", "loss", "mean train total metrics", rank=1),
-    _meaning("actor/lr", "lr", "actor policy train optim optimizer metrics"),
-    _meaning("actor/lr", "learning ratio", "actor policy train optim optimizer metrics", rank=1),
+    _meaning("actor/ppo_kl", "approx|old|step kl", "mean train policy ppo actor policy loss"),
+    _meaning("actor/pg_clipfrac", "clip ratio", "mean train actor policy pg ppo loss"),
+    _meaning("actor/pg_loss", "policy|pg|actor|grpo|ppo|proxy loss", "mean train"),
+    _meaning("actor/loss", "loss", "mean train total", rank=1),
+    _meaning("actor/lr", "lr", "actor policy train optim optimizer"),
+    _meaning("actor/lr", "learning ratio", "actor policy train optim optimizer", rank=1),
     _meaning("timing_s/step", "step s", _SECONDS),
     _meaning("timing_s/gen", "rollout|gen s", _SECONDS),
     _meaning("timing_s/update_actor", "update|backward|optimizer|policy s", f"{_SECONDS} actor model"),
@@ -155,7 +158,11 @@ def words_of(name: str) -> frozenset[str]:
     for piece in _PIECE.findall(name):
         word = piece.lower()
         found += _SAME.get(word, word).split("_")
-    return frozenset(found)
+    return frozenset(found) - _SAYS_NOTHING
+
+
+_IS_RATE = re.compile(r"(?:/|per[_ ]?)s(?:ec(?:ond)?)?$", re.IGNORECASE)
+"""What is done in a second, where the same words the other way round are seconds."""
 
 
 @lru_cache(maxsize=4096)
@@ -166,6 +173,8 @@ def meant(name: str) -> tuple[str, int] | None:
     >>> [meant(n) for n in ("mean_reward", "train/accuracy", "t_rollout", "reward_std", "total_steps")]
     [('critic/rewards/mean', 0), ('critic/rewards/mean', 3), ('timing_s/gen', 0), None, None]
     """
+    if _IS_RATE.search(name):
+        return None
     words = set(words_of(name))
     if "t" in words and len(words) > 1:  # t_rollout
         words = (words - {"t"}) | {"s"}
