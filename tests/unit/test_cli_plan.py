@@ -324,3 +324,18 @@ def test_printed_topologies_stand_by_step_time_and_the_recommended_one_is_marked
     fitting = [t["step_s"] for t in data if t["fits"]]
     assert fitting == sorted(fitting) and [t["fits"] for t in data] == sorted([t["fits"] for t in data])[::-1]
     assert len({(t["mode"], t["num_rollout_gpus"], t["num_train_gpus"]) for t in data}) == len(data)
+
+
+def test_an_unknown_gpu_names_the_nearest_few_and_how_to_see_all(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, near in (("H1000", "'H100'"), ("abacus", "names: ")):
+        code, _, err = run(capsys, "plan", "--model", "qwen3-8b", "--gpu", name)
+        hint = err.splitlines()[1]
+        assert code == 2 and near in hint and "`rollbook plan --gpu list` prints all" in hint
+        assert len(hint) < 200
+    code, out, _ = run(capsys, "plan", "--gpu", "list")
+    assert code == 0 and {"H100 SXM", "MI300X"} <= set(out.splitlines())
+
+
+def test_a_plan_without_a_model_says_how_to_name_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "plan", "--num-gpus", "8")
+    assert code == 2 and "no model is named" in err and "qwen3-8b" in err

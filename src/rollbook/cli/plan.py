@@ -17,7 +17,9 @@ _TOP = 6
 ModelOption = Annotated[
     str, typer.Option("--model", help="Name in the registry, or a Hugging Face config.json or its folder.")
 ]
-GpuOption = Annotated[str, typer.Option("--gpu", help="Accelerator, or a hardware.toml of calibrate.")]
+GpuOption = Annotated[
+    str, typer.Option("--gpu", help="Accelerator (`list`: all names), or a hardware.toml of calibrate.")
+]
 NumGpusOption = Annotated[str, typer.Option("--num-gpus", help="GPUs of the whole job.")]
 NodeOption = Annotated[int, typer.Option("--gpus-per-node", help="0: the accelerator's usual node.")]
 PromptsOption = Annotated[str, typer.Option("--prompts", help="Prompts (groups) of a step.")]
@@ -154,7 +156,7 @@ AssumeOption = Annotated[
 
 
 def command(
-    model: ModelOption,
+    model: ModelOption = "",
     gpu: GpuOption = DEFAULTS.gpu,
     num_gpus: NumGpusOption = str(DEFAULTS.num_gpus),
     gpus_per_node: NodeOption = DEFAULTS.gpus_per_node,
@@ -247,9 +249,13 @@ def command(
     Example: rollbook plan --model Qwen3-32B --num-gpus 128 --response-tokens 8k --max-response-tokens 32k
     """
     from rollbook.errors import PlanError
+    from rollbook.ledger.hardware import accelerator_names
     from rollbook.planner.emit import EMITTERS, emitter
     from rollbook.planner.plan import make_plan
 
+    if gpu == "list":
+        typer.echo("\n".join(accelerator_names()))
+        return
     require_number("--top", top, least=1, remedy="give at least 1: the topologies to print")
     if emit and as_json:
         raise PlanError("--json beside --emit: one of the two is printed", "leave one of them out")

@@ -5,6 +5,7 @@ The options of `rollbook plan` and `rollbook simulate`, and the keys of a worklo
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import tomllib
@@ -14,7 +15,7 @@ from types import UnionType
 
 from rollbook.errors import ConfigError, PlanError, RunError, nearest_name
 from rollbook.ledger.assumptions import Assumptions, load_assumptions
-from rollbook.ledger.hardware import Cluster, load_accelerator
+from rollbook.ledger.hardware import Accelerator, Cluster, accelerator_names, load_accelerator
 from rollbook.ledger.model import load_model
 from rollbook.ledger.quantity import parse_count, require_number
 from rollbook.ledger.switch import SleepChoice
@@ -213,7 +214,7 @@ class PlanOptions:
             hardware_path=str(Path(self.gpu).resolve()) if self.gpu.endswith(".toml") else "",
             workload=workload,
             cluster=Cluster(
-                accelerator=load_accelerator(self.gpu, _model_path(self.model)),
+                accelerator=_accelerator(self.gpu, _model_path(self.model)),
                 num_gpus=self._count("num_gpus", most=_MOST_GPUS),
                 gpus_per_node=self.gpus_per_node,
             ),
@@ -362,6 +363,28 @@ def read_options(path: Path) -> dict[str, str | int | float | bool | Path]:
     if "lengths" in values:
         values["lengths"] = Path(str(values["lengths"]))
     return values
+
+
+_LONGEST_HINT = 120
+_NUM_NEAR = 3
+
+
+def _accelerator(name: str, model_path: str) -> Accelerator:
+    """Raises ConfigError that says how to see every name."""
+    try:
+        return load_accelerator(name, model_path)
+    except ConfigError as error:
+        what, remedy = error.args
+        if "is not in the table" not in what:
+            raise
+        if len(remedy) > _LONGEST_HINT:  # nothing is near: not the whole table
+            known = accelerator_names()
+            near = difflib.get_close_matches(name, known, n=_NUM_NEAR, cutoff=0.0)
+            remedy = f"the nearest of {len(known)} names: {', '.join(near)}"
+        raise ConfigError(
+            what,
+            f"{remedy} (`rollbook plan --gpu list` prints all; a hardware.toml of calibrate is read, too)",
+        ) from None
 
 
 def of_file(path: Path, error: RunError) -> RunError:
