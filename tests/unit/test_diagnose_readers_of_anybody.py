@@ -260,6 +260,34 @@ ENDS: dict[str, tuple[str, str]] = {
         f"{TRACE}ValueError: no group\nException ignored in: <finalize object; dead>\n{TRACE}TimeoutError: late\n",
         "no group",
     ),
+    "of another rank": (
+        "".join(f"[rank2]: {line}\n" for line in f"{TRACE}ValueError: this rank has no batch".splitlines())
+        + "".join(
+            f"[rank0]: {line}\n" for line in f"{TRACE}DistError: Connection reset by peer".splitlines()
+        ),
+        "no batch",
+    ),
+    "of a process": (
+        f"{TRACE}torch.spawn.ProcessRaisedException: \n\n-- Process 3 died:\n{TRACE}IndexError: 9\n",
+        "IndexError",
+    ),
+    "of an engine": (
+        f"{TRACE}ValueError: no memory for the cache\n{TRACE}RuntimeError: Engine core initialization failed. See root "
+        "cause above.\n",
+        "no memory for the cache",
+    ),
+    "of a group": (
+        "  | ExceptionGroup: errors in a TaskGroup (1 sub-exception)\n  +-+---- 1 ----\n    | Traceback (most recent "
+        'call last):\n    |   File "/x.py", line 3, in f\n    | ValueError: no environment is left\n    +-----\n',
+        "no environment",
+    ),
+    "with a name of its own": (f"Exception in thread Thread-7 (loop):\n{TRACE}queue.Empty\n", "queue.Empty"),
+    "of a parser": ("usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --foo 3\n", "--foo"),
+    "of the shell": ("run.sh: line 3: torchrun: command not found\n", "command not found"),
+    "of a launcher": (
+        "[2026-11-29 03:11:02,114] [ERROR] [launch.py:322:handler] ['python', 'x.py'] exits with return code = -9\n",
+        "was killed from outside",
+    ),
     "on several lines": ("RuntimeError: Rank 3, iteration 1:\nUnexpected value in bucket 0\n", "bucket 0"),
     "told to go": ("*** SIGTERM received at time=1700000000 on cpu 14 ***\n", "SIGTERM"),
     "by the scheduler": (

@@ -62,10 +62,10 @@ _DEATHS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
         (
             "killed",
-            "illed|SIGKILL|exit|returncode=|SIGTERM",
+            "illed|SIGKILL|exit|return|SIGTERM",
             r"^Killed\b|\*\*\* SIGTERM received|^Received SIGTERM|(?:^|\s)line \d+:\s+\d+ Killed\b|\bSIGKILL\b"
             r"|[Kk]illed by signal"
-            r"|exit ?code[:=]?\s+(?:-\d+|13[4-9])\b|returncode=-\d+",
+            r"|exit ?code\s*[:=]?\s+(?:-\d+|13[4-9])\b|return ?code ?= ?-\d+",
         ),
         (
             "process_gone",
@@ -81,7 +81,10 @@ _FATAL = re.compile(
 )
 _NAME = r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)"
 _ERROR_LINE = re.compile(rf"^{_NAME}(?:\([^)]*\))?: .+")
-_BARE_ERROR = re.compile(rf"^(?:{_NAME}|KeyboardInterrupt):?$")
+_BARE_ERROR = re.compile(rf"^(?:{_NAME}|KeyboardInterrupt|Stop(?:Async)?Iteration):?$")
+_OTHER_ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)+[A-Z]\w*(?:: .+)?$")
+"""What a traceback ends with, where it has no words, or a name that does not say that it is an error."""
+_OF_A_GROUP = re.compile(r"^\s*(?:[|+]\s+)+")
 _RANK = re.compile(r"^\[rank\d+\]:\s?")
 _LOGGED = re.compile(
     rf"^.{{0,80}}\b(?:ERROR|CRITICAL|FATAL)\b.{{0,120}}?[\]:|-]\s+(?=Traceback \(|{_NAME}\b|\S*OutOfMemoryError)"
@@ -89,12 +92,14 @@ _LOGGED = re.compile(
 _FAILED = re.compile(
     r"\b(?:[Tt]raining|[Rr]un|[Jj]ob|[Ee]xperiment|[Mm]ain|[Pp]rogram|[Ff]atal)\b.{0,30}\b(?:failed|error|crashed|aborted)"
     r"\b(?: with)?(?: error| exception)?\s*:\s*(.*)$"
+    r"|^\S+\.py: error: (.+)$|^(?:\S*bash|\S*sh|\S+\.sh|srun|slurmstepd): (?:error: |line \d+: )?"
+    r"(.*(?:command not found|No such file or directory|Permission denied|[Uu]nable to .+|[Ii]nvalid .+))$"
 )
 """What a program says that catches its own error, and the error behind it or in the line below."""
 _PASSED_ON = re.compile(
     r"RayTaskError\(|ChildFailedError|CalledProcessError|Process(?:Raised|Exited)Exception|BrokenProcessPool|EngineDeadError"
     r"|[Ee]ngine core initialization failed|[Ss]ee root cause above|SupervisionError|ExceptionGroup|BrokenPipeError"
-    r"|ConnectionResetError|EOFError|Connection closed by peer|KeyboardInterrupt"
+    r"|ConnectionResetError|EOFError|Connection (?:reset|closed) by peer|KeyboardInterrupt|SystemExit"
 )
 """Errors that pass on another one, or follow from it: they stand only where nothing else was said."""
 _OF_SURROUNDINGS: tuple[tuple[str, re.Pattern[str]], ...] = (
@@ -111,7 +116,7 @@ _OF_SURROUNDINGS: tuple[tuple[str, re.Pattern[str]], ...] = (
         "access",
         re.compile(
             r"GatedRepoError|\b40[13] Client Error|Unauthorized|[Pp]ermission denied|[Ii]nvalid (?:API|api) key"
-            r"|[Aa]uthentication|[Nn]o API key|not logged in"
+            r"|[Aa]uthentication|[Nn]o API key|[Aa][Pp][Ii][_ ]key not configured|not logged in"
         ),
     ),
     ("file", re.compile(r"^FileNotFoundError|No such file or directory")),
@@ -156,12 +161,16 @@ _OF_A_PROGRAM = re.compile(rf"{_ERROR_LINE.pattern}|{_FATAL.pattern}|\S/\S+:\d+\
 """Errors, and places in a source or a process."""
 
 
-def _is_prose(line: str) -> bool:
-    """Whether a line is a sentence: four words and more, hardly anything else, no error's name before it."""
+def _is_prose(line: str, *, least: float = 0.8) -> bool:
+    """Whether a line is a sentence: four words and more, hardly anything else, no error's name before it.
+
+    Args:
+        least: share of what stands between blanks that must be words.
+    """
     words = line.split()
     if line[:1].isspace() or line[:1] == "[" or len(words) < 4 or _OF_A_PROGRAM.search(line):
         return False
-    return sum(_WORD.fullmatch(word) is not None for word in words) >= 0.8 * len(words)
+    return sum(_WORD.fullmatch(word) is not None for word in words) >= least * len(words)
 
 
 def holds_an_error(told: Iterable[str]) -> bool:
@@ -174,7 +183,7 @@ def holds_an_error(told: Iterable[str]) -> bool:
     watcher = EndWatcher(sees_all=True)
     for raw in told:
         line = plain(raw)
-        if watcher.wants_next or line != raw or not _is_prose(line):
+        if watcher.wants_next or line != raw or not _is_prose(line, least=0.9):
             watcher.watch(line)
     return watcher.event(None) is not None
 
@@ -266,15 +275,19 @@ class EndWatcher:
         self._is_fatal |= is_fatal is not None
         self._passes_on |= _CAUSED in line
         is_error = _ERROR_LINE.match(text) is not None
-        is_bare = not is_error and _BARE_ERROR.match(text) is not None
+        is_bare = not is_error and (
+            _BARE_ERROR.match(text) is not None
+            or (self._sees_all and self._is_fatal and _OTHER_ERROR.match(text) is not None)
+        )
         if is_error or (is_bare and self._is_fatal):
             self.error(text)
             self.wants_next = self._sees_all and self._words.endswith(":")
         elif self._newest is None and (failed := _FAILED.search(text)) is not None:
             self._is_fatal = True
-            self.wants_next = self._sees_all and not failed.group(1)
-            if failed.group(1):
-                self.error(failed.group(1))
+            said = next(filter(None, failed.groups()), "")
+            self.wants_next = self._sees_all and not said
+            if said:
+                self.error(said)
             return "more"
         rank = next(
             (i for i, (_, needles, pattern) in enumerate(_DEATHS) if _holds(text, needles, pattern)), None
@@ -300,7 +313,7 @@ class EndWatcher:
             line = _RANK.sub("", line)
         if self._newest is None and ("ERROR" in line or "CRITICAL" in line or "FATAL" in line):
             line = _LOGGED.sub("", line)
-        return line
+        return _OF_A_GROUP.sub("", line) if line.lstrip()[:2] in ("| ", "+ ") else line
 
     def error(self, text: str) -> None:
         """An error that was raised: of a chain of them the last one stands that neither was raised from another nor
