@@ -14,6 +14,8 @@ from rollbook.diagnose.view import View
 RULE = "slow_generation"
 TIMES = 2.0
 """Seconds of generation over what the lengths explain, from which on neither prompts nor a busy host are it."""
+LONGER = 1.5
+"""Seconds of generation themselves over those before."""
 OF_THE_STEP = 0.2
 """Share of a step's seconds that is lost to it at the least."""
 LEAST_STEPS = 8
@@ -29,6 +31,8 @@ def judge(view: View) -> Finding | None:
     if view.n - rise.idx < LEAST_STEPS or min(times, rise.peak_ratio) < TIMES:
         return None
     usual, now = view.level("timing_s/gen", max(0, rise.idx - 40), rise.idx), view.last("timing_s/gen")
+    if not now >= LONGER * usual:
+        return None  # shorter responses need no shorter generation: prompts, calls and the tail stay
     lost = now * (1.0 - 1.0 / times)
     if not lost >= OF_THE_STEP * step_seconds(view, rise.idx) or lost < now - usual - lost:
         return None  # hardly felt, or most of it is longer responses
