@@ -141,7 +141,8 @@ def _judge_tail(view: View, waiting: str, metric: str, tail: Series, least: floa
         return None
     idx = np.flatnonzero(known)
     quiet_tail, quiet_gen = _quiet(tail[idx]), _quiet(gen[idx])
-    long = tail[idx] >= quiet_tail * max(least, _beyond_noise(tail[idx], quiet_tail))
+    least_long = quiet_tail * max(least, _beyond_noise(tail[idx], quiet_tail))
+    long = tail[idx] >= least_long
     pace = gen[idx] / quiet_gen
     slow = pace >= max(1.25, _beyond_noise(gen[idx], quiet_gen))
     by_tokens = (
@@ -166,6 +167,8 @@ def _judge_tail(view: View, waiting: str, metric: str, tail: Series, least: floa
         return None  # they were never fewer: the share of runaway responses that this model always has
     if not by_tokens and _nats_over_one_rate(both, begin, end) < np.log(len(both)) + BEYOND_CHANCE_NATS:
         return None  # the longest of a heavy tail come in clusters now and then
+    if metric in TOKENS and _is_own_scatter(tail[idx], least_long, begin, end):
+        return None  # the longest of so many are that long now and then, and were before
     inside_long, inside_gen = long[begin:end], pace[begin:end]
     if float(slow[begin:end][inside_long].mean()) < 0.6:
         return None  # long tails do not cost seconds here
@@ -252,6 +255,30 @@ ONSET_NATS = 6.0
 BEYOND_CHANCE_NATS = 1.5
 """Evidence for a stretch of more hits, beyond what the best of all stretches has by chance (the logarithm of the
 steps)."""
+
+
+LEAST_PAST = 12
+"""Steps before a stretch that tell how much the longest responses scatter."""
+
+
+def _is_own_scatter(tail: Series, least: float, begin: int, end: int) -> bool:
+    """Whether as many long ones as a stretch has are what the longest of many responses bring by themselves: the
+    largest of many scatter as Gumbel's distribution does, whose quartiles the steps before tell. Lengths that grow move
+    a tail towards the limit, which is then touched more often without anything having broken."""
+    past = np.log(np.maximum(tail[:begin], 1e-12))
+    if len(past) < LEAST_PAST:
+        return False
+    low, middle, high = np.quantile(past, (0.25, 0.5, 0.75))
+    scale = float(high - low) / 1.573
+    if scale <= 0.0:
+        return False
+    usual = float(-np.expm1(-np.exp(-(np.log(least) - middle) / scale) * np.log(2.0)))
+    steps, hits = end - begin, float((tail[begin:end] >= least).sum())
+    rate = hits / steps
+    if not 0.0 < usual < rate < 1.0:
+        return 0.0 < rate <= usual
+    nats = hits * np.log(rate / usual) + (steps - hits) * np.log((1.0 - rate) / (1.0 - usual))
+    return bool(nats < np.log(len(tail)) + BEYOND_CHANCE_NATS)
 
 
 def _nats_over_one_rate(both: NDArray[np.bool_], begin: int, end: int) -> float:

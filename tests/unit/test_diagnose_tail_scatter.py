@@ -1,0 +1,44 @@
+"""The longest of many responses scatter by themselves; a burst is what that does not bring."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from diagnose_runs import run_of
+from rollbook.diagnose.rules.tail_burst import judge
+from rollbook.diagnose.view import View
+
+N, LIMIT = 400, 8192.0
+
+
+def _lengths(
+    seed: int, *, growth: float, runaway: float
+) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    """128 responses a step, of 900 tokens at first, whose logarithms scatter by 0.45; from a half on some run to the
+    limit. A step decodes until its longest response has ended."""
+    rng = np.random.default_rng(seed)
+    typical = 900.0 * growth ** (np.arange(N) / N)
+    drawn = typical[:, None] * np.exp(rng.normal(0.0, 0.45, (N, 128)))
+    drawn[rng.random((N, 128)) < runaway * (np.arange(N) >= N // 2)[:, None]] = LIMIT
+    drawn = np.minimum(drawn, LIMIT)
+    gen = 5.0 + 0.02 * drawn.max(axis=1) * np.exp(rng.normal(0.0, 0.05, N))
+    return {
+        "response_length/mean": drawn.mean(axis=1),
+        "response_length/max": drawn.max(axis=1),
+        "response_length/clip_ratio": (drawn >= LIMIT).mean(axis=1),
+        "timing_s/gen": gen,
+        "timing_s/step": gen + 40.0,
+    }
+
+
+@pytest.mark.parametrize("seed", [3, 8, 17])
+@pytest.mark.parametrize("growth", [1.0, 2.2])
+def test_the_longest_that_come_in_clusters_by_chance_are_no_burst(seed: int, growth: float) -> None:
+    assert judge(View.of(run_of(_lengths(seed, growth=growth, runaway=0.0), n=N))) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_that_run_away_beside_such_scatter_are_one(seed: int) -> None:
+    found = judge(View.of(run_of(_lengths(seed, growth=1.2, runaway=0.004), n=N)))
+    assert found is not None and found.rule == "tail_burst"
