@@ -46,6 +46,8 @@ class DecodeAssumptions:
     """Launches and small operators of one attention and one feed-forward block, by engine."""
     latent_layer_s: float
     """On top, for latent attention: compressions, absorbed products and their norms."""
+    young_factor: Mapping[str, float]
+    """On the device's seconds of "engine/chip", but for float4: an engine whose kernels were not yet at home there."""
     moe_layer_s: Mapping[str, float]
     """On top, for routing and grouped kernels, by accelerator."""
     step_s: float
@@ -97,13 +99,17 @@ class DecodeAssumptions:
         """Seconds for this device."""
         return accelerator.fraction(self.moe_layer_s)
 
+    def gemm_frac_of(self, accelerator: Accelerator) -> float:
+        """Fraction for this device."""
+        return self.gemm_frac * accelerator.gemm_share
+
+    def young_factor_of(self, engine: str, accelerator: Accelerator, dtype: str) -> float:
+        """Factor for this engine on this device in these numbers."""
+        return 1.0 if dtype == "float4" else self.young_factor.get(f"{engine}/{accelerator.chip}", 1.0)
+
     def kv_frac_of(self, accelerator: Accelerator) -> float:
         """Fraction for this device."""
         return accelerator.fraction(self.kv_frac)
-
-
-_BEST_GEMM_FRAC = 0.8
-"""Of the bfloat16 peak of an H100: 794 TFLOPS (stas00/ml-engineering)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +144,9 @@ class StackAssumptions:
     """Of a link's rate, for gathering weights."""
     micro_batch_layer_s: float
     """Least seconds of one layer for one micro batch, forward and backward: its launches and the hooks of sharding."""
+    repeats_linear: float
+    """1 where linear-attention layers are computed whole on every rank of tensor and context parallelism, 0 where they
+    are divided; between where frameworks differ."""
     balance_frac: float
     """Work of the mean GPU over work of the fullest, with sequences packed by length."""
 
@@ -146,16 +155,9 @@ class StackAssumptions:
         return accelerator.fraction(self.attention_frac)
 
     def gemm_frac_of(self, accelerator: Accelerator, dtype: str) -> float:
-        """Fraction for this device and dtype.
-
-        The fractions are Hopper's and Blackwell's, whose best measured GEMM reaches 0.8 of the peak. Where another
-        vendor's reaches less (0.51 on an MI300X), so do its matrices in training.
-        """
+        """Fraction for this device and dtype."""
         factor = self.generation_factor.get(accelerator.name, 1.0)
-        if accelerator.vendor != "nvidia" and "bfloat16" in accelerator.achieved_flops_per_s:
-            best_frac = accelerator.achieved_flops_per_s["bfloat16"] / accelerator.peak("bfloat16")
-            factor *= min(best_frac / _BEST_GEMM_FRAC, 1.0)
-        return self.gemm_frac[dtype] * factor
+        return self.gemm_frac[dtype] * factor * accelerator.gemm_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +166,10 @@ class SyncAssumptions:
 
     base_s: float
     """Pausing, opening, committing, resuming, for a broadcast between nodes."""
+    process_base_s: float
+    """The same inside one process."""
+    handle_base_s: float
+    """The same between processes that share devices: engines woken, memory mapped, handles opened."""
     near_base_s: float
     """The same within a node, or where every receiver takes its own shard."""
     receiver_bytes_per_s: float

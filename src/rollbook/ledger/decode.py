@@ -41,10 +41,12 @@ class DecodeStep:
     """Of the host, beside all of these."""
     waiting_frac: float = 0.0
     """Of the host's seconds, while the device waits."""
+    young_factor: float = 1.0
+    """On the device's seconds."""
 
     @property
     def seconds(self) -> Curve:
-        device_s = self.weights_s + self.kv_s + self.exchange_s + self.fixed_s
+        device_s = self.young_factor * (self.weights_s + self.kv_s + self.exchange_s + self.fixed_s)
         waiting_s = self.waiting_frac * self.host_s
         return waiting_s + np.maximum(device_s, self.host_s - waiting_s)
 
@@ -114,7 +116,7 @@ def decode_step(
     accelerator = cluster.accelerator
     num_gpus, copies = layout.num_gpus, layout.attention_copies
     bytes_per_s = accelerator.hbm_bytes_per_s * assumptions.hbm_frac_of(accelerator)
-    flops_per_s = accelerator.peak(layout.weight_dtype) * assumptions.gemm_frac
+    flops_per_s = accelerator.peak(layout.weight_dtype) * assumptions.gemm_frac_of(accelerator)
     dense, experts = weight_bytes(model, layout, rows + prompt_tokens)
     tile = 1.0 if accelerator.is_cpu else TILE_ROWS
     # Rows of prompts fill the same tiles.
@@ -130,7 +132,7 @@ def decode_step(
     kv = rows / copies * kv_bytes_of(model, context, DTYPE_BYTES[layout.kv_dtype])
     kv = kv / kv_shards(model, layout.tp_size)
     pairs = model.num_attention_layers * context * rows / copies / layout.tp_size
-    attention_flops_per_s = accelerator.peak("bfloat16") * assumptions.gemm_frac
+    attention_flops_per_s = accelerator.peak("bfloat16") * assumptions.gemm_frac_of(accelerator)
     kv_s = np.maximum(
         kv / (accelerator.hbm_bytes_per_s * assumptions.kv_frac_of(accelerator)),
         _absorbed_flops_per_pair(model) * pairs / attention_flops_per_s,
@@ -146,6 +148,7 @@ def decode_step(
         bytes_per_gpu=dense / layout.tp_size + experts / num_gpus + kv,
         host_s=host_s + host_row_s * rows / copies,
         waiting_frac=assumptions.waiting_frac_of(layout.engine),
+        young_factor=assumptions.young_factor_of(layout.engine, accelerator, layout.weight_dtype),
     )
     if accelerator.fitted is None or accelerator.fitted.decode is None:
         return step
@@ -157,6 +160,7 @@ def decode_step(
         exchange_s=np.zeros_like(rows),
         fixed_s=fit.base_s,
         host_s=0.0,
+        young_factor=1.0,
     )
 
 
@@ -229,7 +233,9 @@ def prefill_s(
         return np.asarray(tokens / machine.decode.prefill_tokens_per_s)
     peak = cluster.accelerator.peak
     busy = in_matrices / peak(layout.weight_dtype) + in_attention / peak("bfloat16")
-    gpu_s = busy / assumptions.gemm_frac + tokens * _traffic_s(model, cluster, assumptions)
+    gpu_s = busy / assumptions.gemm_frac_of(cluster.accelerator) + tokens * _traffic_s(
+        model, cluster, assumptions
+    )
     return np.asarray(gpu_s / layout.num_gpus)
 
 

@@ -56,6 +56,17 @@ class Accelerator:
         """What it computes with: devices that differ in memory or links alone share one."""
         return next((chip for chip, names in _CHIPS.items() if self.name in names), self.name)
 
+    @property
+    def gemm_share(self) -> float:
+        """Of the share of the peak that matrices reach on Hopper and Blackwell, whose best measured GEMM takes 0.8.
+
+        Where another vendor's best takes less (0.51 on an MI300X), so do its matrices in training and decoding.
+        """
+        if self.vendor == "nvidia" or "bfloat16" not in self.achieved_flops_per_s:
+            return 1.0
+        best_frac = self.achieved_flops_per_s["bfloat16"] / self.peak("bfloat16")
+        return min(best_frac / _BEST_GEMM_FRAC, 1.0)
+
     def fraction(self, by_device: Mapping[str, float]) -> float:
         """An assumption about this device: by its name, else by its chip, else "default"."""
         return by_device.get(self.name, by_device.get(self.chip, by_device["default"]))
@@ -71,6 +82,8 @@ class Accelerator:
         )
 
 
+_BEST_GEMM_FRAC = 0.8
+"""Of the bfloat16 peak of an H100: 794 TFLOPS (stas00/ml-engineering)."""
 _CHIPS = {
     "A100": ("A100-80GB SXM", "A100-80GB PCIe", "A100-40GB SXM", "A800-80GB SXM"),
     "H100": ("H100 SXM", "H200 SXM", "H800 SXM", "GH200"),

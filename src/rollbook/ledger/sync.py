@@ -122,10 +122,15 @@ def sync_account(
     bucket = min(work.bucket_bytes, total)
     others = sum(bucket / rate for stage, rate in rates.items() if stage != slowest)
     fixed_s = assumptions.base_s if work.method == "broadcast" and crosses else assumptions.near_base_s
+    if work.method == "in_process":
+        fixed_s = assumptions.process_base_s
+    elif work.method == "ipc" and work.num_train_gpus > 1:
+        fixed_s = assumptions.handle_base_s
     if work.method in ("broadcast", "in_process", "ipc"):
         nodes = max(work.num_train_gpus / cluster.gpus_per_node, 1.0)
-        changes_hands = work.method != "broadcast" and work.num_train_gpus > 1
-        tensor_s = assumptions.handle_tensor_s if changes_hands else assumptions.per_tensor_s
+        tensor_s = assumptions.per_tensor_s if work.method == "broadcast" else assumptions.handle_tensor_s
+        if work.num_train_gpus == 1:
+            tensor_s = 0.0  # nothing is gathered
         # A gather between nodes is a tree: each doubling adds a hop.
         fixed_s += tensors / work.pp_size * tensor_s * (1 + math.log2(nodes))
     if work.quantizes_tensors:
@@ -188,7 +193,9 @@ def _rates(
     if work.method in ("in_process", "ipc"):
         return {"gather": gather, "load": load} if work.num_train_gpus > 1 else {"load": load}
     if work.method == "broadcast":
-        assembly = work.pp_size * _assembly(cluster, assumptions, work)
+        # One trainer GPU holds everything that it sends.
+        alone = work.num_train_gpus == 1
+        assembly = math.inf if alone else work.pp_size * _assembly(cluster, assumptions, work)
         return {"gather": assembly, "transfer": 0.75 * link, "load": load}
     if work.method == "disk":
         write = assumptions.disk_bytes_per_s

@@ -45,7 +45,11 @@ def token_s(
     spread = (mean_square_tokens / sequence_tokens**2) if mean_square_tokens else 1.0
     recomputes = backward and layout.recompute == "full"
     passes = 1.0 + (0.0 if not backward else 1.0 if layout.lora else 2.0) + recomputes
-    weighted = model.matmul_params + model.active_routed_params * (1 / stack.expert_factor - 1)
+    repeats = stack.repeats_linear * (layout.tp_size * layout.cp_size - 1)
+    linear = model.num_linear_layers * model.linear_params_per_layer
+    weighted = (
+        model.matmul_params + model.active_routed_params * (1 / stack.expert_factor - 1) + repeats * linear
+    )
     rate = accelerator.peak(layout.dtype) * stack.gemm_frac_of(accelerator, layout.dtype)
     matrices_s = 2.0 * weighted * passes / rate
     attention = float(attention_flops(model, sequence_tokens)) / sequence_tokens * spread
@@ -53,15 +57,15 @@ def token_s(
     attention_s = (
         attention * attention_passes / (accelerator.peak("bfloat16") * stack.attention_frac_of(accelerator))
     )
-    return matrices_s + attention_s + _memory_bound_s(model, accelerator, stack, backward=backward)
+    between_s = _memory_bound_s(model, accelerator, stack, backward=backward, repeats=repeats)
+    return matrices_s + attention_s + between_s
 
 
 def _memory_bound_s(
-    model: ModelSpec, accelerator: Accelerator, stack: StackAssumptions, *, backward: bool
+    model: ModelSpec, accelerator: Accelerator, stack: StackAssumptions, *, backward: bool, repeats: float
 ) -> float:
-    seconds = max(stack.dense_bytes / accelerator.hbm_bytes_per_s, stack.least_s_per_width) * dense_width(
-        model
-    )
+    width = dense_width(model) + repeats * model.num_linear_layers / 2 * model.hidden_size
+    seconds = max(stack.dense_bytes / accelerator.hbm_bytes_per_s, stack.least_s_per_width) * width
     seconds += max(stack.moe_bytes / accelerator.hbm_bytes_per_s, stack.moe_least_s) * expert_width(model)
     return seconds if backward else seconds * stack.forward_share
 
