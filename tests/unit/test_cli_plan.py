@@ -339,3 +339,18 @@ def test_an_unknown_gpu_names_the_nearest_few_and_how_to_see_all(capsys: pytest.
 def test_a_plan_without_a_model_says_how_to_name_one(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "plan", "--num-gpus", "8")
     assert code == 2 and "no model is named" in err and "qwen3-8b" in err
+
+
+def test_a_simulated_loan_stands_beside_the_closed_form_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--model", "Qwen3-8B", "--num-gpus", "32", "--prompts", "128", "--response-tokens", "4k"]
+    job += ["--split", "8:24", "--max-staleness", "4"]
+    _, out, _ = run(capsys, "plan", *job, "--lend", "2", "--json")
+    planned = next(
+        row for row in json.loads(out)["topologies"]
+        if (row["mode"], row["num_rollout_gpus"]) == ("separate_async", 8)
+    )  # fmt: skip
+    closed = {}
+    for lend in ("2", "0"):
+        _, out, _ = run(capsys, "simulate", *job, "--lend", lend, "--steps", "8", "--json")
+        closed[lend] = json.loads(out)["closed_form_step_s"]
+    assert closed["2"] == pytest.approx(planned["step_s"]) and closed["2"] < 0.95 * closed["0"]

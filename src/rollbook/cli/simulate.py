@@ -214,11 +214,11 @@ def command(
         reward_tokens=reward_tokens, epochs=epochs, env_p50_seconds=env_p50_seconds,
         sandbox_start_seconds=sandbox_start_seconds, cores_per_sandbox=cores_per_sandbox,
         share_prompts=share_prompts, prefill_chunk=prefill_chunk, stack=stack, sleep_level=sleep_level,
-        rebuild_engine=rebuild_engine, changed_frac=changed_frac,
+        rebuild_engine=rebuild_engine, changed_frac=changed_frac, lend=lend,
     )  # fmt: skip
     request = options.request()
     candidate = _candidate(request, mode)
-    idle = without_effect(request, candidate)
+    idle = [(option, why) for option, why in without_effect(request, candidate) if option != "--lend"]
     if lend > 0 and is_colocated(candidate.mode):
         idle.append(
             ("--lend", "engine and trainer share their GPUs (--mode separate_async has some to lend)")

@@ -67,7 +67,7 @@ def why_apart(result: SimResult, candidate: Candidate) -> str:
     if abs(result.step_s / span.value - 1) <= _APART_FRAC:
         return ""
     left_out = [
-        (scenario.num_lent_replicas > 0, "the KV that lent replicas lose"),
+        (scenario.num_lent_replicas > 0, "how lent replicas fill and empty"),
         (math.isfinite(scenario.replica_mtbf_s), "replicas that fail"),
         (scenario.trajectory_failure_frac > 0, "trajectories that fail"),
         (scenario.length_growth_frac != 0, "responses that grow"),
