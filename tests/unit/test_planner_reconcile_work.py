@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from rollbook.cli.main import main
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.reconcile import (
     Expectation,
@@ -180,3 +183,36 @@ def test_an_account_without_a_range_is_told_by_its_ratio_alone() -> None:
     told = StringIO()
     show_reconciliation(result, Console(file=told, width=200))
     assert "none" in told.getvalue() and "± 0 %" not in told.getvalue()
+
+
+def test_work_beyond_the_peak_is_not_the_work_of_the_log() -> None:
+    stages = {"train": Expected(seconds=9.0, low=8.0, high=10.0, flops=2.7e15)}
+    expectation = Expectation(source="a plan", stages=stages, step_s=9.0, peak_flops_per_s=1e15)
+    for measured_s, is_told in ((1.0, True), (9.0, False)):
+        result = reconcile(
+            expectation, {"timing_s/update_actor": measured_s, "timing_s/step": measured_s}, source="a log"
+        )
+        assert any("would be 270 % of the peak" in note for note in result.notes) == is_told
+
+
+def test_a_description_of_other_work_than_the_logs_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """512 x 8 trajectories of 2,048 tokens are 8.4 M; the log has 100 k and, in a second one, 8 M of them."""
+    workload = tmp_path / "work.toml"
+    workload.write_text(
+        'model = "Qwen3-8B"\nnum_gpus = 16\nprompts = 512\ngroup_size = 8\nprompt_tokens = 1024\n'
+        "response_tokens = 1024\n"
+    )
+    for tokens, is_told in ((100_000, True), (8_000_000, False)):
+        log = tmp_path / f"{tokens}.jsonl"
+        data = {"timing_s/step": 180.0, "timing_s/gen": 60.0, "timing_s/update_actor": 70.0,
+                "perf/total_num_tokens": tokens}  # fmt: skip
+        log.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step in (1, 2, 3)))
+        with pytest.raises(SystemExit, match="0"):
+            main(["reconcile", str(log), "--workload", str(workload), "--json"])
+        notes = json.loads(capsys.readouterr().out)["notes"]
+        assert (
+            any("a step of the log has 100.0 k tokens, the described one 8.4 M" in n for n in notes)
+            == is_told
+        )

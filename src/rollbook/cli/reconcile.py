@@ -93,6 +93,8 @@ def command(
     show_reconciliation(result, Console(highlight=False))
 
 
+_OTHER_WORK = 1.25
+"""Factor between the tokens of a step in the log and as described from which they are not the same work."""
 _BESIDE_A_STEP = ("checkpoint_every", "checkpoint_async", "storage_gb_per_s", "length_growth", "horizon")
 
 
@@ -104,6 +106,7 @@ def _expectation_of(path: Path, assume: str, means: dict[str, float], *, loop: s
     from rollbook.planner.options import PlanOptions, of_file, read_options
     from rollbook.planner.reconcile import expectation_of_request
     from rollbook.planner.request import choice_of
+    from rollbook.planner.words import count
 
     values: dict[str, Any] = read_options(path)
     if assume and values.get("assume", assume) != assume:
@@ -127,7 +130,14 @@ def _expectation_of(path: Path, assume: str, means: dict[str, float], *, loop: s
     if assume:
         load_assumptions(assume)  # whose mistake is not the file's
     try:
-        expectation, _ = expectation_of_request(PlanOptions(**values).request(), mode=mode)
+        request = PlanOptions(**values).request()
+        expectation, _ = expectation_of_request(request, mode=mode)
     except RunError as error:
         raise of_file(path, error) from None
+    logged, described = means.get("perf/total_num_tokens", 0.0), request.workload.trained_tokens
+    if logged > 0 and not 1 / _OTHER_WORK < logged / described < _OTHER_WORK:
+        notes.append(
+            f"a step of the log has {count(logged)} tokens, the described one {count(described)}: {path} describes "
+            "other work (prompts, group_size, prompt_tokens, response_tokens), so no ratio tells of the machine"
+        )
     return replace(expectation, notes=expectation.notes + tuple(notes))

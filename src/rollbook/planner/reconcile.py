@@ -472,7 +472,23 @@ def reconcile(
         mfu_frac=mfu_frac,
         waterfall=tuple(losses),
         deserving=tuple(_deserving(expectation, in_step, step_s)),
-        notes=_of_the_machine(in_step, means) + expectation.notes + tuple(_notes(expectation, stages)),
+        notes=_of_the_machine(in_step, means)
+        + _impossible(mfu_frac)
+        + expectation.notes
+        + tuple(_notes(expectation, stages)),
+    )
+
+
+_MOST_MFU_FRAC = 0.75
+"""No job computes more of the peak: what was expected is not what was run."""
+
+
+def _impossible(mfu_frac: float | None) -> tuple[str, ...]:
+    if mfu_frac is None or mfu_frac <= _MOST_MFU_FRAC:
+        return ()
+    return (
+        f"the expected work in the measured seconds would be {100 * mfu_frac:.0f} % of the peak, more than any job "
+        "reaches: it is not the work, or not the GPUs, of this log",
     )
 
 
