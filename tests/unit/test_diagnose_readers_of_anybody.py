@@ -468,3 +468,14 @@ def test_a_list_that_is_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
     run = read(tmp_path, json.dumps(ENTRIES)[:-30], "x.json")
     assert run.steps.tolist() == [1, 2, 3, 4, 5]
     assert any("cut short" in note for note in run.notes)
+
+
+@pytest.mark.parametrize("decimals", [3, 4, 5])
+def test_a_learning_rate_that_was_printed_as_zero_is_not_zero(decimals: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    text = "".join(
+        f"step {i} | reward={0.4 + 0.1 * rng.random():.{decimals}f} | grad_norm={rng.random():.{decimals}f} | "
+        f"kl={rng.random():.{decimals}f} | lr={2e-6:.{decimals}f}\n"
+        for i in range(1, 60)
+    )
+    assert judged(tmp_path, text).findings == ()

@@ -8,6 +8,7 @@ import numpy as np
 from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.rules.flat_rewards import flat
 from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.rewards import REWARD
 from rollbook.diagnose.view import View
 
@@ -19,6 +20,9 @@ FEW_ALIKE = 0.1
 """Share of groups with two different rewards below which it is the rewards that carry no signal."""
 SOLVED = 0.9
 """Mean reward over the best of an answer from which on groups are alike because they are all right."""
+
+DECIMALS = 5
+"""With so many, a learning rate of 2e-6 is printed as zero."""
 
 LR, GRADIENT = "actor/lr", "actor/grad_norm"
 
@@ -49,8 +53,14 @@ def _zero_since(view: View, metric: str) -> int | None:
 def _is_printed_coarsely(view: View) -> bool:
     """Whether the log was printed with so few decimals that a small number reads as zero."""
     fractions = [m for m, v in view.run.values.items() if view.count(m) >= LEAST_STEPS and np.any(v % 1 > 0)]
-    coarse = [view.resolution(m) > 0.0 for m in fractions]
+    coarse = [view.resolution(m) > 0.0 or _has_decimals(view.values[m], DECIMALS) for m in fractions]
     return bool(coarse) and float(np.mean(coarse)) > 0.5
+
+
+def _has_decimals(values: Series, decimals: int) -> bool:
+    """Whether all values are whole with so many decimals."""
+    scaled = values[np.isfinite(values)] * 10.0**decimals
+    return bool(np.all(np.abs(scaled - np.round(scaled)) < 1e-4))
 
 
 def _differs(view: View, since: int) -> bool:
