@@ -49,3 +49,23 @@ def test_a_gap_that_grows_as_the_steps_do_is_the_policys_own() -> None:
 def test_the_clipped_share_is_no_distance() -> None:
     """It is the share of a tail: where the step's KL is logged, that tells how much further a step goes."""
     assert policy_of(View.of(run_of(_off_policy(12.0), n=N))).update_ratio < 5
+
+
+def test_a_slow_ramp_is_dated_from_where_it_leaves_its_floor() -> None:
+    """An engine that stands from step 50 on, in a run whose versions differ little: the gap doubles in twenty steps.
+    Its bend on a logarithmic scale is seen later than that."""
+    far = 1 + np.clip(np.arange(N) - 50.0, 0, None) / 20
+    diagnosis = diagnose(
+        run_of({DIFF: noisy(0.005 * far, 2, n=N), KL: noisy(8e-4 * far**2, 3, 0.1, n=N)}, n=N)
+    )
+    assert diagnosis.verdict == "missed_weight_sync"
+    assert abs(diagnosis.findings[0].step - 51) <= 4
+
+
+def test_an_engine_that_never_got_weights_is_dated_from_the_first_steps() -> None:
+    far = 1 + np.arange(N) / 12
+    diagnosis = diagnose(
+        run_of({DIFF: noisy(0.005 * far, 2, n=N), KL: noisy(8e-4 * far**2, 3, 0.1, n=N)}, n=N)
+    )
+    assert diagnosis.verdict == "missed_weight_sync"
+    assert diagnosis.findings[0].step <= 6

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rollbook.diagnose.breaks import Break
-from rollbook.diagnose.changes import running_median, spearman
+from rollbook.diagnose.changes import noise_scale, running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
 from rollbook.diagnose.signs.gap import GAP, Gap, begins_fine, gap_led, gap_of
@@ -59,7 +59,8 @@ def judge(view: View) -> Finding | NotJudged | None:
     if (teeth := _in_teeth(view)) is not None:
         return teeth
     if rise is not None and _is_unexplained_ramp(view, gap, rise):
-        return _finding(view, rise.idx, rise, 0.8 if gap.num_fine else 0.6, rise.end_idx)
+        idx = rise.idx if rise.end_idx is not None else _foot(view, rise.idx)
+        return _finding(view, idx, rise, 0.8 if gap.num_fine else 0.6, rise.end_idx)
     if _never_synced(view, gap):
         return _finding(view, 0, rise, 0.65, None)
     return None
@@ -300,6 +301,26 @@ def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: i
         "of one short prompt on both sides",
         until_step=view.step_at(end) if end is not None else None,
     )
+
+
+FOOT_NOISES = 2.0
+"""Noises over the lowest level up to which a smoothed gap is at its floor."""
+
+
+def _foot(view: View, idx: int) -> int:
+    """Where the gap left its floor, if it grows without a break from there to a position: a scan sees the bend of a
+    slow ramp when it is well under way, and takes the part before it for what was usual."""
+    known = np.flatnonzero(np.isfinite(view.values[GAP][: idx + 1]))
+    if len(known) < 12:
+        return idx
+    smooth = running_median(np.log(view.values[GAP][known]), 5)
+    noise = max(noise_scale(np.log(view.values[GAP][known])), 1e-9)
+    floor = float(np.quantile(smooth[: max(5, len(smooth) // 2)], 0.25))
+    at_floor = np.flatnonzero(smooth <= floor + FOOT_NOISES * noise)
+    foot = int(at_floor[-1]) + 1 if len(at_floor) else 0
+    way = smooth[foot:]
+    grows = len(way) >= 8 and spearman(way, np.arange(len(way), dtype=np.float64)) >= 0.8
+    return int(known[foot]) if grows else idx
 
 
 def _left_at(view: View, idx: int, end: int) -> int:
