@@ -479,3 +479,13 @@ def test_a_learning_rate_that_was_printed_as_zero_is_not_zero(decimals: int, tmp
         for i in range(1, 60)
     )
     assert judged(tmp_path, text).findings == ()
+
+
+def test_a_long_traceback_after_the_last_step_is_told(tmp_path: Path) -> None:
+    frames = "".join(
+        f'  File "/opt/x/part.py", line {i}, in call\n    return inner(batch)\n' for i in range(60)
+    )
+    steps = "".join(f"iter {i} | reward=0.{i} | loss=0.1\n" for i in range(1, 6))
+    text = f"{steps}Traceback (most recent call last):\n{frames}ValueError: no more prompts\n"
+    finding = judged(tmp_path, text).findings[0]
+    assert (finding.rule, finding.step) == ("run_stopped", 5)

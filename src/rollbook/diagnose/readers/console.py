@@ -65,6 +65,18 @@ _TELLING = (
     "acc",
 )
 _NEEDLES = tuple(word.encode() for word in (*_TELLING, "step", "Step", "STEP", "teration", "%|"))
+_OF_TROUBLE = (
+    "rror",
+    "Traceback",
+    "xception",
+    "illed",
+    "fault",
+    "SIG",
+    "CANCELLED",
+    "imeout",
+    "imed out",
+    "memory",
+)
 SMALL_BYTES = 8 * 1024 * 1024
 """Size up to which every line is looked at; of a larger log those that may tell something."""
 
@@ -93,7 +105,10 @@ def _items(path: Path) -> Iterator[Entry | Event]:
     for raw in lines(path, wanted):
         line = plain(raw)
         bars.add(line)
-        for record, _ in records.add(line):
+        ended = list(records.add(line))
+        if not records.holds_line and any(map(line.__contains__, _OF_TROUBLE)):
+            ended += records.end()  # before what went wrong after it
+        for record, _ in ended:
             newest = int(record["step"])
             if event := watcher.ending.step(newest):
                 yield event
