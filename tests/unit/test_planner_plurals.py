@@ -32,7 +32,7 @@ _OPTIONS: list[list[str]] = [
 
 
 def _slips(text: str) -> list[str]:
-    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", text))
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " | ", text))
     found = [*_ONE_OF_MANY.finditer(text), *_MANY_OF_ONE.finditer(text)]
     return [text[max(match.start() - 40, 0) : match.end() + 20] for match in found]
 
