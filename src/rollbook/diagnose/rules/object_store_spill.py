@@ -38,7 +38,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     idx: int | None = None
     if said:
         steps = [e.step for e in said if e.step is not None]
-        first = _begin_of_row(steps, default=view.step_at(view.n - 1))
+        first = min(steps, default=view.step_at(view.n - 1))
         idx = view.idx_of(first)
         evidence.append(Evidence(metric="log", step=first, says=f"{many(len(said), 'time')}: {said[0].text}"))
         direct = 0.3 if len(said) >= 3 else 0.15
@@ -82,21 +82,6 @@ def judge(view: View) -> Finding | NotJudged | None:
     cost = max(cost, lost_in_steps(view, idx) or 0.0)  # computing waits for what is moved
     confidence = 0.5 + direct + 0.1 * len(slow) + 0.15 * (fuller and together)
     return _finding(view, idx, evidence, confidence, cost)
-
-
-LONE_STEPS = 10
-"""Steps after which a spill is by itself, at the least; and so many times the usual steps between two of the row."""
-
-
-def _begin_of_row(steps: list[int], default: int) -> int:
-    """The step at which spills begin to come one after the other: a few long before most of them are moments in which
-    the store was full, as any long job has."""
-    row = sorted(steps)
-    gaps = np.diff(row)
-    for i in reversed(range(len(row) // 4)):
-        if gaps[i] > LONE_STEPS * max(1.0, float(np.median(gaps[i + 1 :]))):
-            return row[i + 1]
-    return row[0] if row else default
 
 
 LEAST_BYTES = 1e6
