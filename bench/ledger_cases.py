@@ -120,6 +120,18 @@ def middle(value: Any) -> float:
     return float(value)
 
 
+def count_of(value: Any) -> int:
+    """A count from a number, or from a text that begins with one, such as "8 (not stated)".
+
+    Raises:
+        ValueError: no number there.
+    """
+    found = re.match(r"\s*(\d[\d,]*)", str(value))
+    if found is None:
+        raise ValueError(f"no count in {value!r}")
+    return int(found[1].replace(",", ""))
+
+
 def numbers(text: Any) -> list[int]:
     """Whole numbers of a text such as "[2,1]" or "16 train + 16 gen"."""
     return [int(n) for n in re.findall(r"\d+", str(text))]
@@ -149,17 +161,18 @@ _DTYPES = {
     "fp8": "float8",
     "nvfp4": "float4",
     "mxfp4": "float4",
+    "int4": "float4",
+    "awq": "float4",
+    "gptq": "float4",
+    "w4a16": "float4",
+    "int8": "float8",
 }
 
 
 def dtype_of(text: Any, default: str = "bfloat16") -> str:
-    """Our name of a published precision; the first one found in the text."""
-    found = re.search(r"mxfp8|fp8|nvfp4|mxfp4|bf16|fp16|int4|awq|gptq|int8", str(text).lower())
-    if found is None:
-        return default
-    if found[0] not in _DTYPES:
-        raise NotCovered(f"weights in {found[0]} are not modelled")
-    return _DTYPES[found[0]]
+    """Our name of a published precision; the first one in the text. Whole numbers count as floats of their size."""
+    found = re.search(r"mxfp8|fp8|nvfp4|mxfp4|bf16|fp16|int8|int4|w4a16|awq|gptq", str(text).lower())
+    return default if found is None else _DTYPES[found[0]]
 
 
 _FRAMEWORKS = (
@@ -213,8 +226,8 @@ def decode_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, flo
         return
     weights = dtype_of(config.get("precision", config["model"]))
     engine = engine_of(str(config.get("engine", "")))
-    cluster = Cluster(accelerator=accelerator, num_gpus=int(config.get("gpus", config.get("tp", 1))))
-    num_gpus = int(config.get("tp", config.get("gpus", 1)))
+    cluster = Cluster(accelerator=accelerator, num_gpus=count_of(config.get("gpus", config.get("tp", 1))))
+    num_gpus = count_of(config.get("tp", config.get("gpus", 1)))
     repeats = bool(
         config.get("attention_dp")
     )  # attention on every GPU for its own sequences, experts over all
@@ -267,7 +280,7 @@ def _expert_parallel_decode(
     assumptions: Assumptions,
 ) -> Iterator[tuple[str, float, Range]]:
     """Large expert-parallel groups: attention repeated on every GPU, experts spread over all, float8 weights."""
-    ep_size = int(config.get("ep_decode", 128))
+    ep_size = count_of(config.get("ep_decode", 128))
     cluster = Cluster(accelerator=accelerator, num_gpus=ep_size)
     replica = ReplicaLayout(tp_size=1, ep_size=ep_size, weight_dtype=dtype_of(config.get("precision", "fp8")))
     error_frac = _decode_error_frac(model, cluster, assumptions, replica)
@@ -299,7 +312,7 @@ class _Serving:
 
     @property
     def num_streams(self) -> int:
-        return int(self.config.get("batch_size", self.config.get("concurrency", 1)))
+        return count_of(self.config.get("batch_size", self.config.get("concurrency", 1)))
 
     def step_s(self, context: float) -> float:
         step = decode_step(
@@ -332,7 +345,7 @@ class _Serving:
     def is_steady(self) -> bool:
         """A stream that ends is followed by another: prompts are prefilled while others decode."""
         streams = self.num_streams
-        more = int(self.config.get("requests", streams)) > streams
+        more = count_of(self.config.get("requests", streams)) > streams
         return streams > 1 and (more or ("concurrency" in self.config and "requests" not in self.config))
 
     def token_s(self, context: float, prompt: float, output: float) -> float:
@@ -350,11 +363,16 @@ class _Serving:
         config, streams = self.config, self.num_streams
         prompt = float(config.get("input_length", 0))
         output = float(config.get("output_length", 0))
+        if not {"batch_size", "concurrency"} & set(config) and {
+            "output_tokens_per_s",
+            "output_tokens_per_s_per_gpu",
+        } & set(measured):
+            raise NotCovered("a throughput without the number of streams")
         known = "input_length" in config and output > 0
         context = prompt + output / 2 if known else TYPICAL_CONTEXT_TOKENS
         token_s = self.token_s(context, prompt, output) if known else self.step_s(context)
         if known:
-            waves = -(-int(config.get("requests", streams)) // streams)
+            waves = -(-count_of(config.get("requests", streams)) // streams)
             requests = waves * streams
             own_s = self.prefill_s(prompt) + self.call_s
             # Streams that run one after the other prefill alone, those that run together delay each other.
@@ -414,7 +432,7 @@ def train_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, floa
     model = find_model(config["model"])
     accelerator = accelerator_of(config.get("gpu", config.get("system", "")))
     sequence = float(_first(config, {}, "sequence_length", "mean_sequence_tokens", "seq_length"))
-    cluster = Cluster(accelerator=accelerator, num_gpus=int(config["gpus"]))
+    cluster = Cluster(accelerator=accelerator, num_gpus=count_of(config["gpus"]))
     stack = train_stack_of(case, model)
     if stack.startswith("fsdp") and stack != "fsdp_experts":
         rate, error_frac = _fsdp_rate(config, model, cluster, assumptions, sequence, stack)
@@ -578,7 +596,9 @@ def _fsdp_rate(
     if "FA2" in attention and cluster.accelerator.chip == "H100":
         stack = replace(stack, attention_frac={"default": assumptions.flash2_attention_frac})
     pp_size = _degree(config.get("pp", 1))
-    replicas = max(cluster.num_gpus // (_degree(config.get("tp", 1)) * int(config.get("cp", 1)) * pp_size), 1)
+    replicas = max(
+        cluster.num_gpus // (_degree(config.get("tp", 1)) * count_of(config.get("cp", 1)) * pp_size), 1
+    )
     words = _recompute_words(config)
     recompute: Recompute = (
         "none" if words == "none" else "selective" if words.startswith("select") else "full"
@@ -588,10 +608,10 @@ def _fsdp_rate(
         dtype=dtype_of(config.get("precision", "bf16")),
         recompute=recompute,
         lora="LoRA" in kind,
-        cp_size=int(config.get("cp", 1)),
+        cp_size=count_of(config.get("cp", 1)),
         pp_size=pp_size,
         # One sequence a micro batch, as where nothing is said.
-        micro_batches_per_step=int(config["gbs"]) // replicas if pp_size > 1 else 0,
+        micro_batches_per_step=count_of(config["gbs"]) // replicas if pp_size > 1 else 0,
         virtual_stages=2 if "interleav" in str(config.get("schedule", "")).lower() else 1,
     )
     rate = train_tokens_per_s_per_gpu(model, cluster, stack, layout, sequence_tokens=sequence)
@@ -702,7 +722,7 @@ def _sync_work(
     named = re.search(r"(\d+)\s*policy.*?\+\s*(\d+)\s*rollout", placement)
     devices = re.search(r"(\d+)\s*x\s*(?:H|A|B|G|M)", device)
     if counted:
-        train, rollout = int(config["train_gpus"]), int(config["rollout_gpus"])
+        train, rollout = count_of(config["train_gpus"]), count_of(config["rollout_gpus"])
     elif sides or named:
         train, rollout = (per_node * int(n) for n in (sides or named).groups())  # type: ignore[union-attr]
     elif devices:
@@ -783,7 +803,7 @@ def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         raise NotCovered("an agent's step without turns, tool seconds and full lengths")
     model = find_model(config.get("text_backbone", config["model"]))
     assumptions = _as_published(case, assumptions)
-    cluster = Cluster(accelerator=accelerator_of(config["gpu"]), num_gpus=int(config["gpus"]))
+    cluster = Cluster(accelerator=accelerator_of(config["gpu"]), num_gpus=count_of(config["gpus"]))
     said = " ".join(str(case.get(key, "")) for key in ("notes", "config"))
     workload = _workload(config, measured, said)
     mode, num_rollout, num_train = _split(config)
@@ -951,23 +971,28 @@ def _train_layout(
 
 
 def _workload(config: dict[str, Any], measured: dict[str, Any], said: str) -> Workload:
-    if "avg_sequence_length" in measured:
-        prompt = MATH_PROMPT_TOKENS
-        response = measured["avg_sequence_length"] - prompt
-        limit = config["max_sequence_length"] - prompt
-    else:
-        response = _first(config, measured, "mean_response_length", "response_length_mean")
-        limit = _first(config, {}, "max_response_length", "max_sequence_length")
-        if limit is None and response is not None:
-            limit = 2 ** math.ceil(math.log2(1.5 * response))  # the usual power of two beyond the mean
-        prompt = _first(config, measured, "mean_prompt_length", "prompt_length_mean") or MATH_PROMPT_TOKENS
-        if response is None or limit is None:
-            raise NotCovered("the mean response length was not published")
     prompts = _first(config, {}, "prompts_per_step", "train_batch_size_prompts", "num_prompts")
     group = _first(config, {}, "generations_per_prompt", "rollout_n", "group_size")
     if prompts is None or group is None:
         raise NotCovered("the batch size was not published")
+    prompts, group = count_of(prompts), count_of(group)
     sequences = prompts * group
+    prompt = _first(config, measured, "mean_prompt_length", "prompt_length_mean") or MATH_PROMPT_TOKENS
+    response = _first(config, measured, "mean_response_length", "response_length_mean")
+    whole = _first(config, measured, "avg_sequence_length", "mean_sequence_tokens")
+    if whole is None and response is None and {"step_s", "tokens_per_s_per_gpu"} <= set(measured):
+        # The rate that verl prints counts every token of the step.
+        rate = middle(measured["tokens_per_s_per_gpu"]) * count_of(config["gpus"])
+        whole = rate * middle(measured["step_s"]) / sequences
+    if whole is not None:
+        response = float(whole) - prompt
+    if response is None or response <= 0:
+        raise NotCovered("the mean response length was not published")
+    limit = _first(config, {}, "max_response_length")
+    if limit is None and "max_sequence_length" in config:
+        limit = count_of(config["max_sequence_length"]) - prompt
+    # Where no limit is printed: the usual power of two beyond the mean.
+    limit = round(limit) if limit is not None else 2 ** math.ceil(math.log2(1.5 * response))
     response = min(response, limit)
     return Workload(
         num_prompts=prompts,
@@ -976,7 +1001,7 @@ def _workload(config: dict[str, Any], measured: dict[str, Any], said: str) -> Wo
         response_tokens=response,
         max_response_tokens=limit,
         length_samples=_with_runaways(response, limit),
-        num_mini_batches=max(1, sequences // int(config.get("train_batch_T_GBS", sequences))),
+        num_mini_batches=max(1, sequences // count_of(config.get("train_batch_T_GBS", sequences))),
         uses_reference=not re.search(r"no reference|no KL|without (a )?reference", said, re.IGNORECASE),
     )
 
@@ -1013,7 +1038,7 @@ def _split(config: dict[str, Any]) -> tuple[Mode, int, int]:
     apart: Mode = "separate_async" if "async" in mode or "off" in policy else "separate_sync"
     if train and rollout:
         return apart, int(rollout[1]), int(train[1])
-    half = int(config["gpus"]) // 2
+    half = count_of(config["gpus"]) // 2
     return apart, half, half
 
 
@@ -1026,7 +1051,7 @@ def switch_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, flo
     """Sleep and wake of an engine at level 1."""
     config, measured = case["config"], case["measured"]
     model = find_model(config["model"])
-    cluster = Cluster(accelerator=accelerator_of(config["gpu"]), num_gpus=int(config.get("tp", 1)))
+    cluster = Cluster(accelerator=accelerator_of(config["gpu"]), num_gpus=count_of(config.get("tp", 1)))
     layout = ReplicaLayout(tp_size=cluster.num_gpus, weight_dtype=dtype_of(config["model"]))
     moves = hand_over(
         model,

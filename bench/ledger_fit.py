@@ -40,6 +40,7 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
         "decode.layer_s.default": (5e-6, 4e-05, 80e-6),
         "decode.young_factor.sglang/B200": (1.0, 1.0, 2.0),
         "decode.moe_layer_s.default": (1e-6, 1.5e-05, 60e-6),
+        "decode.expert_frac.MI300X": (0.2, 0.8, 1.0),
         "decode.moe_layer_s.MI300X": (1e-6, 1.5e-05, 6e-4),
         "decode.all_reduce_latency_s": (4e-6, 1e-05, 40e-6),
         "decode.prefill_layer_s": (5e-5, 3e-4, 2e-3),

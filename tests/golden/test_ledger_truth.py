@@ -12,7 +12,16 @@ pytest.importorskip("yaml")
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
-from ledger_cases import Case, NotCovered, compare, engine_of, find_model, framework_of, train_stack_of  # noqa: E402
+from ledger_cases import (  # noqa: E402
+    Case,
+    NotCovered,
+    compare,
+    count_of,
+    engine_of,
+    find_model,
+    framework_of,
+    train_stack_of,
+)
 from ledger_errors import load_cases, predict_all, quantiles  # noqa: E402
 from ledger_fit import evidence_of, leave_one_out  # noqa: E402
 from rollbook.ledger.assumptions import load_assumptions  # noqa: E402
@@ -128,6 +137,32 @@ def test_what_a_run_set_itself_is_read() -> None:
     assert predicted(use_remove_padding=True) == plain
     assert predicted(layout="BSHD (padded)", micro_batch_per_gpu=1) == predicted(micro_batch_per_gpu=1)
     assert predicted(max_tokens_per_gpu=2048) == predicted(ppo_max_token_len=2048) > plain
+
+
+def test_counts_and_lengths_are_read_as_people_write_them() -> None:
+    assert [count_of(text) for text in (8, "8 (not stated)", "8,192", 8.0)] == [8, 8, 8192, 8]
+    run = {
+        "model": "Qwen2.5-7B", "gpu": "H100", "gpus": "8", "framework": "verl", "prompts_per_step": 128, "rollout_n": 8,
+        "mean_prompt_length": 100,
+    }  # fmt: skip
+    case = {"id": "x", "family": "f", "category": "rl_step", "config": run}
+    said = {**case, "config": {**run, "mean_response_length": 900}, "measured": {"step_s": 50.0}}
+    # 1,024 sequences of 1,000 tokens in 50 s are 2,560 tokens a second and GPU.
+    rate = {**case, "measured": {"step_s": 50.0, "tokens_per_s_per_gpu": 2560.0}}
+    found = [compare(one, load_assumptions("default"))[0].predicted.value for one in (said, rate)]
+    assert found[0] == pytest.approx(found[1])
+
+
+def test_a_throughput_needs_its_streams() -> None:
+    case = {
+        "id": "x",
+        "family": "f",
+        "category": "decode",
+        "config": {"model": "Qwen3-8B", "gpu": "H100", "tp": 1, "input_length": 100, "output_length": 100},
+        "measured": {"output_tokens_per_s": 5000.0},
+    }
+    with pytest.raises(NotCovered, match="number of streams"):
+        compare(case, load_assumptions("default"))
 
 
 def test_models_are_found_in_free_text() -> None:

@@ -46,6 +46,8 @@ class DecodeAssumptions:
     """Launches and small operators of one attention and one feed-forward block, by engine."""
     latent_layer_s: float
     """On top, for latent attention: compressions, absorbed products and their norms."""
+    expert_frac: Mapping[str, float]
+    """On bandwidth and matrices, for the grouped kernels of experts, by accelerator."""
     young_factor: Mapping[str, float]
     """On the device's seconds of "engine/chip", but for float4: an engine whose kernels were not yet at home there."""
     moe_layer_s: Mapping[str, float]

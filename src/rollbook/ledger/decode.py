@@ -129,6 +129,7 @@ def decode_step(
     expert_flops += 2.0 * model.active_routed_params * prompt_tokens / num_gpus
     dense_s = np.maximum(dense / layout.tp_size / bytes_per_s, dense_flops / flops_per_s)
     experts_s = np.maximum(experts / num_gpus / bytes_per_s, expert_flops / flops_per_s)
+    experts_s = experts_s / accelerator.fraction(assumptions.expert_frac)
     kv = rows / copies * kv_bytes_of(model, context, DTYPE_BYTES[layout.kv_dtype])
     kv = kv / kv_shards(model, layout.tp_size)
     pairs = model.num_attention_layers * context * rows / copies / layout.tp_size
