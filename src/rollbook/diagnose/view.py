@@ -15,6 +15,7 @@ import numpy as np
 
 from rollbook.diagnose import changes
 from rollbook.diagnose.breaks import BASELINE, Break, Direction, find_break, ratio_of
+from rollbook.diagnose.env_words import named_by_words
 from rollbook.diagnose.series import Event, RunSeries, Series
 from rollbook.diagnose.spells import Spells, find_spells
 
@@ -81,7 +82,10 @@ class View:
         block = -(-run.num_steps // MAX_POINTS)
         steps = run.steps[::block].astype(np.float64)
         values = run.values if block == 1 else {k: _blocks(v, block) for k, v in run.values.items()}
-        return cls(run, steps, dict(values), block)
+        view = cls(run, steps, dict(values), block)
+        for metric, name in named_by_words(values).items():
+            view.derive(metric, values[name], of=(name,))
+        return view
 
     @property
     def n(self) -> int:

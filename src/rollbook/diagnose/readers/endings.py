@@ -8,6 +8,7 @@ that prints "Segmentation fault" for a model's program) mean nothing at the end 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
@@ -356,6 +357,8 @@ _DIGITS = str.maketrans("123456789", "000000000")
 _NUMBERS_TELL = ("xit", "returncode")
 """Lines with these words say other things with other numbers."""
 MAX_SHAPES = 20_000
+MAX_EVENTS = 200
+"""Of one kind in one step: more of them tell nothing more, and a flood would fill the memory."""
 
 
 class LineWatcher:
@@ -364,6 +367,7 @@ class LineWatcher:
 
     def __init__(self, *, sees_all: bool = False) -> None:
         self.trouble, self.ending = TroubleWatcher(), EndWatcher(sees_all=sees_all)
+        self._num_events: Counter[tuple[str, int | None]] = Counter()
         self._told: dict[str, tuple[Says, str]] = {}
         """Shape of a line in no stage -> what it tells of the end, kind of its event (empty for none)."""
 
@@ -377,11 +381,16 @@ class LineWatcher:
             self.trouble.remember("")
             if says == "error":
                 self.ending.error(line.strip()[:300])
-            return self.trouble.event(kind, line, step) if kind else None
+            return self.trouble.event(kind, line, step) if kind and self._is_one_more(kind, step) else None
         says = self.ending.watch(line)
         event = self.trouble.watch(line, step)
         if says != "more" and not self.trouble.is_newest_of_a_stage:
             if len(self._told) >= MAX_SHAPES:
                 self._told.clear()
             self._told[shape] = (says, event.kind if event is not None else "")
-        return event
+        return event if event is not None and self._is_one_more(event.kind, step) else None
+
+    def _is_one_more(self, kind: str, step: int | None) -> bool:
+        """Whether an event of a kind is not one too many for its step."""
+        self._num_events[kind, step] += 1
+        return self._num_events[kind, step] <= MAX_EVENTS

@@ -341,9 +341,10 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
         (
             "sandbox_failure",
-            ("andbox", "env_server", "environment"),
+            ("andbox", "env_server", "tool call", "env step", "nvironment step"),
             r"[Ss]andbox.{0,80}(?:time[d ]*out|unreachable|refused|not healthy|quota|exhausted|lost|died|unavailable)"
-            r"|env_server.{0,60}error",
+            r"|(?:Connect(?:ion)?(?:Error|Timeout)|[Cc]onnection refused).{0,80}sandbox"
+            r"|env_server.{0,60}error|(?:tool call|env(?:ironment)? step) failed",
         ),
         (
             "engine_died",

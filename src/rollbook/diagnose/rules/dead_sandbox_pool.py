@@ -6,6 +6,8 @@ the environment's own signals (failures, time-outs, seconds a turn, turns, activ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from rollbook.diagnose.changes import running_median, spearman
@@ -17,6 +19,7 @@ from rollbook.diagnose.signs.environments import (
     ENV_LOAD,
     SANDBOX_S,
     TURNS,
+    failing_lines,
     failure_kinds_of,
     failures_rise,
 )
@@ -26,6 +29,7 @@ from rollbook.diagnose.signs.rewards import (
     Moved,
     Reward,
     lost_reward,
+    lowest_reward,
     other_prompts,
     reward_decline,
     reward_of,
@@ -48,6 +52,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         return _stopped(view, stopped)
     known = [m for m in (*ENV_LOAD, *ENV_FAILURES, TURNS, *_CAPACITY) if view.has(m)]
     is_agentic = any(m.startswith("env/") for m in known) or view.level(TURNS) > 2.2
+    if (told := _told(view)) is not None and not is_agentic:
+        return told
     if not is_agentic and not _scorer_breaks(view) and not any(view.has(m) for m in ENV_FAILURES):
         return NotJudged(
             rule=RULE,
@@ -61,7 +67,36 @@ def judge(view: View) -> Finding | NotJudged | None:
         found = _at(view, idx)
         if found is not None and (best is None or found.confidence > best.confidence):
             best = found
-    return best or _one_by_one(view) or _ever_fewer(view)
+    return best or _one_by_one(view) or _ever_fewer(view) or told
+
+
+def _told(view: View) -> Finding | None:
+    """Lines on sandboxes that fail come in numbers since a step, and the reward is lower since then: where nothing of
+    environments is measured, the log's own words are."""
+    lines = failing_lines(view)
+    lost = None if lines is None else view.contrast(reward_of(view).metric, lines.idx, width=40)
+    if lines is None or lost is None or policy_of(view).blow_up_idx is not None:
+        return None
+    if lost.score > -4 or not -lost.diff >= LOST * (lost.before - lowest_reward(view)):
+        return None
+    if gap_of(view) is not None and view.moved(GAP, lines.idx, 1, factor=2.0):
+        return None
+    step = view.step_at(lines.idx)
+    says = f"{num(lines.before)} lines a step before, {num(lines.after)} since, as: {lines.example[:160]}"
+    return Finding(
+        rule=RULE,
+        title="sandboxes are dead: what needs them fails and counts as reward zero",
+        area="data",
+        confidence=0.8,
+        step=step,
+        evidence=(
+            Evidence(metric="log", step=step, before=lines.before, after=lines.after, says=says),
+            of_contrast(view, lost, lines.idx),
+        ),
+        cost_reward=-lost.diff,
+        action=ACTION,
+        next_check=CHECK,
+    )
 
 
 MOST = 0.5
@@ -248,6 +283,22 @@ def _is_broken(c: Contrast) -> bool:
     return abs(c.score) >= 6 and not 0.5 <= c.ratio <= 2.0 and c.is_at_once
 
 
+MANY = 0.1
+"""Share of calls that fail, from nearly none, from which on they are those of sandboxes that are gone."""
+
+
+def _fails_for_good(view: View, failed: Sequence[str], idx: int) -> bool:
+    """Whether many calls of environments fail from a step on, at once and to the end, where hardly one did before."""
+    for metric in failed:
+        if metric not in ("rollout/sandbox_error_ratio", "rollout/timeout_sample_ratio"):
+            continue  # trajectories are cut off for other reasons, too
+        c, rise = view.contrast(metric, idx), view.rise(metric, log=False)
+        lasts = rise is not None and rise.end_idx is None and abs(rise.idx - idx) <= 1
+        if c is not None and lasts and c.is_at_once and c.score >= 10 and c.after >= max(MANY, 5 * c.before):
+            return True
+    return False
+
+
 def _grows_on(view: View, metric: str, early: float) -> bool:
     """Whether a metric rises on over the rest of the run: its first quarter has less than a share of the end's rise."""
     rise = view.rise(metric, log=metric.startswith("env/turn_s"))
@@ -295,7 +346,9 @@ def _at(view: View, idx: int) -> Finding | None:
         c = view.contrast(metric, idx)
         assert c is not None
         add(c, 2.0 if metric == failed[0] else 0.5, True)
-    if any(m.endswith(("frac", "ratio")) and view.last(m) >= MOST for m in failed):
+    if any(m.endswith(("frac", "ratio")) and view.last(m) >= MOST for m in failed) or _fails_for_good(
+        view, failed, idx
+    ):
         weight += 1.0
     for metric in ("env/turn_s/mean", "env/turn_s/p99"):
         c = view.contrast(metric, idx, width=8, log=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose.changes import spearman
+from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, share
 from rollbook.diagnose.series import Series
@@ -61,9 +61,11 @@ def _weighed(view: View, *, is_agentic: bool) -> Finding | None:
     evidence: list[Evidence] = []
     env = False
     begin = view.n
+    held = [metric for metric in ("env/num_leased", "env/num_active") if _is_held_ever_more(view, metric)]
     for metric, least, worth in _LEVELS:
         ratio, steadiness = view.trend(metric)
-        if ratio < least or steadiness < 0.75 or not _is_gradual(view, metric):
+        is_steady = steadiness >= 0.75 or metric in held
+        if ratio < least or not is_steady or not _is_gradual(view, metric):
             continue
         if metric == "env/turn_s/mean" and view.last(metric) < SANDBOX_S:
             continue
@@ -85,7 +87,7 @@ def _weighed(view: View, *, is_agentic: bool) -> Finding | None:
         worse = _gets_worse(view)
         points += 1.0 * bool(worse)
         evidence += worse
-    unreturned = _grows_every_step(view, "env/num_leased")
+    unreturned = bool(held) or _grows_every_step(view, "env/num_leased")
     if unreturned:
         points += 1.0  # leases are counted, not timed: this is the fault itself
     excess = excess_of(view)
@@ -278,6 +280,31 @@ def _grows_every_step(view: View, metric: str) -> bool:
     values = view.values[metric][rise.idx :]
     gained = np.diff(values[np.isfinite(values)])
     return len(gained) >= 8 and float((gained > 0).mean()) >= 0.9
+
+
+HELD_TIMES = 1.6
+"""Growth of sandboxes in use at the same work from which on they are not given back."""
+LEAST_HELD_STEPS = 12
+
+
+def _is_held_ever_more(view: View, metric: str) -> bool:
+    """Whether a count of sandboxes in use goes up and up since a step, to the end or to its limit, and lengths, turns
+    and numbers of samples do not."""
+    rise = view.rise(metric)
+    if rise is None or rise.score < 6 or rise.end_idx is not None or rise.early_share >= 0.65:
+        return False
+    values = view.values[metric][rise.idx :]
+    values = running_median(values[np.isfinite(values)], 5)
+    if len(values) < LEAST_HELD_STEPS or rise.late < HELD_TIMES * rise.before:
+        return False
+    if spearman(values, np.arange(len(values), dtype=np.float64)) < 0.9:
+        return False
+    width = max(5, view.n // 12)
+    for work in (TURNS, "response_length/mean", "batch/num_sequences", "generated/num_trajectories"):
+        before, after = view.level(work, max(0, rise.idx - 20), rise.idx), view.last(work, width)
+        if before > 0 and after / before * 1.25 > rise.late / rise.before:
+            return False
+    return True
 
 
 def _is_gradual(view: View, metric: str) -> bool:

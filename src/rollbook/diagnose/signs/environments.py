@@ -41,6 +41,43 @@ def failures_rise(view: View, idx: int) -> list[str]:
     return risen
 
 
+LEAST_LINES = 10
+MANY_LINES = 5.0
+"""Lines a step since a position over those before it, from which on they are no occasional complaints."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailingLines:
+    """Lines of a log that complain of sandboxes, and since when they come in numbers."""
+
+    idx: int
+    before: float
+    """Lines a step."""
+    after: float
+    example: str
+
+
+@once("failing lines")
+def failing_lines(view: View) -> FailingLines | None:
+    """Where lines on sandboxes that fail begin to come in numbers, to the end of the log; None where they never do."""
+    said = view.events("sandbox_failure")
+    if len(said) < LEAST_LINES or view.n < 12:
+        return None
+    at = [view.idx_of(event.step + 1) if event.step is not None else 0 for event in said]
+    counts = np.bincount(np.minimum(at, view.n - 1), minlength=view.n).astype(np.float64)
+    before, passed = np.cumsum(counts)[:-1], np.arange(1, view.n)
+    after, left = counts.sum() - before, view.n - passed
+    likelier = before * np.log((before + 0.5) / passed) + after * np.log((after + 0.5) / left)
+    idx = int(passed[3:-3][np.argmax(likelier[3:-3])])
+    since = counts[idx:]
+    rates = float(counts[:idx].sum() + 1) / idx, float(since.mean())
+    is_to_the_end = since[-max(3, len(since) // 4) :].any() and (since > 0).sum() >= 5
+    if since.sum() < LEAST_LINES or rates[1] < MANY_LINES * rates[0] or not is_to_the_end:
+        return None
+    first = next(event for event, position in zip(said, at, strict=True) if position >= idx)
+    return FailingLines(idx, float(counts[:idx].mean()), rates[1], first.text)
+
+
 @dataclass(frozen=True, slots=True)
 class FailureKinds:
     """Failed trajectories by class, where the log tells classes."""

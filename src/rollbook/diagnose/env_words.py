@@ -1,0 +1,84 @@
+"""What a log says of its environments under names of its own: every agent framework, and every team, has others. A name
+is read by its words, and only where it speaks of an environment, a sandbox or a tool and of one of the few quantities
+that the rules know."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from rollbook.diagnose.series import Series
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_OF_ENVS = _words(
+    "env envs environment environments sandbox sandboxes tool tools container containers pod pods lease leases vm vms"
+)
+_OF_THE_POLICY = _words(
+    "format parse parsing parser syntax answer reward rewards score verifier test tests code compile json schema"
+    " invalid success std min p50 p90 p95 p99 median slowest tokens length"
+)
+"""Words of what the policy gets wrong, or of a statistic that is not the mean."""
+_FAILS = _words("fail fails failed failure failures error errors errored lost dead")
+_TIME_OUT = _words("timeout timeouts timed")
+_SHARE = _words("rate ratio frac fraction share frequency")
+_SECONDS = _words("s sec secs second seconds time latency duration")
+_CALL = _words("call calls turn turns step exec execute execution run tool tools")
+_GETTING = _words("create creation acquire acquisition lease spawn start startup checkout boot")
+_IN_USE = _words("active leased busy running open use")
+_CAPACITY = _words("capacity alive healthy")
+
+
+def named_by_words(values: Mapping[str, Series]) -> dict[str, str]:
+    """Metric of the catalogue -> the log's own name for it, where the log has it under no known one.
+
+    >>> half = np.full(3, 0.5)
+    >>> named_by_words({"env/failure_rate": half, "sandbox_active": 80 * half, "env/format_error": half})
+    {'rollout/sandbox_error_ratio': 'env/failure_rate', 'env/num_active': 'sandbox_active'}
+    """
+    found: dict[str, str] = {}
+    for name, series in values.items():
+        metric = _meant(name, series)
+        if metric is not None and metric not in values:
+            found.setdefault(metric, name)
+    return found
+
+
+def _meant(name: str, series: Series) -> str | None:
+    words = {word.lower() for word in _WORD.findall(name)}
+    if words & {"turns"} and not words & _OF_THE_POLICY - {"tokens"} and words <= _ABOUT_TURNS:
+        return "num_turns/mean"
+    if not words & _OF_ENVS or words & _OF_THE_POLICY:
+        return None
+    if words & _FAILS or words & _TIME_OUT:
+        if "max" in words:
+            return None
+        kind = "timeout" if words & _TIME_OUT else "error"
+        if words & _SHARE or _is_a_share(series):
+            return "rollout/sandbox_error_ratio" if kind == "error" else "rollout/timeout_sample_ratio"
+        return f"env/num_{kind}s"
+    if words & _SECONDS:
+        if words & _GETTING:
+            return "env/acquire_s/mean" if "max" not in words else None
+        return f"env/turn_s/{'max' if 'max' in words else 'mean'}" if words & _CALL else None
+    if words & _SHARE:
+        return None
+    if words & _CAPACITY:
+        return "env/capacity"
+    return "env/num_active" if words & _IN_USE else None
+
+
+_ABOUT_TURNS = _words("num number turns mean avg average rollout rollouts env train multi total count per")
+
+
+def _is_a_share(series: Series) -> bool:
+    """Whether values lie between 0 and 1, and not only at the ends."""
+    known = series[np.isfinite(series)]
+    return bool(len(known)) and bool(np.all((known >= 0) & (known <= 1)) and np.any(known % 1 > 0))
