@@ -109,6 +109,8 @@ def test_seconds_of_a_publication_without_a_method_are_read_by_its_words() -> No
     assert predicted(framework="verl") > 2 * stream
     # Colocated, processes are woken, and every tensor is gathered and handed over by name.
     assert stream < predicted(framework="somebody's, colocated") < 3 * stream
+    # 65 GB over the 5 GB/s that a printed network of 60 Gb/s leaves, not over the port that a node usually has.
+    assert predicted(framework="somebody's", network="TCP, 60 Gbit/s, no RDMA") > stream + 8
     with pytest.raises(NotCovered, match="parts of the weights"):
         predicted(framework="somebody's", note="LoRA adapters")
 

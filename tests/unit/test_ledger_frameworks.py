@@ -15,7 +15,7 @@ from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.model import load_model
 from rollbook.ledger.step import step_account
 from rollbook.ledger.sync import SyncWork, sync_account
-from rollbook.ledger.train import exchange_s, update_exchange_s
+from rollbook.ledger.train import exchange_s, token_s, update_exchange_s
 from rollbook.ledger.workload import Workload
 
 DEFAULT = load_assumptions("default")
@@ -101,6 +101,68 @@ def test_a_host_that_works_between_steps_adds_to_them() -> None:
     ]
     assert found[1] - found[0] == pytest.approx(host_s + 8 * row_s)
     assert step_s("vllm_eager", 8.0) > step_s("vllm", 8.0) + 0.4e-3 * SMALL.num_layers
+
+
+def test_weights_that_change_processes_cost_handles_and_those_that_stay_their_bytes() -> None:
+    work = replace(PUBLISHED, num_train_gpus=8, num_rollout_gpus=8, replica_gpus=8, shares_devices=True)
+    sync = DEFAULT.sync
+    inside, between = (
+        sync_account(EXPERTS, H100, sync, replace(work, method=way)) for way in ("in_process", "ipc")
+    )
+    assert between.seconds - inside.seconds == pytest.approx(sync.handle_base_s - sync.process_base_s)
+    assert inside.fixed_s == pytest.approx(sync.process_base_s + inside.num_tensors * sync.handle_tensor_s)
+    # On one GPU nothing is gathered: 1 GB is there as fast as it is copied.
+    alone = sync_account(
+        SMALL, H100, sync, replace(work, method="ipc", num_train_gpus=1, num_rollout_gpus=1, replica_gpus=1)
+    )
+    assert alone.fixed_s == sync.near_base_s and set(alone.stages_s) == {"load"}
+
+
+def test_one_trainer_gathers_nothing_for_its_broadcast() -> None:
+    verl = DEFAULT.for_framework("verl").sync
+    alone, four = (
+        sync_account(
+            SMALL, H100, verl, replace(PUBLISHED, num_train_gpus=n, num_rollout_gpus=4, replica_gpus=4)
+        )
+        for n in (1, 4)
+    )
+    assert alone.stages_s["gather"] == 0 and four.slowest == "gather"
+    assert four.fixed_s - alone.fixed_s == pytest.approx(four.num_tensors * verl.per_tensor_s)
+
+
+def test_kernels_that_are_not_at_home_on_a_device_are_slower_but_for_float4() -> None:
+    def step_s(engine: str, gpu: str, dtype: str) -> float:
+        cluster = Cluster(accelerator=load_accelerator(gpu), num_gpus=8)
+        layout = ReplicaLayout(tp_size=8, engine=engine, weight_dtype=dtype)
+        step = decode_step(EXPERTS, cluster, DEFAULT.decode, layout, num_rows=8.0, context_tokens=1000.0)
+        return float(step.seconds)
+
+    young = DEFAULT.decode.young_factor["sglang/B200"]
+    assert step_s("sglang", "B200", "float8") == pytest.approx(young * step_s("vllm", "B200", "float8"))
+    assert step_s("sglang", "B200", "float4") == step_s("vllm", "B200", "float4")
+    assert step_s("sglang", "H100", "float8") == step_s("vllm", "H100", "float8")
+    extra_s = DEFAULT.decode.moe_layer_s["MI300X"] - DEFAULT.decode.moe_layer_s["default"]
+    assert step_s("vllm", "MI300X", "float8") > EXPERTS.num_moe_layers * extra_s + step_s(
+        "vllm", "H200", "float8"
+    )
+
+
+def test_linear_layers_from_elsewhere_are_computed_whole_on_every_rank() -> None:
+    hybrid, dense = load_model("Qwen3.5-9B"), load_model("Qwen3-8B")
+    whole = DEFAULT.stacks["megatron"]
+
+    def seconds(model, repeats: float, tp_size: int) -> float:  # type: ignore[no-untyped-def]
+        stack = replace(whole, repeats_linear=repeats)
+        layout = TrainLayout(tp_size=tp_size)
+        return token_s(model, H100.accelerator, stack, layout, sequence_tokens=4096.0, backward=True)
+
+    assert whole.repeats_linear == 1
+    assert seconds(dense, 1.0, 4) == seconds(dense, 1.0, 1)
+    assert seconds(hybrid, 1.0, 1) == seconds(hybrid, 0.0, 4)
+    # Three more times 24 layers of 67 million parameters, four passes of 2 FLOPs, and their traffic.
+    rate = H100.accelerator.peak("bfloat16") * whole.gemm_frac["bfloat16"]
+    matrices_s = 3 * 24 * hybrid.linear_params_per_layer * 8 / rate
+    assert matrices_s < seconds(hybrid, 1.0, 4) - seconds(hybrid, 0.0, 4) < 1.5 * matrices_s
 
 
 def test_a_call_of_prefill_costs_launches_whatever_its_tokens() -> None:
