@@ -67,3 +67,15 @@ def test_a_flood_is_looked_at_once() -> None:
         watcher.watch(MESSAGES[0].format(i, i), 3)
         watcher.watch(MESSAGES[1].format(i, i), 3)
     assert len(looked_at) <= 2 * 3 * 3  # numbers of one to three digits
+
+
+def test_what_was_reserved_and_not_used_is_kept_of_an_error_however_long() -> None:
+    said = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.12 GiB. GPU 0 has a total capacity of 79.19 "
+        "GiB of which 2.11 GiB is free. Including non-PyTorch memory, this process has 76.96 GiB memory in use. Of the "
+        "allocated memory 43.48 GiB is allocated by PyTorch, with 241.21 MiB allocated in private pools (e.g., CUDA "
+        "Graphs), and 30.59 GiB is reserved by PyTorch but unallocated."
+    )
+    event = LineWatcher().watch(said, 3)
+    assert event is not None and event.kind == "out_of_memory"
+    assert event.text.endswith("30.59 GiB is reserved by PyTorch but unallocated.")

@@ -49,6 +49,29 @@ def test_groups_that_are_all_alike_are_a_state_and_no_fault_of_the_loss() -> Non
     assert _state(diagnosis, "no_signal") is not None
 
 
+def test_groups_without_a_difference_are_a_state_though_a_kl_term_has_a_gradient() -> None:
+    rare = np.where(T % 3 == 0, 0.05, 0.0)
+    diagnosis = diagnose(run_of(ENDS | {"critic/score/mean": rare, "batch/effective_frac": 4 * rare}))
+    state = _state(diagnosis, "no_signal")
+    assert not diagnosis.findings and state is not None
+    assert "in 0.667 of the steps no group has two different rewards" in state.evidence[0].says
+
+
+def test_a_reward_that_is_the_same_by_its_own_spread_is_all_wrong_though_a_kl_term_has_a_gradient() -> None:
+    """No best and worst answer is logged, as in TRL."""
+    dead = {"critic/score/mean": ZERO, "reward_std": ZERO}
+    assert _rules(dead) == ["all_wrong"]
+    assert _rules(dead | {"reward_std": noisy(0.3, 9)}) == [], "a mean may be centred"
+
+
+def test_weights_of_sequences_far_below_one_are_a_mismatch_by_the_token_and_scatter_over_long_ones() -> None:
+    weights = {"rollout_corr/rollout_is_mean": noisy(0.15, 21, 0.3)}
+    lengths = {"response_length/max": noisy(400.0, 9), "response_length/mean": noisy(300.0, 8)}
+    assert _rules(weights | lengths) == ["engine_mismatch"]
+    assert _rules(weights | {"response_length/mean": noisy(16_000.0, 8)}) == []
+    assert _rules({"rollout_corr/rollout_is_mean": noisy(0.8, 21, 0.3)} | lengths) == []
+
+
 def test_a_solved_task_has_no_gradient_and_is_no_fault() -> None:
     solved = np.minimum(0.3 + T / 60, 0.995)
     run = ENDS | {"critic/score/mean": solved, "actor/grad_norm": np.where(solved > 0.99, 0.0, noisy(0.2, 4))}

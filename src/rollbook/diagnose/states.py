@@ -200,6 +200,8 @@ NOTHING = 1e-3
 def _no_signal(view: View) -> State | None:
     """Many steps teach nothing: all answers of each of their groups were scored alike, so that no advantage is left."""
     metric, few = "actor/grad_norm", "batch/effective_frac"
+    if (told := _told_without_signal(view, few)) is not None:
+        return told
     if view.count(metric) < 10:
         return None
     values = view.values[metric]
@@ -218,14 +220,33 @@ def _no_signal(view: View) -> State | None:
     if np.isfinite(alike):
         says = f"{num(alike)} of the groups have two different rewards"
         evidence.append(Evidence(metric=few, step=step, after=alike, says=says))
+    return _without_signal(step, tuple(evidence))
+
+
+def _without_signal(step: int, evidence: tuple[Evidence, ...]) -> State:
     return State(
         name="no_signal",
         title="many steps teach nothing: the answers of a group are all scored alike",
         step=step,
-        evidence=tuple(evidence),
+        evidence=evidence,
         advice="more prompts a step and more answers a prompt, prompts of middling difficulty, a reward that tells "
         "more than right or wrong; drop flat groups and sample others in their place",
     )
+
+
+def _told_without_signal(view: View, metric: str) -> State | None:
+    """Steps in which not one group has two different rewards; a KL term may have a gradient all the same."""
+    values = view.values.get(metric)
+    if values is None or view.count(metric) < 10:
+        return None
+    known = np.isfinite(values)
+    flat = known & (values <= 1e-9)
+    part = float(flat.sum() / known.sum())
+    if part < NO_SIGNAL:
+        return None
+    step = view.step_at(int(np.flatnonzero(flat)[0]))
+    says = f"in {num(part)} of the steps no group has two different rewards"
+    return _without_signal(step, (Evidence(metric=metric, step=step, after=part, says=says),))
 
 
 def _entropy_collapse(view: View) -> State | None:

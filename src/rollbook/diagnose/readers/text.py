@@ -404,6 +404,8 @@ def _stage_of(line: str) -> str:
     return ""
 
 
+MAX_TEXT = 300
+"""Characters of a line that an event keeps."""
 MAX_WATCHED = 2000
 """Characters of a line that are looked at."""
 
@@ -431,7 +433,10 @@ class TroubleWatcher:
         """Trouble of a kind that a line reports, in the stage that was spoken of last."""
         stages = [stage for stage in self._context if stage]
         fields = {"stage": stages[-1]} if stages else {}
-        return Event(kind=kind, step=step, text=line[-MAX_WATCHED:].strip()[:300], fields=fields)
+        most = (
+            2 * MAX_TEXT if kind == "out_of_memory" else MAX_TEXT
+        )  # what was reserved and not used comes last
+        return Event(kind=kind, step=step, text=line[-MAX_WATCHED:].strip()[:most], fields=fields)
 
     @property
     def is_newest_of_a_stage(self) -> bool:

@@ -85,6 +85,8 @@ def judge(view: View) -> Finding | NotJudged | None:
             return _finding(view, 0, 0.7, "from the first step, and grows")
     if (spells := _in_spells(view)) is not None:
         return spells
+    if (weighed := _weighed_away(view)) is not None:
+        return weighed
     if view.n < LEAST_STEPS or own_gap_is_fine(view):
         return None
     if gap.num_bad >= 2 and gap.num_bad >= gap.num_fine:
@@ -95,6 +97,42 @@ def judge(view: View) -> Finding | NotJudged | None:
     if gap.num_bad == 1 and gap.num_fine == 0 and len(gap.metrics) == 1:
         return _finding(view, 0, 0.65, "from the first step")
     return None
+
+
+WEIGHT = "rollout_corr/rollout_is_mean"
+MOST_WEIGHT = 0.5
+"""Mean importance weight below which most of a gradient is weighed away."""
+LEAST_KL = 0.003
+"""Nats a token that the trainer must find the engine's own tokens too unlikely by: ten times what bfloat16 brings."""
+
+
+def _weighed_away(view: View) -> Finding | None:
+    """Importance weights of whole sequences that are far below one on average. Over what the engine sampled they
+    average one at equal policies, however noisy; the logarithm of a smaller mean, by the token, is the least that the
+    trainer's policy is away from the engine's. Few nats of a very long sequence are its scatter."""
+    length = view.level("response_length/mean")
+    weights = view.values.get(WEIGHT)
+    if weights is None or view.count(WEIGHT) < 5 or not length > 1:
+        return None
+    third = max(2, view.n // 3)
+    ends = (view.level(WEIGHT, 0, third), view.level(WEIGHT, view.n - third))
+    usual = view.level(WEIGHT)
+    if not 0.0 < usual <= MOST_WEIGHT or not max(ends) <= MOST_WEIGHT:
+        return None
+    nats = float(-np.log(usual)) / length
+    if nats < LEAST_KL:
+        return None
+    says = f"{num(usual)} on average over sequences, not 1: {num(nats)} nats a token at least"
+    return Finding(
+        rule=RULE,
+        title="the trainer finds the engine's own tokens too unlikely from the first step: weights far below one",
+        area="implementation",
+        confidence=0.7,
+        step=view.step_at(0),
+        evidence=(Evidence(metric=WEIGHT, step=view.step_at(0), before=1.0, after=usual, says=says),),
+        action=f"{ACTION}; until then every gradient is smaller by that factor",
+        next_check=CHECK,
+    )
 
 
 APART = 3.0

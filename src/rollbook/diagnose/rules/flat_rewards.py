@@ -47,8 +47,8 @@ def flat(view: View) -> Flat | None:
     advantages = view.values.get("critic/advantages/max")
     if norm is not None and np.isfinite(norm).any() and advantages is None:
         moved = np.isfinite(norm) & (norm > 1e-6)
-        if high is None and moved[known].mean() > 1 - FLAT_FRAC:
-            return None  # the mean alone says little where the gradient is not zero
+        if high is None and moved[known].mean() > 1 - FLAT_FRAC and not _is_told_flat(view, base):
+            return None  # the mean alone says little where the gradient is not zero; a KL term has one, too
     if known.sum() < LEAST_STEPS or same[known].mean() < FLAT_FRAC or not same[known][:LEAST_STEPS].all():
         return None
     level = float(np.median(mean[same]))
@@ -62,6 +62,13 @@ def flat(view: View) -> Flat | None:
         )
     top = max(1.0, float(np.nanmax(mean)))
     return Flat(level, level >= 0.9 * top, tuple(evidence))
+
+
+def _is_told_flat(view: View, base: str) -> bool:
+    """Whether the log says itself, in every step, that no answer of a group differs from another."""
+    spreads = (f"{base}/std", "reward_std", "batch/effective_frac")
+    told = [values[np.isfinite(values)] for m in spreads if (values := view.values.get(m)) is not None]
+    return any(len(values) >= LEAST_STEPS and bool((values <= 1e-9).all()) for values in told)
 
 
 def finding(view: View, rule: Literal["all_wrong", "all_right"]) -> Finding | None:

@@ -28,7 +28,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     step = view.step_at(view.n - 1)
     if said:
         step = said[0].step if said[0].step is not None else step
-        evidence.append(Evidence(metric="log", step=step, says=said[0].text))
+        evidence.append(Evidence(metric="log", step=step, says=said[0].text[:300]))
     grown, _ = view.trend(length)
     fuller, steadiness = view.trend(used)
     capacity = memory.device_gib(view)
