@@ -3,7 +3,7 @@
     python bench/ledger_truth.py [measurements.yaml] [--assume FILE] [--category decode] [--all] [--held-out ROUNDS]
 
 `--held-out` refits every category without each of its families in turn, from guesses, with so many rounds of search
-(20 are enough; two minutes), and prints the errors on what was left out and how much of it lies inside its range.
+(20 are enough; five minutes), and prints the errors on what was left out and how much of it lies inside its range.
 
 The file (or folder of files) is the argument, else $ROLLBOOK_MEASUREMENTS, else bench/data.
 """
