@@ -15,6 +15,7 @@ from rollbook.ledger.workload import AgentWork, Workload
 from rollbook.planner.decoding import decode_step_s
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import make_plan
+from rollbook.planner.publication import choose_publication
 from rollbook.planner.request import PlanRequest, choice_of, split_of
 from rollbook.planner.scenario import scenario_of
 from rollbook.planner.search import Search, node_unit
@@ -338,6 +339,23 @@ def test_a_plan_that_needs_offload_keeps_it_in_its_what_ifs() -> None:
     assert slower.step_s is not None and slower.step_s > chosen.step_s
     assert plan.publication is not None
     assert plan.publication.seconds == pytest.approx(chosen.account.seconds.sync)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "mode"),
+    [("Qwen3-30B-A3B", 32, "sync"), ("Qwen3-30B-A3B", 64, "separate_async"), ("Qwen3-32B", 64, "sync")],
+)
+def test_the_step_and_the_publication_beside_it_take_the_same_seconds(
+    name: str, num_gpus: int, mode: str
+) -> None:
+    """Each stage of a trainer's pipeline sends what it holds, in the account of the step and in the section."""
+    work = {"response_tokens": 8192, "max_response_tokens": 32768}
+    plan = make_plan(request(name, num_gpus, work=work), is_brief=True)
+    fitting = [c for c in plan.candidates if c.fits and c.mode == mode]
+    assert any(c.train.layout.pp_size > 1 for c in fitting)
+    for found in fitting:
+        published = choose_publication(plan.request, found)
+        assert published.seconds == pytest.approx(found.account.seconds.sync)
 
 
 @pytest.mark.parametrize("reward", ["rule", "model", "generative"])

@@ -190,16 +190,8 @@ def join_sides(
         model,
         cluster,
         assumptions.sync,
-        SyncWork(
-            method=layouts.sync_method or ("in_process" if is_colocated(mode) else "broadcast"),
-            num_train_gpus=train.num_gpus,
-            num_rollout_gpus=rollout.num_gpus,
-            replica_gpus=layouts.replica.num_gpus,
-            weight_dtype=layouts.replica.weight_dtype,
-            changed_frac=layouts.changed_frac,
-            state_is_offloaded=layouts.state_is_offloaded,
-            lora_rank=workload.lora_rank if workload.publishes_adapters else 0,
-            pp_size=layouts.train.pp_size,
+        publication_work(
+            workload, layouts, mode=mode, num_train_gpus=train.num_gpus, num_rollout_gpus=rollout.num_gpus
         ),
     )
     moves = hand_over_moves(
@@ -224,6 +216,23 @@ def join_sides(
         notes=notes,
     )
     return with_base_note(account, base_s, assumptions.name)
+
+
+def publication_work(
+    workload: Workload, layouts: Layouts, *, mode: Mode, num_train_gpus: int, num_rollout_gpus: int
+) -> SyncWork:
+    """What a publication between these layouts moves, and how."""
+    return SyncWork(
+        method=layouts.sync_method or ("in_process" if is_colocated(mode) else "broadcast"),
+        num_train_gpus=num_train_gpus,
+        num_rollout_gpus=num_rollout_gpus,
+        replica_gpus=layouts.replica.num_gpus,
+        weight_dtype=layouts.replica.weight_dtype,
+        changed_frac=layouts.changed_frac,
+        state_is_offloaded=layouts.state_is_offloaded,
+        lora_rank=workload.lora_rank if workload.publishes_adapters else 0,
+        pp_size=layouts.train.pp_size,
+    )
 
 
 def with_base_note(account: StepAccount, base_s: float, assumed: str) -> StepAccount:

@@ -14,10 +14,10 @@ from rollbook.ledger.memory import MemoryItem, memory_items
 from rollbook.ledger.reliability import checkpoint_error_frac
 from rollbook.ledger.step import hand_over_moves, is_colocated
 from rollbook.ledger.switch import Move, pinned_bytes
-from rollbook.ledger.sync import SyncWork, sync_account
+from rollbook.ledger.sync import sync_account
 from rollbook.planner.offload import HELD, host_state_bytes, on_device
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate
+from rollbook.planner.search import Candidate, sync_work_of
 from rollbook.planner.words import count, counted, format_bytes, percent, seconds, seconds_range
 
 _USUAL_INTERVAL_S = 3600.0
@@ -346,14 +346,7 @@ def checkpointing(request: PlanRequest, shown: Candidate) -> Checkpointing:
 
 def _adapters(request: PlanRequest, shown: Candidate) -> Adapters:
     model, work, train = request.model, request.workload, shown.account.train
-    merged = SyncWork(
-        method=shown.sync_method,
-        num_train_gpus=train.num_gpus,
-        num_rollout_gpus=shown.account.rollout.num_gpus,
-        replica_gpus=shown.rollout_layout.num_gpus,
-        weight_dtype=shown.rollout_layout.weight_dtype,
-        changed_frac=request.changed_frac,
-    )
+    merged = replace(sync_work_of(request, shown), lora_rank=0)
     whole, alone = (
         sync_account(model, request.cluster, request.assumptions.sync, w)
         for w in (merged, replace(merged, lora_rank=work.lora_rank))

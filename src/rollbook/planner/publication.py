@@ -12,12 +12,11 @@ from rollbook.ledger.sync import (
     BUCKET_BYTES,
     SyncAccount,
     SyncMethod,
-    SyncWork,
     best_sync_every,
     sync_account,
 )
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate
+from rollbook.planner.search import Candidate, sync_work_of
 from rollbook.planner.words import format_bytes, percent, seconds, seconds_range
 
 MAX_BUCKETS = 2
@@ -166,16 +165,7 @@ def _title(request: PlanRequest, method: SyncMethod) -> str:
 def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
     """The method the search settled on, beside what the others would take."""
     colocated = is_colocated(chosen.mode)
-    work = SyncWork(
-        method="in_process",
-        num_train_gpus=chosen.account.train.num_gpus,
-        num_rollout_gpus=chosen.account.rollout.num_gpus,
-        replica_gpus=chosen.rollout_layout.num_gpus,
-        weight_dtype=chosen.rollout_layout.weight_dtype,
-        changed_frac=request.changed_frac,
-        state_is_offloaded=chosen.train.offload == "weights",
-        lora_rank=request.workload.lora_rank if request.workload.publishes_adapters else 0,
-    )
+    work = sync_work_of(request, chosen)
     mapping = _mapping(request, chosen)
     methods = tuple(route.route for route in mapping.routes)
     accounts = {

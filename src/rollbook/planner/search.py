@@ -20,12 +20,13 @@ from rollbook.ledger.step import (
     hand_over_moves,
     is_colocated,
     join_sides,
+    publication_work,
     rollout_side,
     smallest_rollout_tp,
     train_side,
 )
 from rollbook.ledger.switch import pinned_bytes
-from rollbook.ledger.sync import SyncMethod
+from rollbook.ledger.sync import SyncMethod, SyncWork
 from rollbook.ledger.train import train_seconds
 from rollbook.ledger.workload import MODES, Mode
 from rollbook.planner.layouts import replica_layouts, train_layouts
@@ -375,15 +376,7 @@ class Search:
         self, mode: Mode, rollout: RolloutSide, layout: ReplicaLayout, train: TrainChoice, method: SyncMethod
     ) -> StepAccount:
         r = self.request
-        layouts = Layouts(
-            replica=layout,
-            train=train.layout,
-            sync_method=method,
-            max_staleness_steps=max(r.max_staleness_steps, 1),
-            sleep=r.sleep,
-            changed_frac=r.changed_frac,
-            state_is_offloaded=train.offload == "weights",
-        )
+        layouts = _layouts_of(r, layout, train, method)
         # What lives on the host has no hand-over to make.
         assumptions = on_device(r.assumptions, train.offload)
         account = join_sides(
@@ -513,6 +506,31 @@ _LEAST_OF_TRAINING = 0.8
 """GPU seconds of a trainer without limits of memory, of the best that was found with them: it recomputes less."""
 _COLOCATED: tuple[Mode, ...] = ("sync", "colocate_async")
 _SEPARATED: tuple[Mode, ...] = ("separate_async", "separate_sync")
+
+
+def _layouts_of(
+    request: PlanRequest, layout: ReplicaLayout, train: TrainChoice, method: SyncMethod
+) -> Layouts:
+    return Layouts(
+        replica=layout,
+        train=train.layout,
+        sync_method=method,
+        max_staleness_steps=max(request.max_staleness_steps, 1),
+        sleep=request.sleep,
+        changed_frac=request.changed_frac,
+        state_is_offloaded=train.offload == "weights",
+    )
+
+
+def sync_work_of(request: PlanRequest, found: Candidate) -> SyncWork:
+    """The publication that the step of `found` was priced with."""
+    return publication_work(
+        request.workload,
+        _layouts_of(request, found.rollout_layout, found.train, found.sync_method),
+        mode=found.mode,
+        num_train_gpus=found.account.train.num_gpus,
+        num_rollout_gpus=found.account.rollout.num_gpus,
+    )
 
 
 def with_split(request: PlanRequest, chosen: Candidate) -> PlanRequest:
