@@ -354,3 +354,34 @@ def test_a_simulated_loan_stands_beside_the_closed_form_of_it(capsys: pytest.Cap
         _, out, _ = run(capsys, "simulate", *job, "--lend", lend, "--steps", "8", "--json")
         closed[lend] = json.loads(out)["closed_form_step_s"]
     assert closed["2"] == pytest.approx(planned["step_s"]) and closed["2"] < 0.95 * closed["0"]
+
+
+@pytest.mark.parametrize("system", ["verl", "slime", "areal"])
+def test_what_is_written_for_megatron_is_priced_as_megatron(
+    capsys: pytest.CaptureFixture[str], system: str
+) -> None:
+    """Experts over GPUs, and stages, are Megatron's in all three; FSDP would take a fifth less for the step."""
+    job = (
+        "plan",
+        "--model",
+        "Qwen3-30B-A3B",
+        "--num-gpus",
+        "32",
+        "--response-tokens",
+        "8k",
+        "--emit",
+        system,
+    )
+    code, out, err = run(capsys, *job)
+    assert (code, "egatron" in out) == (0, system != "slime")
+    assert out == run(capsys, *job, "--stack", "megatron")[1]
+    assert out != run(capsys, *job, "--stack", "fsdp")[1]
+    assert ("(--stack megatron)" in err) == (system != "slime")  # whose own assumptions name it
+
+
+def test_a_plan_for_fsdp_alone_stays_one(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ("plan", "--model", "Qwen3-8B", "--num-gpus", "8", "--response-tokens", "1k", "--emit", "verl")
+    _, out, err = run(capsys, *job)
+    assert "strategy=fsdp2" in out and "megatron" not in out and "--stack" not in err
+    _, out, _ = run(capsys, *job, "--stack", "megatron")
+    assert "model_engine=megatron" in out and "fsdp" not in out

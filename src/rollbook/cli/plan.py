@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -250,7 +251,7 @@ def command(
     """
     from rollbook.errors import PlanError
     from rollbook.ledger.hardware import accelerator_names
-    from rollbook.planner.emit import EMITTERS, emitter
+    from rollbook.planner.emit import EMITTERS, emitter, unpriced_stack
     from rollbook.planner.plan import make_plan
 
     if gpu == "list":
@@ -283,6 +284,9 @@ def command(
         horizon=horizon,
     )  # fmt: skip
     plan = make_plan(options.request(), is_brief=bool(emit))
+    trainer = unpriced_stack(emit, plan) if output is None and not stack else ""
+    if trainer:
+        plan = make_plan(replace(options, stack=trainer).request(), is_brief=True)
     if output is not None:
         from rollbook.planner.run_toml import run_toml
 
@@ -310,6 +314,8 @@ def command(
             f"{DEFAULTS.assume} has the usual costs of a framework",
             err=True,
         )
+    if trainer:
+        typer.echo(f"note: training is priced as what is written for it (--stack {trainer})", err=True)
 
 
 def _loop_of(output: Path | None, emit: str) -> str:

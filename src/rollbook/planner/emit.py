@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping
 
 from rollbook.errors import PlanError, nearest_name
 from rollbook.ledger.quantity import counted
-from rollbook.planner.emit_areal import areal_yaml
+from rollbook.planner.emit_areal import areal_yaml, is_areal_megatron
+from rollbook.planner.emit_engine import MEGATRON
 from rollbook.planner.emit_kubernetes import kubernetes_yaml
 from rollbook.planner.emit_ray import ray_script
 from rollbook.planner.emit_slime import slime_script
-from rollbook.planner.emit_verl import verl_script
+from rollbook.planner.emit_verl import is_verl_megatron, verl_script
 from rollbook.planner.offload import HELD
 from rollbook.planner.plan import Plan
+from rollbook.planner.search import Candidate
 
 Emitter = Callable[[Plan], str]
 
@@ -90,6 +92,21 @@ EMITTERS: Mapping[str, Emitter] = {
 
 LOOPS: Mapping[str, str] = {"verl": "verl", "slime": "slime", "kubernetes": "rollbook"}
 """Assumptions that price the loop which runs what an exporter writes, where that loop was measured."""
+
+_IS_MEGATRON: Mapping[str, Callable[[Plan, Candidate], bool]] = {
+    "verl": is_verl_megatron,
+    "slime": lambda plan, chosen: True,
+    "areal": is_areal_megatron,
+}
+
+
+def unpriced_stack(name: str, plan: Plan) -> str:
+    """The stack of the trainer that an exporter writes for `plan`, where the plan is priced as another; else empty."""
+    chosen, assumptions = plan.chosen, plan.request.assumptions
+    if chosen is None or name not in _IS_MEGATRON or assumptions.method == "paper":
+        return ""
+    is_priced = assumptions.stack.startswith(MEGATRON)
+    return MEGATRON if _IS_MEGATRON[name](plan, chosen) and not is_priced else ""
 
 
 def emitter(name: str) -> Emitter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
-from rollbook.planner.emit_engine import engine_memory_frac, prompt_tokens_of_chunk
+from rollbook.planner.emit_engine import engine_memory_frac, is_megatron, prompt_tokens_of_chunk
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.search import Candidate
 from rollbook.planner.words import MODE_TITLES, split_gpus
@@ -40,7 +40,7 @@ def areal_yaml(plan: Plan) -> str:
     actor: dict[str, object] = {
         **names,
         "path": path,
-        "backend": _trainer_backend(chosen),
+        "backend": _trainer_backend(plan, chosen),
         "dtype": "bfloat16",
         "gradient_checkpointing": chosen.train.layout.recompute == "full",
         "mb_spec": micro_batch,
@@ -115,9 +115,14 @@ def _engine_degrees(layout: ReplicaLayout, num_replicas: int) -> str:
     return f"d{num_replicas}" + (f"t{layout.num_gpus}" if layout.num_gpus > 1 else "")
 
 
-def _trainer_backend(chosen: Candidate) -> str:
+def is_areal_megatron(plan: Plan, chosen: Candidate) -> bool:
+    """AReaL's FSDP trainer splits tensors, too."""
+    return is_megatron(plan.request, chosen, splits_tensors=True)
+
+
+def _trainer_backend(plan: Plan, chosen: Candidate) -> str:
     layout, num_gpus = chosen.train.layout, chosen.account.train.num_gpus
-    if layout.ep_size > 1 or layout.pp_size > 1:
+    if is_areal_megatron(plan, chosen):
         return f"megatron:{_megatron_degrees(layout, num_gpus)}"
     dp = num_gpus // layout.model_parallel_size
     return f"fsdp:d{dp}{_degree('t', layout.tp_size)}{_degree('c', layout.cp_size)}"

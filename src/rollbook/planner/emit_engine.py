@@ -1,4 +1,4 @@
-"""What several exporters tell an inference engine in the same numbers."""
+"""What several exporters say of the engine and of the trainer in the same way."""
 
 from __future__ import annotations
 
@@ -19,3 +19,18 @@ def prompt_tokens_of_chunk(request: PlanRequest, chosen: Candidate) -> int:
     """Prompt tokens of a planned chunk, for engines that count running sequences apart; 0: prompts go whole."""
     chunk = request.workload.prefill_chunk_tokens
     return max(math.ceil(chunk) - chosen.account.rollout.slots_per_replica, 1) if chunk else 0
+
+
+MEGATRON = "megatron"
+"""The stack, and the start of the names of its tuned ones."""
+
+
+def is_megatron(request: PlanRequest, chosen: Candidate, *, splits_tensors: bool) -> bool:
+    """Megatron trains, not FSDP: where it was assumed, and for layouts that the system's FSDP trainer does not have.
+
+    Args:
+        splits_tensors: its FSDP trainer has tensor parallelism.
+    """
+    layout = chosen.train.layout
+    needs = layout.pp_size > 1 or layout.ep_size > 1 or (layout.tp_size > 1 and not splits_tensors)
+    return needs or request.assumptions.stack.startswith(MEGATRON)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rollbook.errors import PlanError
 from rollbook.ledger.quantity import counted
-from rollbook.planner.emit_engine import engine_memory_frac
+from rollbook.planner.emit_engine import engine_memory_frac, is_megatron
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.search import Candidate
 from rollbook.planner.words import MODE_TITLES, format_bytes, split_gpus
@@ -90,9 +90,11 @@ def _longest_prompt(plan: Plan) -> int:
 def _model(plan: Plan, chosen: Candidate) -> list[Override]:
     layout = chosen.train.layout
     overrides = [Override("actor_rollout_ref.model.path", plan.request.model_path or plan.request.model.name)]
-    if _is_megatron(chosen):
-        degrees = f"TP {layout.tp_size}, PP {layout.pp_size}, EP {layout.ep_size}"
-        overrides.insert(0, Override("model_engine", "megatron", f"the planned trainer layout has {degrees}"))
+    if is_verl_megatron(plan, chosen):
+        why = f"the planned trainer layout has TP {layout.tp_size}, PP {layout.pp_size}, EP {layout.ep_size}"
+        if max(layout.tp_size, layout.pp_size, layout.ep_size) == 1:
+            why = f"training is priced as {plan.request.assumptions.stack}"
+        overrides.insert(0, Override("model_engine", "megatron", why))
     overrides.append(
         Override("actor_rollout_ref.model.enable_gradient_checkpointing", layout.recompute == "full")
     )
@@ -102,7 +104,7 @@ def _model(plan: Plan, chosen: Candidate) -> list[Override]:
 def _adapters(plan: Plan, chosen: Candidate) -> list[Override]:
     """verl's FSDP trainer takes adapters by these keys; for Megatron it has others, by another library."""
     rank = plan.request.workload.lora_rank
-    if rank and _is_megatron(chosen):
+    if rank and is_verl_megatron(plan, chosen):
         raise PlanError(
             f"adapters of rank {rank} with a planned trainer layout for Megatron, whose adapters are not exported",
             "plan without --lora-rank, or for a model and length that need no tensor or pipeline parallelism",
@@ -119,9 +121,9 @@ def _adapters(plan: Plan, chosen: Candidate) -> list[Override]:
     ]
 
 
-def _is_megatron(chosen: Candidate) -> bool:
-    layout = chosen.train.layout
-    return layout.tp_size > 1 or layout.pp_size > 1 or layout.ep_size > 1
+def is_verl_megatron(plan: Plan, chosen: Candidate) -> bool:
+    """verl's FSDP trainer shards and splits sequences only."""
+    return is_megatron(plan.request, chosen, splits_tensors=False)
 
 
 def _actor(plan: Plan, chosen: Candidate) -> list[Override]:
@@ -145,7 +147,7 @@ def _actor(plan: Plan, chosen: Candidate) -> list[Override]:
     ]
     offloads = not chosen.mode.startswith("separate") or chosen.train.is_offloaded
     why = "the engine has the memory while it generates" if offloads else ""
-    if _is_megatron(chosen):
+    if is_verl_megatron(plan, chosen):
         for role in ("actor", "ref"):
             engine = f"actor_rollout_ref.{role}.megatron"
             overrides += [
