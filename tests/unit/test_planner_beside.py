@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from rollbook.ledger.assumptions import load_assumptions
 from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.model import load_model
 from rollbook.ledger.workload import AgentWork, Workload
+from rollbook.planner.beside import beside
 from rollbook.planner.emit import emitter
 from rollbook.planner.emit_verl import verl_overrides
 from rollbook.planner.options import PlanOptions
@@ -293,3 +295,34 @@ def test_checkpoints_that_take_a_visible_share_of_the_time_are_noted_with_the_wa
         "3.6 GB/s of storage, which is assumed (--storage-gb-per-s)" in note and "--checkpoint-async" in note
     )
     assert told(checkpoint_async=True) == told(storage_gb_per_s=200.0) == []
+
+
+def test_every_sandbox_that_is_open_has_the_cores_that_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that waits for the next action keeps its cores; the pool that is written has room for all at once."""
+    four = [*AGENTS, "--cores-per-sandbox", "4", "--reward", "sandbox"]
+    agents = planned(capsys, *four)["agents"]
+    assert agents["held_cores"] == 4 * agents["num_running"]
+    assert agents["held_core_hours"] > agents["cpu_core_hours"]
+    code, script, _ = output(capsys, *four, "--assume", "default", "--emit", "ray")
+    bundle = re.search(r'"sandbox": \{"bundles": \[\{"CPU": (\d+)\}\] \* (\d+)', script)
+    assert code == 0 and bundle is not None
+    assert int(bundle[1]) * int(bundle[2]) >= agents["held_cores"]
+
+
+def test_sandboxes_are_as_many_as_trajectories_under_way(capsys: pytest.CaptureFixture[str]) -> None:
+    """A slot for each that keeps its prefix; of those that lose it all that are admitted, under a bound two steps'."""
+    few = [*AGENTS, "--prompts", "512", "--group-size", "16"]
+    kept, lost = (
+        planned(capsys, *few, keep)["agents"]["num_running"] for keep in ("--keep-prefix", "--lose-prefix")
+    )
+    assert kept < lost and lost in (512 * 16, 2 * 512 * 16)
+    search = Search(
+        request(agent=AgentWork(num_turns=4, env_s=5.0, observation_tokens=100.0), num_prompts=32)
+    )
+    at_once = {
+        mode: beside(search.request, search.candidate(mode, 32, 32)).agents
+        for mode in ("sync", "colocate_async")
+    }
+    sync, asynchronous = at_once["sync"], at_once["colocate_async"]
+    assert sync is not None and asynchronous is not None
+    assert (sync.num_running, asynchronous.num_running) == (32 * 8, 2 * 32 * 8)

@@ -18,6 +18,7 @@ from rollbook.ledger.sync import sync_account
 from rollbook.planner.offload import HELD, host_state_bytes, on_device
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate, sync_work_of
+from rollbook.planner.staleness import in_flight_slots
 from rollbook.planner.words import count, counted, format_bytes, percent, seconds, seconds_range
 
 _USUAL_INTERVAL_S = 3600.0
@@ -133,6 +134,10 @@ class Environments:
     """Trajectories under way at once: sandboxes that exist at a time."""
     num_sandboxes_least: int
     """That finish a step's calls within the step."""
+    held_cores: float
+    """Of the open ones, at work or waiting for the next action."""
+    held_core_hours: float
+    """At most, of a step."""
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -140,6 +145,8 @@ class Environments:
             "wait_s": self.wait_s,
             "num_running": self.num_running,
             "num_sandboxes_least": self.num_sandboxes_least,
+            "held_cores": self.held_cores,
+            "held_core_hours": self.held_core_hours,
         }
 
     @property
@@ -241,7 +248,10 @@ class Beside:
                     f"{count(e.account.prefilled_tokens_kept)} or {count(e.account.prefilled_tokens_lost)} tokens",
                 ),
                 ("  a held slot idles, a trajectory", seconds(e.account.gpu_idle_s)),
-                ("  processor core hours a step", f"{e.account.cpu_core_hours:.1f}"),
+                (
+                    "  processor core hours a step",
+                    f"{e.account.cpu_core_hours:.1f} at work, {e.held_core_hours:.1f} held at most",
+                ),
                 ("  tokens a sampled token", f"{e.account.effective_tokens_per_response_token:.2f}"),
             ]
         return rows
@@ -371,9 +381,23 @@ def _environments(request: PlanRequest, shown: Candidate) -> Environments:
         least = sandboxes_needed(work, target_s=shown.step_s)
     except PlanError:  # one trajectory spans steps: each holds a sandbox of its own
         least = work.num_sequences
+    num_running = _open_at_once(request, shown)
+    held_cores = num_running * work.agent.cpu_cores_per_sandbox
     return Environments(
         account=agent_account(work),
         wait_s=rollout.env_wait_s,
-        num_running=min(work.num_sequences, rollout.num_replicas * rollout.slots_per_replica),
+        num_running=num_running,
         num_sandboxes_least=least,
+        held_cores=held_cores,
+        held_core_hours=held_cores * shown.step_s / 3600,
     )
+
+
+def _open_at_once(request: PlanRequest, shown: Candidate) -> int:
+    """Trajectories under way at most: as many as are admitted, and have a slot where a waiting one keeps its own."""
+    work, rollout = request.workload, shown.account.rollout
+    admitted, slots = work.num_sequences, rollout.slots_per_replica
+    if not shown.is_on_policy:
+        admitted *= request.max_staleness_steps + 1
+        slots = in_flight_slots(request, rollout)
+    return min(admitted, rollout.num_replicas * slots) if work.agent.keeps_prefix else admitted

@@ -61,15 +61,14 @@ def _gpu_pool(name: str, num_gpus: int, per_node: int) -> Pool:
 
 
 def sandbox_cores(plan: Plan, chosen: Candidate) -> int:
-    """CPU cores busy with environments at once: their core-seconds of a step over the step."""
+    """CPU cores that sandboxes hold at once: all that are open, or those that score a response when it ends."""
     work = plan.request.workload
-    agent = work.agent
-    if work.reward != "sandbox" and agent.env_s == 0:
+    if plan.beside.agents is not None:
+        return math.ceil(plan.beside.agents.held_cores)
+    if work.reward != "sandbox":
         return 0
-    calls = agent.num_turns * agent.env_s + agent.sandbox_start_s
-    if work.reward == "sandbox":
-        calls += max(agent.env_s, _SANDBOX_S)
-    busy_s = work.num_sequences * calls * agent.cpu_cores_per_sandbox
+    scoring_s = work.agent.sandbox_start_s + _SANDBOX_S
+    busy_s = work.num_sequences * scoring_s * work.agent.cpu_cores_per_sandbox
     return max(1, math.ceil(_HEADROOM * busy_s / chosen.step_s))
 
 
