@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollbook.errors import RunError
-from rollbook.ledger.model import load_model
+from rollbook.ledger.model import ModelSpec, load_model
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 128,
@@ -74,3 +74,22 @@ def test_what_no_model_can_have_is_refused(tmp_path: Path, changed: dict[str, An
 def test_heads_wider_than_the_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="256 heads share a hidden size of 128"):
         load_model(written(tmp_path, num_attention_heads=256))
+
+
+def test_keys_that_make_layers_differ_in_an_unknown_architecture_are_told() -> None:
+    """Jamba's attention is one layer of eight, and its experts are in every other one."""
+    plain = {
+        "model_type": "jambalike", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 65536, "intermediate_size": 14336, "sliding_window_pattern": 6,
+    }  # fmt: skip
+    mixed = {
+        **plain,
+        "attn_layer_period": 8,
+        "attn_layer_offset": 4,
+        "mamba_d_state": 16,
+        "ssm_state_size": None,
+    }
+    told = set(ModelSpec.from_hf_config(mixed).assumed) - set(ModelSpec.from_hf_config(plain).assumed)
+    assert told == {
+        "its layers are taken to be alike: not read are attn_layer_offset, attn_layer_period, mamba_d_state"
+    }

@@ -435,6 +435,12 @@ _GATED_TYPES = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5
 _TIED_TYPES = {"gemma2", "gemma3", "gemma3_text"}
 
 
+_SHAPES_LAYERS = re.compile(
+    r"mamba|ssm|state_size|conv_kernel|recurrent|rwkv|lru|(?<!window_)pattern|_period$|_offset$"
+)
+"""Keys that make some layers others than attention or experts, in architectures that are not known."""
+
+
 def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
     text = config.get("text_config")
     if isinstance(text, Mapping):
@@ -446,6 +452,9 @@ def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
             f"architecture {model_type or 'without model_type'!r} is not known: read as a Llama-style "
             f"decoder with gated feed-forwards"
         )
+        unread = sorted(key for key, value in config.items() if value and _SHAPES_LAYERS.search(key))
+        if unread:
+            assumed.append(f"its layers are taken to be alike: not read are {', '.join(unread)}")
     absent = [
         k
         for k in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
