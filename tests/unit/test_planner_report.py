@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import xml.etree.ElementTree as ET
 
@@ -121,3 +122,14 @@ def test_the_card_of_the_split_reads_as_one_phrase() -> None:
     assert re.search(r"<b>\d+ shared</b><span>GPUs, colocated", PAGE) or re.search(
         r"<b>\d+:\d+</b><span>GPUs, sep", PAGE
     )
+
+
+def test_a_column_of_flops_is_in_powers_of_ten() -> None:
+    """Prefill of a small job is below 1e15, the rest of its step above."""
+    request = PlanOptions(model="Qwen3-8B", num_gpus="8", prompts="16", response_tokens="4k").request()
+    console = Console(width=110, file=io.StringIO())
+    show_plan(make_plan(request), console)
+    assert isinstance(console.file, io.StringIO)
+    table = console.file.getvalue().split("FLOPs of the step")[1].split("Topologies")[0]
+    numbers = [line.split()[1] for line in table.splitlines() if "%" in line]
+    assert len(numbers) == 6 and all(re.fullmatch(r"\d\.\d\de\d+", number) for number in numbers)

@@ -125,6 +125,8 @@ class RolloutSide:
     """Of one replica."""
     reward_s: float = 0.0
     """A generative reward model reading and judging every trajectory on the same devices."""
+    judge_bytes_per_gpu: float = 0.0
+    """Of the weights, those of a reward model that writes its verdict."""
     env_wait_s: float = 0.0
     """Seconds that agents' environments add to a step that waits for its last trajectory: the slow tail of both."""
     error_frac: float = 0.0

@@ -190,6 +190,7 @@ def default_rollout_side(
         tokens_per_s_per_gpu=rate,
         mfu_frac=rate * _token_flops(model, room.held_tokens) / accelerator.peak(layout.weight_dtype),
         weights_bytes_per_gpu=room.weights_bytes_per_gpu,
+        judge_bytes_per_gpu=room.judge_bytes_per_gpu,
         kv_pool_bytes=room.pool_bytes,
         reward_s=_reward_s(
             model,
@@ -226,6 +227,8 @@ class KvRoom:
     held_tokens: float
     """Mean context of a running sequence."""
     weights_bytes_per_gpu: float
+    judge_bytes_per_gpu: float
+    """Of these, a reward model's that writes its verdict."""
     pool_bytes: float
     """Of the whole replica."""
     why_not: tuple[str, ...]
@@ -248,9 +251,10 @@ def kv_room(
     """
     usable = cluster.accelerator.hbm_bytes * min(1 - assumptions.memory_overhead_frac, memory_frac)
     # A reward model that writes its verdict is served beside the policy, by the same engines.
-    weights = replica_weight_bytes(model, layout)
+    judge = 0.0
     if workload.reward == "generative":
-        weights += replica_weight_bytes(workload.reward_model or model, layout)
+        judge = replica_weight_bytes(workload.reward_model or model, layout)
+    weights = replica_weight_bytes(model, layout) + judge
     pool = max(usable - weights, 0.0) * layout.num_gpus
     lengths = workload.lengths()
     held = workload.prompt_tokens + lengths.mean_square() / (2 * lengths.mean_tokens)
@@ -270,6 +274,7 @@ def kv_room(
         most_slots=most,
         held_tokens=held,
         weights_bytes_per_gpu=weights,
+        judge_bytes_per_gpu=judge,
         pool_bytes=pool,
         why_not=why_not,
     )

@@ -213,8 +213,14 @@ def memory_items(
         MemoryItem(
             place="rollout device",
             name="rollout weights",
-            bytes=rollout.weights_bytes_per_gpu,
+            bytes=rollout.weights_bytes_per_gpu - rollout.judge_bytes_per_gpu,
             formula="weights / GPUs of a replica",
+        ),
+        MemoryItem(
+            place="rollout device",
+            name="reward model",
+            bytes=rollout.judge_bytes_per_gpu,
+            formula="its weights / GPUs of a replica",
         ),
         MemoryItem(
             place="rollout device",

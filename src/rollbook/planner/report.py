@@ -36,6 +36,7 @@ from rollbook.planner.words import (
     count,
     counted,
     device_words,
+    flop_count,
     format_bytes,
     percent,
     seconds,
@@ -271,7 +272,8 @@ def _memory(plan: Plan, shown: Candidate) -> str:
     rollout = account.rollout
     kv = rollout.kv_pool_bytes / shown.rollout_layout.num_gpus
     generating = [
-        ("weights", "engine weights", rollout.weights_bytes_per_gpu),
+        ("weights", "engine weights", rollout.weights_bytes_per_gpu - rollout.judge_bytes_per_gpu),
+        ("reference", "reward model", rollout.judge_bytes_per_gpu),
         ("kv", "KV pool", kv),
         ("waiting", "runtime and fragmentation", overhead),
     ]
@@ -289,8 +291,11 @@ def _memory(plan: Plan, shown: Candidate) -> str:
     body = stacked_rows(
         rows, most=most, label="memory of a GPU", mark=(capacity, f"{format_bytes(capacity)} capacity")
     )
-    kinds: dict[str, str] = {kind: name for kind, name, _ in [*generating, *training]}
-    body += legend([*kinds.items(), ("free", "free")])
+    named: dict[str, dict[str, None]] = {}
+    for kind, name, value in (*generating, *training):
+        if value:
+            named.setdefault(kind, {})[name] = None
+    body += legend([*((kind, " and ".join(of_kind)) for kind, of_kind in named.items()), ("free", "free")])
     pool = format_bytes(rollout.kv_pool_bytes)
     lead = (
         f"Bytes on one GPU against its capacity. The KV pool of a replica ({pool}) holds "
@@ -314,7 +319,7 @@ def _flops_and_beside(plan: Plan) -> str:
     flops = plan.base.account.flops
     stages = [(name.replace("_", " "), value) for name, value in flops.as_json().items() if value]
     work = "".join(
-        f'<tr><td>{_e(name)}</td><td class="n">{count(value)}</td>'
+        f'<tr><td>{_e(name)}</td><td class="n">{flop_count(value)}</td>'
         f'<td class="n">{percent(value / flops.total)}</td></tr>'
         for name, value in stages
     )

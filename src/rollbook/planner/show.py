@@ -22,9 +22,9 @@ from rollbook.planner.waterfall import BETWEEN, Loss
 from rollbook.planner.words import (
     MODE_TITLES,
     capitalized,
-    count,
     counted,
     device_words,
+    flop_count,
     percent,
     seconds,
     seconds_range,
@@ -154,9 +154,9 @@ def _step_table(account: StepAccount, losses: tuple[Loss, ...]) -> Table:
         over_s = decode_s if name.startswith("decode") else value_s
         of_peak = percent(flops / (over_s * peak_per_s)) if flops else ""
         table.add_row(
-            name, seconds(value_s), percent(value_s / s.total), count(flops) if flops else "", of_peak
+            name, seconds(value_s), percent(value_s / s.total), flop_count(flops) if flops else "", of_peak
         )
-    table.add_row("step", seconds(s.total), "", count(f.total), percent(account.mfu_frac), style="bold")
+    table.add_row("step", seconds(s.total), "", flop_count(f.total), percent(account.mfu_frac), style="bold")
     return table
 
 
@@ -173,7 +173,7 @@ def _flops_table(account: StepAccount) -> Table:
             style = "bold" if key == "total" else None
             note = _FLOPS_NOTES.get(key, "")
             table.add_row(
-                key.replace("_", " "), count(value), percent(value / flops.total), note, style=style
+                key.replace("_", " "), flop_count(value), percent(value / flops.total), note, style=style
             )
     return table
 

@@ -52,12 +52,12 @@ def seconds_within(value: float, low: float, high: float) -> str:
 
 def percent(frac: float) -> str:
     """
-    >>> percent(0.2871), percent(0.004), percent(0.0001)
-    ('28.7 %', '0.4 %', '< 0.1 %')
+    >>> percent(0.2871), percent(0.004), percent(0.0001), percent(1.0), percent(2.46)
+    ('28.7 %', '0.4 %', '< 0.1 %', '100 %', '246 %')
     """
     if 0 < frac < 0.0005:
         return "< 0.1 %"
-    return f"{100 * frac:.1f} %" if frac < 0.9995 else "100 %"
+    return f"{100 * frac:.{1 if frac < 0.9995 else 0}f} %"
 
 
 def count(value: float) -> str:
@@ -71,6 +71,15 @@ def count(value: float) -> str:
         if value < 1e15 and value >= size:
             return f"{value / size:.1f} {unit}"
     return f"{value:.2e}".replace("e+", "e")
+
+
+def flop_count(value: float) -> str:
+    """Powers of ten, whatever their size: a column of them is compared.
+
+    >>> flop_count(429.3e12), flop_count(3.73e18), flop_count(0)
+    ('4.29e14', '3.73e18', '0')
+    """
+    return f"{value:.2e}".replace("e+", "e") if value else "0"
 
 
 def device_words(text: str, *, is_cpu: bool) -> str:
