@@ -25,6 +25,7 @@ from rollbook.planner.scenario import scenario_of, with_lending
 from rollbook.planner.search import Search
 from rollbook.planner.show import show_plan
 from rollbook.planner.simulate import simulate
+from rollbook.planner.words import seconds
 
 BASE: dict[str, Any] = {"model": "Qwen3-8B", "num_gpus": "32", "response_tokens": "4k"}
 
@@ -408,3 +409,51 @@ def test_every_table_of_a_plan_knows_what_the_plan_recommends() -> None:
     # The brief search of other sizes lands where the whole one does.
     brief = Search(plan.request, is_brief=True).run()
     assert brief[0].step_s == pytest.approx(chosen.step_s)
+
+
+def test_a_generative_reward_model_owns_its_bytes_in_the_engines() -> None:
+    """32.8 B parameters in bfloat16 over the GPUs of a replica, beside the policy's 8.2 B; the page says so, too."""
+    found = plan(reward="generative", reward_model="Qwen3-32B")
+    layout = found.require_chosen().rollout_layout
+    owned = {item.name: item.bytes for item in found.beside.memory if item.place == "rollout device"}
+    assert owned["reward model"] == pytest.approx(65.5e9 / layout.num_gpus, rel=0.02)
+    assert owned["rollout weights"] == pytest.approx(16.4e9 / layout.num_gpus, rel=0.02)
+    legends = [
+        next(text for text in html_report(made).split("</ul>") if "KV pool</li>" in text).split("<ul")[-1]
+        for made in (plan(), found)
+    ]
+    assert ["reward model" in legend for legend in legends] == [False, True]
+    assert all("reference policy" in legend for legend in legends)
+
+
+def test_a_publication_that_shows_is_told_beside_what_others_take() -> None:
+    """1.3 TB of DeepSeek-V3 in a step of short responses: a difference takes longer, slices less."""
+    published = plan(model="DeepSeek-V3", num_gpus="512", prompts="128", response_tokens="512").publication
+    assert published is not None and published.method == "broadcast"
+    delta, sharded = (seconds(published.options_s[name]) for name in ("delta", "sharded"))
+    assert f"last version would take {delta}" in published.because
+    assert f"not every loop has, would take {sharded}" in published.because
+
+
+def test_the_time_optimum_says_what_its_step_has_besides_its_sides() -> None:
+    found = plan(
+        model="DeepSeek-V3", num_gpus="512", response_tokens="8k", max_response_tokens="32k", is_brief=False
+    )
+    optimum = found.derivation[3].outputs["time_optimal_split"]
+    at = next(c for c in found.candidates if [*c.split] == optimum and c.mode == "separate_async")
+    because = found.derivation[3].because
+    assert f"the staleness bound {seconds(at.account.bound_s)}" in because
+    assert f"it is {seconds(at.step_s)}." in because
+
+
+def test_asynchrony_that_is_slower_is_not_said_to_save() -> None:
+    """All responses of one length: nothing runs alone, so keeping parts of them gains nothing."""
+    because = plan(num_gpus="8", max_response_tokens="4k").choice_because
+    assert "no asynchronous topology has a shorter step" in because and "0.0 %" not in because
+
+
+def test_a_context_that_observations_fill_says_so() -> None:
+    """19 observations of 20 k tokens each between 20 turns."""
+    with pytest.raises(PlanError) as caught:
+        plan(turns=20.0, observation_tokens="20k")
+    assert "observations of 389120" in caught.value.what and "the observations" in caught.value.remedy

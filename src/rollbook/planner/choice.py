@@ -35,9 +35,11 @@ def choose(request: PlanRequest, candidates: list[Candidate]) -> tuple[Candidate
     if on_policy is None:
         return asynchronous, "no on-policy topology fits in memory, this asynchronous one does"
     gain = 1 - asynchronous.step_s / on_policy.step_s
+    if gain <= 0:
+        return on_policy, f"no asynchronous topology has a shorter step than its {seconds(on_policy.step_s)}"
     if gain < request.min_async_gain_frac:
         return on_policy, (
-            f"asynchrony would save {percent(max(gain, 0.0))} of the step, less than the "
+            f"asynchrony would save {percent(gain)} of the step, less than the "
             f"{percent(request.min_async_gain_frac)} that stale tokens and a second moving part should earn"
         )
     return asynchronous, (

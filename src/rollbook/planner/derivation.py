@@ -33,6 +33,7 @@ from rollbook.planner.words import (
     MODE_TITLES,
     capitalized,
     count,
+    flop_count,
     format_bytes,
     percent,
     seconds,
@@ -116,8 +117,8 @@ def _work(request: PlanRequest, base: Candidate) -> Reasoned:
         },
         because=(
             f"A step samples {count(work.num_sequences)} responses ({count(work.response_tokens_total)} tokens) and "
-            f"passes {count(work.trained_tokens)} tokens through the trainer: {count(flops.total)} FLOPs, of which "
-            f"training is {percent(training / flops.total)} and generation "
+            f"passes {count(work.trained_tokens)} tokens through the trainer: {flop_count(flops.total)} FLOPs, of "
+            f"which training is {percent(training / flops.total)} and generation "
             f"{percent((flops.generate + flops.prefill) / flops.total)}. At the peak of {request.cluster.num_gpus} "
             f"{request.cluster.accelerator.name} that is {seconds(at_peak_s)}; whatever the step takes beyond that "
             f"has to be explained.{_critic_note(request)}"
@@ -256,7 +257,7 @@ def _topology(request: PlanRequest, search: Search, candidates: list[Candidate],
             f" Separated and asynchronous, each side computed with its own GPUs, the two sides meet at "
             f"{optimal}:{gpus - optimal}: {seconds(rollout_side_s)} of generation beside {seconds(train_side_s)} of "
             f"training, so a step of {seconds(max(rollout_side_s, train_side_s))}, memory and whole nodes not yet "
-            "asked."
+            f"asked{_beyond_the_sides(at, max(rollout_side_s, train_side_s))}."
         )
     colocated = best_by_mode.get("colocate_async")
     if colocated is not None:
@@ -271,6 +272,24 @@ def _topology(request: PlanRequest, search: Search, candidates: list[Candidate],
         outputs=outputs,
         because=because,
     )
+
+
+_VISIBLE_FRAC = 0.05
+"""Share of a side's seconds from which what comes on top of it is told."""
+
+
+def _beyond_the_sides(at: Candidate, side_s: float) -> str:
+    """What makes the step of the time optimum longer than its slower side."""
+    s = at.account.seconds
+    parts = [
+        ("the staleness bound", at.account.bound_s),
+        ("publication", s.sync),
+        ("what lies between", s.other),
+    ]
+    told = [f"{name} {seconds(value)}" for name, value in parts if value > _VISIBLE_FRAC * side_s]
+    if not told or at.step_s < (1 + _VISIBLE_FRAC) * side_s:
+        return ""
+    return f"; with what a step has besides ({', '.join(told)}) it is {seconds(at.step_s)}"
 
 
 def _layouts(

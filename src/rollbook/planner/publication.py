@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 
 from rollbook.ledger.account import Range
@@ -196,7 +197,7 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
     elif method_s <= 0.05 * chosen.step_s:
         because += "; little enough that the plainest transport is the right one"
     else:
-        because += "; no other transport was asked to do better"
+        because += _what_others_take(options_s, method)
     return Publication(
         method=method,
         account=accounts[method],
@@ -207,6 +208,16 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
         mapping=mapping,
         because=because,
     )
+
+
+def _what_others_take(options_s: dict[str, float], plain: SyncMethod) -> str:
+    """Beside a plain transport that shows in the step: of the two that send less or from more places."""
+    told = ""
+    if "delta" in options_s:
+        told = f"; {_METHOD_TITLES['delta']} would take {seconds(options_s['delta'])}"
+    if (sharded_s := options_s.get("sharded", math.inf)) < options_s[plain]:
+        told += f"; {_METHOD_TITLES['sharded']}, which not every loop has, would take {seconds(sharded_s)}"
+    return told
 
 
 def _mapping(request: PlanRequest, chosen: Candidate) -> SyncMapping:

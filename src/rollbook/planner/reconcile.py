@@ -758,7 +758,7 @@ def _why_long(result: StageResult, step_s: float) -> str:
 
 
 def _why_late(result: StageResult, step_s: float) -> str:
-    lever = _LOOK_AT.get(result.stage, "its spans in events.jsonl")
+    lever = _LOOK_AT.get(result.stage, "what it does")
     lost_s = result.beyond_s
     share = percent(lost_s / step_s)
     if result.expected is None:
@@ -789,7 +789,7 @@ _LOOK_AT = {
 _LEVERS = {
     "rollout": "asynchrony fills the tail, more replicas or float8 engines speed up decoding",
     "train": "fewer forwards, packing, more training GPUs",
-    "proximal": 'algorithm.proximal = "behavior" needs no forward',
+    "proximal": "logprobs of the engine as the proximal ones need no forward",
     "reference": "no KL term needs no reference",
     "sync": "a delta, or publishing less often",
     "other": "after a log that times its stages",

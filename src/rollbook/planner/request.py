@@ -84,13 +84,19 @@ class PlanRequest:
         longest = work.prompt_tokens + work.max_response_tokens + work.observation_tokens
         if limit and longest > limit:
             fitting = limit - round(work.prompt_tokens + work.observation_tokens)
+            seen, shorter = "", "the prompt"
+            if work.observation_tokens:
+                seen, shorter = (
+                    f", observations of {work.observation_tokens:.0f}",
+                    "the prompt or the observations",
+                )
             cut = ", where longer ones are then cut" if work.length_samples else ""
             raise PlanError(
-                f"a prompt of {work.prompt_tokens:.0f} and a response of up to {work.max_response_tokens} tokens "
+                f"a prompt of {work.prompt_tokens:.0f}{seen} and a response of up to {work.max_response_tokens} tokens "
                 f"make {longest:.0f}, beyond the {limit} of {self.model.name}",
                 f"lower max_response_tokens to {fitting}{cut}, or give --max-context if the model's rope is scaled"
                 if fitting > 0
-                else "shorten the prompt, or choose a model with a longer context",
+                else f"shorten {shorter}, or choose a model with a longer context",
             )
         if work.num_mini_batches > work.num_sequences:
             raise PlanError(
