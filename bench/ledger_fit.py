@@ -111,8 +111,7 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
 
 Guesses are what other categories or counting say. Launches of a decoded block: 11 kernels of 3.5 µs in a graph, and 4
 for its routing; memory traffic of a prompt token: a forward's share of the pre-training recipes'; copies through host
-memory: as RL steps move training state; the Megatron stack inside RL: as the same library's recipes, with the floor
-under its experts' traffic where FSDP's dense one is, at 0.9 of what an H100's memory takes for it.
+memory: as RL steps move training state; the Megatron stack inside RL: as the same library's recipes.
 """
 
 SHARED: dict[str, str] = {
