@@ -110,3 +110,46 @@ def test_waiting_before_a_step_is_forgotten(tmp_path: Path) -> None:
     lines = [*_steps(20)[:10], *_again(lambda _: "waiting for samples, 60/64"), *_steps(20)[10:]]
     log.write_text("\n".join(lines) + "\n", encoding="utf-8")
     assert diagnose(load(str(log))).findings == ()
+
+
+def _bar(at: int, of: int, minutes: int, name: str = "Rollout generation") -> str:
+    passed = f"{minutes // 60}:{minutes % 60:02d}:30" if minutes >= 60 else f"{minutes:02d}:30"
+    return (
+        f"(RolloutManager pid=81) {name}:  {100 * at // of}%|####     | {at}/{of} [{passed}<00:03,  8.10s/it]"
+    )
+
+
+STANDS = [_bar(i, 64, i // 10) for i in range(20, 61, 5)] + [_bar(61, 64, m) for m in range(7, 98, 10)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("Rollout generation", "buffer_never_fills"),
+        ("Generating rollouts (train)", "buffer_never_fills"),
+        ("Training Progress", "run_stopped"),
+    ],
+)
+def test_a_bar_that_stands_still_while_its_own_clock_runs_is_a_standstill(
+    name: str, rule: str, tmp_path: Path
+) -> None:
+    bars = [line.replace("Rollout generation", name) for line in STANDS]
+    found = diagnose(load(str(_ended(tmp_path, bars)))).findings
+    assert [(f.rule, f.step, f.cost_s) for f in found] == [(rule, 20, 5400.0)]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [_bar(i, 100, 2 * i) for i in range(1, 60)],  # it moves, slowly
+        [*STANDS, _bar(62, 64, 110)],  # it moved again
+        [*STANDS, _bar(64, 64, 110)],  # and came to its end
+        [_bar(61, 64, m) for m in (1, 3, 5)],  # a step that takes its time
+        [*STANDS, _bar(1, 64, 0), _bar(1, 64, 2)],  # another one was begun
+        [_bar(61, 64, 97)],  # drawn once: nobody knows when it came there
+        [*STANDS, *_steps(21)[20:]],  # the step was logged
+    ],
+    ids=["slow", "moved", "ended", "young", "anew", "once", "logged"],
+)
+def test_bars_that_move_or_are_young_stand_for_nothing(lines: list[str], tmp_path: Path) -> None:
+    assert diagnose(load(str(_ended(tmp_path, lines)))).findings == ()

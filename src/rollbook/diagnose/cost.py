@@ -46,10 +46,19 @@ def note(view: View, finding: Finding) -> str:
     return f"{finding.title}, since step {finding.step}: {seconds}, too little for a finding"
 
 
+LONGEST_CALL = "timing_s/agent_loop/generate_sequences/max"
+"""Seconds of the longest trajectory of a step: a synchronous step waits for all of it."""
+
+
 def is_asynchronous(view: View) -> bool:
     """Whether samples wait for the trainer, or it for them: only such runs log how old samples are, a buffer or a
-    queue between the two."""
-    ages = (f"{STALENESS}/mean", f"{STALENESS}_worst/mean")
-    return any(view.has(age) for age in ages) or any(
-        view.family(parts) for parts in ("buffer/", "fully_async/")
-    )
+    queue between the two, or wait less for a step's samples than the longest of them took."""
+    ages = (f"{STALENESS}/mean", f"{STALENESS}/max", f"{STALENESS}_worst/mean")
+    if any(view.has(age) for age in ages) or view.run.format == "prime-rl":
+        return True
+    if any(view.family(parts) for parts in ("buffer/", "fully_async/")):
+        return True
+    if not view.has("timing_s/gen", LONGEST_CALL):
+        return False
+    waited = view.values["timing_s/gen"] / np.maximum(view.values[LONGEST_CALL], 1e-9)
+    return bool(np.nanquantile(waited, 0.25) < 0.5) if np.isfinite(waited).any() else False

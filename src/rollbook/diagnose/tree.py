@@ -110,7 +110,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
         "dead_sandbox_pool": "one_source_all_zero sandbox_leak slow_environment filter_starvation buffer_never_fills"
         " tail_burst stale_samples object_store_spill",
         "sandbox_leak": "dead_sandbox_pool slow_environment buffer_never_fills tail_burst stale_samples"
-        " object_store_spill",
+        " object_store_spill one_source_all_zero",
         "one_source_all_zero": "filter_starvation buffer_never_fills",
         "filter_starvation": "buffer_never_fills tail_burst stale_samples",
         "stale_samples": "engine_mismatch missed_weight_sync mismatch_to_nan buffer_never_fills all_rejected",
@@ -123,7 +123,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
         "oom_in_sync": "collective_hang late_oom_with_length fragmentation discontinuity_after_resume run_stopped",
         "tail_burst": "buffer_never_fills late_oom_with_length stale_samples",
         "fragmentation": "late_oom_with_length run_stopped",
-        "object_store_spill": "buffer_never_fills run_stopped",
+        "object_store_spill": "buffer_never_fills run_stopped sandbox_leak",
         "collective_hang": "buffer_never_fills run_stopped",
         "slow_replica": "buffer_never_fills tail_burst stale_samples",
         "slow_environment": "buffer_never_fills tail_burst stale_samples",

@@ -1,7 +1,8 @@
 """AReaL's console log: "Epoch 1/10 Step 3/100 Train step 3/1000 done." and then a table of its statistics.
 
 Facts: the table is drawn with box characters, each line holds two or more pairs of name and value; averages
-end in /avg; `timeperf/...` are seconds; a step may have several tables ("Stats (1/2):").
+end in /avg; `timeperf/...` are seconds; a step may have several tables ("Stats (1/2):"). Its workers say "Memory-Usage
+ppo update: memory allocated (GB): 36.73, memory reserved (GB): 41.47, ..." at points of the step, before that line.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from rollbook.diagnose.series import Event, Row
 
 _STEP = re.compile(r"Train step (\d+)/\d+ done")
 _CELL = re.compile(r"[│|┃]")
+_MEMORY = re.compile(r"Memory-Usage\b.*?\ballocated \(GB\): *(\d+\.?\d*).*?\breserved \(GB\): *(\d+\.?\d*)")
+_HELD = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
 
 
 def recognizes(head: str) -> float:
@@ -28,12 +31,14 @@ def read(path: Path) -> Iterator[Row | Event]:
     watcher = LineWatcher()
     step: int | None = None
     data: dict[str, float] = {}
+    held: dict[str, float] = {}
+    """The most that was held since the step before."""
     for raw in lines(path, (b"Train step", "│".encode(), "┃".encode(), b"|", *TROUBLE_BYTES, *ENDING_BYTES)):
         line = plain(raw)
         if (match := _STEP.search(line)) is not None:
             if step is not None and data:
                 yield Row(step=step, data=data)
-            step, data = int(match.group(1)), {}
+            step, data, held = int(match.group(1)), held, {}
             if event := watcher.ending.step(step):
                 yield event
         elif step is not None and _CELL.search(line):
@@ -41,6 +46,9 @@ def read(path: Path) -> Iterator[Row | Event]:
             for name, value in itertools.pairwise(cells):
                 if "/" in name and " " not in name and (parsed := number(value)) is not None and value:
                     data.setdefault(name, parsed)
+        elif (usage := _MEMORY.search(line)) is not None:
+            for name, value in zip(_HELD, usage.groups(), strict=True):
+                held[name] = max(held.get(name, 0.0), float(value))
         else:
             if event := watcher.watch(line, step):
                 yield event

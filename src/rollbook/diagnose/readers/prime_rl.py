@@ -1,7 +1,8 @@
 """prime-rl's console log: "SUCCESS Step 12 | Time: 34.10s | Reward: 0.51 | Seq. Length: 1234.5 tokens/sample | ...".
 
 Facts: orchestrator and trainer write logs of their own, in the same form and with other fields; where both went into
-one file their lines of a step complete each other. Times before the lines have no date.
+one file their lines of a step complete each other, and the orchestrator's seconds stand. Times before the lines have
+no date.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     """Rows keyed by the step; of both processes in one file, each in its own line."""
     watcher = LineWatcher()
     step: int | None = None
+    is_timed = False
     for raw in lines(path, (b"SUCCESS", *TROUBLE_BYTES, *ENDING_BYTES)):
         line = plain(raw)
         match = _STEP.search(line)
@@ -45,7 +47,11 @@ def read(path: Path) -> Iterator[Row | Event]:
             if event := watcher.watch(line, step):
                 yield event
             continue
-        row = Row(step=int(match.group(1)), data=_data(match.group(2)))
+        data, is_trainers = _data(match.group(2)), "| Reward: " not in match.group(2)
+        if is_trainers and is_timed:
+            data.pop("timing_s/step", None)
+        is_timed |= not is_trainers
+        row = Row(step=int(match.group(1)), data=data)
         if step is None or row.step > step:
             step = row.step
             if event := watcher.ending.step(step):
@@ -56,7 +62,7 @@ def read(path: Path) -> Iterator[Row | Event]:
 
 
 def _data(text: str) -> dict[str, float]:
-    """The orchestrator's seconds are those of the whole step; the trainer's, whose line has no reward, of its work."""
+    """Seconds are those of a whole step in either line: the trainer's, whose line has no reward, wait for its batch."""
     fields = {name: value for name, value, _ in _FIELD.findall(text)}
     data: dict[str, float] = {}
     for name, value in fields.items():
@@ -65,7 +71,7 @@ def _data(text: str) -> dict[str, float]:
         if parsed is None:
             continue
         if name == "Time":
-            data["timing_s/step" if "Reward" in fields else "timing_s/update_actor"] = parsed
+            data["timing_s/step"] = parsed
         elif name in _NAMES:
             data[_NAMES[name]] = parsed
     return data

@@ -1,7 +1,9 @@
 """A console log that ends in one line said again and again: "60/64 groups ready, waiting", two hours long, and no step.
 
 Whatever the wording: a line that speaks of waiting, with time stamps of its own, whose numbers stand still until the
-log ends. What of it is an alarm, against the seconds of a step, is not decided here.
+log ends. Or a progress bar that is drawn again and again at one number short of its last, and counts the seconds
+itself: "1021/1024 [1:07:11<00:06, 13.20s/it]". What of it is an alarm, against the seconds of a step, is not decided
+here.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ _COUNTS_ON = re.compile(
 )
 _MARKED_BY_RAY = re.compile(r"\s*\[repeated \d+x across cluster\]")
 DAY_S = 86_400.0
+_BAR = re.compile(r"^(.{0,80}?)\d+%\|[^|]*\| *(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d\d)<")
+"""What a bar is of, where it is, its last number, and hours, minutes and seconds since it was begun (tqdm)."""
 
 
 def at_the_end(path: Path, step_marks: tuple[bytes, ...], step: int) -> Event | None:
@@ -48,12 +52,16 @@ def at_the_end(path: Path, step_marks: tuple[bytes, ...], step: int) -> Event | 
     """(seconds, what is said without what counts on, the line as written), newest first."""
     newest_s: float | None = None
     at_s = 0.0
+    bars: list[str] = []
     for raw in reversed(_last_lines(path)):
         if any(mark in raw for mark in step_marks):
             break
         line = plain(raw.decode("utf-8", errors="replace")).strip()
         if is_proper_end(line):
             return None
+        if "%|" in line:
+            bars.append(line)
+            continue
         stamp = _seconds(line)
         if stamp is None:
             continue
@@ -62,6 +70,8 @@ def at_the_end(path: Path, step_marks: tuple[bytes, ...], step: int) -> Event | 
         at_s = stamp[0] if stamp[1] else at_s - (at_s - stamp[0]) % DAY_S
         if _WAITS.search(line):
             said.append((at_s, _COUNTS_ON.sub("", stamp[2]), line))
+    if (stands := _bar_stands(bars, step)) is not None:
+        return stands
     if newest_s is None or not said:
         return None
     words, since_s, count = said[0][1], said[0][0], 0
@@ -75,6 +85,32 @@ def at_the_end(path: Path, step_marks: tuple[bytes, ...], step: int) -> Event | 
         return None
     text = _MARKED_BY_RAY.sub("", said[0][2])[:300]
     return Event(kind=KIND, step=step, text=text, fields={"lasted_s": newest_s - since_s, "count": count})
+
+
+def _bar_stands(bars: list[str], step: int) -> Event | None:
+    """The bar that was drawn last, where it was drawn before at the same number: since the number changed, or since it
+    was drawn there first.
+
+    Args:
+        bars: lines with bars since the last step, newest first.
+    """
+    drawn = [match for line in bars if (match := _BAR.search(_MARKED_BY_RAY.sub("", line))) is not None]
+    if not drawn or int(drawn[0][2]) >= int(drawn[0][3]):
+        return None
+    seconds = [3600 * int(bar[4] or 0) + 60 * int(bar[5]) + int(bar[6]) for bar in drawn]
+    since_s, count = seconds[0], 0
+    for bar, passed_s in zip(drawn, seconds, strict=True):
+        if bar[1].strip()[-40:] != drawn[0][1].strip()[-40:] or bar[3] != drawn[0][3]:
+            continue  # another bar
+        if passed_s > since_s or bar[2] != drawn[0][2]:
+            break  # begun anew, or it still moved
+        since_s, count = passed_s, count + 1
+    if count < 2:
+        return None
+    text = _MARKED_BY_RAY.sub("", bars[0])[:300]
+    return Event(
+        kind=KIND, step=step, text=text, fields={"lasted_s": float(seconds[0] - since_s), "count": count}
+    )
 
 
 def _last_lines(path: Path) -> list[bytes]:

@@ -334,17 +334,44 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
                 "Load from checkpoint",
                 "ecovered from checkpoint",
                 "oaded checkpoint",
+                "ontinuing training from",
             ),
             r"[Rr]esum(?:ing|ed) (?:training |run )?from|Setting global step to \d+|Load from checkpoint folder"
+            r"|Continuing training from (?:checkpoint|global step|epoch)"
             r"|Recovered from checkpoint|Loaded checkpoint from .*step"
             r"|successfully loaded checkpoint .*at iteration \d+",
         ),
         (
             "sandbox_failure",
-            ("andbox", "env_server", "tool call", "env step", "nvironment step"),
+            (
+                "andbox",
+                "env_server",
+                "tool call",
+                "env step",
+                "nvironment step",
+                "docker",
+                "Docker",
+                "OCI runtime",
+                "address pool",
+                "e2b",
+                "Daytona",
+                "ApiException",
+                "exceeded quota",
+                "modal.exception",
+                "swerex",
+                "container creation",
+                "create container",
+                "create pod",
+            ),
             r"[Ss]andbox.{0,80}(?:time[d ]*out|unreachable|refused|not healthy|quota|exhausted|lost|died|unavailable)"
-            r"|(?:Connect(?:ion)?(?:Error|Timeout)|[Cc]onnection refused).{0,80}sandbox"
-            r"|env_server.{0,60}error|(?:tool call|env(?:ironment)? step) failed",
+            r"|(?:Connect(?:ion|or)?(?:Error|Timeout)|[Cc]onnection refused).{0,80}sandbox"
+            r"|env_server.{0,60}error|(?:tool call|env(?:ironment)? step) failed"
+            r"|docker\.errors\.\w+|Error response from daemon|[Cc]annot connect to the Docker daemon"
+            r"|OCI runtime (?:create|exec|error)|IPv4 address pool|address pools have been fully subnetted"
+            r"|\be2b\w*\.\S*(?:Exception|Error)|\b(?:Daytona|\w*Sandbox)\w*(?:Error|Exception)\b"
+            r"|[Ff]ail(?:ed|ure) to (?:create|start|acquire|get) (?:an? |new )*(?:sandbox|container|pod)\b"
+            r"|container creation failed|kubernetes\.\S*ApiException: \((?:403|409|429|5\d\d)\)|exceeded quota: "
+            r"|modal\.exception\.\w+|swerex\.exceptions\.\w+",
         ),
         (
             "engine_died",

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollbook.diagnose.cost import is_worth, run_seconds
+from rollbook.diagnose.cost import is_asynchronous, is_worth, run_seconds
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.signs.seconds import TRAINER_STAGES, is_of_the_schedule, lost_seconds, waiting_of
 from rollbook.diagnose.signs.standstill import standstill_of
-from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.spells import Spells
 from rollbook.diagnose.view import View
 
@@ -45,9 +44,9 @@ def judge(view: View) -> Finding | NotJudged | None:
             says = f"stage {event.text} is open for {num(open_s)} s, {num(usual)} s is usual"
             evidence.append(Evidence(metric=f"timing_s/{event.text}", step=event.step or step, says=says))
             confidence = max(confidence, 0.85)
-    if not view.has(f"{STALENESS}/mean") and not view.family("buffer/"):
+    if not is_asynchronous(view):
         stages.append("timing_s/gen")  # in an asynchronous run that one is a wait for samples
-    if waiting_of(view) == "timing_s/step":
+    if waiting_of(view) == "timing_s/step" and not is_asynchronous(view):
         stages = ["timing_s/step"]  # no stage is timed: at equal lengths the whole step tells
     slow = _stalls_again(view, _COLLECTIVE) or _slow_link(view)
     if slow is None and not view.has("timing_s/gen"):

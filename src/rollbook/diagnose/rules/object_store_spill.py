@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 import numpy as np
 
 from rollbook.diagnose.breaks import Break
@@ -34,14 +37,19 @@ def judge(view: View) -> Finding | NotJudged | None:
             collect="log the seconds of the whole step beside its stages, and what the object store spills",
         )
     evidence: list[Evidence] = []
-    direct = 0.0
+    direct, alone = 0.0, 0.0
     idx: int | None = None
     if said:
         steps = [e.step for e in said if e.step is not None]
         first = min(steps, default=view.step_at(view.n - 1))
         idx = view.idx_of(first)
-        evidence.append(Evidence(metric="log", step=first, says=f"{many(len(said), 'time')}: {said[0].text}"))
+        gib = _spilled_gib(e.text for e in said)
+        says = f"{many(len(said), 'time')}: {said[0].text}"
+        says += f" (in the end {num(max(gib))} GiB)" if gib else ""
+        evidence.append(Evidence(metric="log", step=first, says=says))
         direct = 0.3 if len(said) >= 3 else 0.15
+        if len(said) >= 3:
+            alone = _alone(gib)
     rise = view.rise(spilled, log=False)
     if rise is not None and rise.late > LEAST_BYTES and rise.score >= 4:
         evidence.append(of_break(rise, "bytes a step"))
@@ -74,7 +82,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     if direct < 0.3 and (again := _in_spells(view, other)) is not None:
         return again
     if idx is None or not slow:
-        return None if direct < 0.3 or not said else _finding(view, idx or 0, evidence, 0.55, None)
+        return None if not alone else _finding(view, idx or 0, evidence, alone, None)
     heavy = sum(f.late - f.before for f in slow) >= 0.08 * step_s
     together = host is not None and view.near(host.idx, slow[0].idx, share=0.1, least=8)
     if not direct and not (heavy and ((fuller and together) or len(slow) >= 2)):
@@ -82,6 +90,30 @@ def judge(view: View) -> Finding | NotJudged | None:
     cost = max(cost, lost_in_steps(view, idx) or 0.0)  # computing waits for what is moved
     confidence = 0.5 + direct + 0.1 * len(slow) + 0.15 * (fuller and together)
     return _finding(view, idx, evidence, confidence, cost)
+
+
+MUCH_GIB, VERY_MUCH_GIB = 20.0, 100.0
+"""Spilled since the start by one node, from which on that alone is worth a word, or fills a disk: the first 2 GiB are
+said of any job whose batch was once larger than the store."""
+GROWN = 4.0
+"""The most that was spilled over the least that was said, from which on it goes on."""
+_SPILLED = re.compile(r"Spilled (\d+(?:\.\d+)?) ?([KMGT])i?B")
+_GIB = {"K": 2.0**-20, "M": 2.0**-10, "G": 1.0, "T": 2.0**10}
+
+
+def _spilled_gib(lines: Iterable[str]) -> list[float]:
+    """What a node has spilled since its start, as far as lines tell."""
+    found = (_SPILLED.search(line) for line in lines)
+    return [float(match[1]) * _GIB[match[2]] for match in found if match is not None]
+
+
+def _alone(gib: list[float]) -> float:
+    """Confidence of several lines that nothing else bears out, by what they add up to."""
+    if not gib:
+        return 0.55  # the store is full, they say
+    if max(gib) < MUCH_GIB or max(gib) < GROWN * min(gib):
+        return 0.0
+    return 0.8 if max(gib) >= VERY_MUCH_GIB else 0.55
 
 
 LEAST_BYTES = 1e6

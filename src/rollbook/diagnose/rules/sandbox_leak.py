@@ -12,10 +12,17 @@ from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, share
 from rollbook.diagnose.series import Series
-from rollbook.diagnose.signs.environments import ENV_FAILURES, SANDBOX_S, TURNS
+from rollbook.diagnose.signs.environments import ENV_FAILURES, SANDBOX_S, TURNS, failing_lines
 from rollbook.diagnose.signs.gap import gap_of
 from rollbook.diagnose.signs.rewards import reward_decline
-from rollbook.diagnose.signs.seconds import excess_of, lost_in_steps, residual_of, step_seconds
+from rollbook.diagnose.signs.seconds import (
+    beyond_lengths,
+    excess_of,
+    lost_in_steps,
+    residual_of,
+    step_seconds,
+    waiting_of,
+)
 from rollbook.diagnose.signs.slow_calls import slow_calls
 from rollbook.diagnose.spells import climbs
 from rollbook.diagnose.view import View
@@ -37,8 +44,9 @@ _LEVELS = (
 
 def judge(view: View) -> Finding | NotJudged | None:
     is_agentic = view.level(TURNS) > 2.2
+    told = _told(view)
     if not is_agentic and not view.family("env/"):
-        return (
+        return told or (
             None
             if view.has(TURNS)
             else NotJudged(
@@ -52,7 +60,33 @@ def judge(view: View) -> Finding | NotJudged | None:
     if is_agentic and (fast := _in_a_few_steps(view)) is not None:
         return fast
     weighed = _weighed(view, is_agentic=is_agentic)
-    return weighed if weighed is not None else _calls_alone(view)
+    return weighed or told or _calls_alone(view)
+
+
+def _told(view: View) -> Finding | None:
+    """Ever more lines that say that a limit of sandboxes, their networks or their processors is reached: those that
+    live are too many, whatever is measured of them."""
+    lines = failing_lines(view)
+    if lines is None or not (lines.is_used_up and lines.grows):
+        return None
+    step = view.step_at(lines.idx)
+    says = f"{num(lines.before)} lines a step before, {num(lines.after)} since and growing, as: {lines.example[:160]}"
+    evidence = [Evidence(metric="log", step=step, before=lines.before, after=lines.after, says=says)]
+    waits = view.rise(beyond_lengths(view, waiting_of(view) or "", "waiting beyond length"))
+    if waits is not None and waits.end_idx is None and waits.score >= 5 and waits.peak_ratio >= 1.3:
+        evidence.append(of_break(waits, "times what the lengths explain"))
+        step = min(step, waits.step)
+    return Finding(
+        rule=RULE,
+        title="sandboxes are not given back: ever more cannot be made, as a limit is reached",
+        area="data",
+        confidence=0.84,
+        step=step,
+        evidence=tuple(evidence),
+        cost_s=lost_in_steps(view, view.idx_of(step)),
+        action=ACTION,
+        next_check=CHECK,
+    )
 
 
 def _weighed(view: View, *, is_agentic: bool) -> Finding | None:

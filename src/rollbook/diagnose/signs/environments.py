@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,14 @@ def failures_rise(view: View, idx: int) -> list[str]:
 LEAST_LINES = 10
 MANY_LINES = 5.0
 """Lines a step since a position over those before it, from which on they are no occasional complaints."""
+EVER_MORE = 1.5
+"""Lines a step of the last third of them over those of the first, from which on they grow."""
+_USED_UP = re.compile(
+    r"quota|limit(?:s)? (?:exceeded|reached)|rate.?limit|\b429\b|exhausted|too many|maximum|non-overlapping IPv4"
+    r"|fully subnetted|[Ii]nsufficient|no (?:free|available) (?:slots?|capacity)|[Rr]esource temporarily unavailable",
+    re.IGNORECASE,
+)
+"""What is said where there are too many sandboxes already, rather than where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,10 @@ class FailingLines:
     """Lines a step."""
     after: float
     example: str
+    is_used_up: bool
+    """Whether most of them say that a limit is reached."""
+    grows: bool
+    """Whether they become ever more."""
 
 
 @once("failing lines")
@@ -74,8 +87,11 @@ def failing_lines(view: View) -> FailingLines | None:
     is_to_the_end = since[-max(3, len(since) // 4) :].any() and (since > 0).sum() >= 5
     if since.sum() < LEAST_LINES or rates[1] < MANY_LINES * rates[0] or not is_to_the_end:
         return None
-    first = next(event for event, position in zip(said, at, strict=True) if position >= idx)
-    return FailingLines(idx, float(counts[:idx].mean()), rates[1], first.text)
+    told = [event.text for event, position in zip(said, at, strict=True) if position >= idx]
+    is_used_up = sum(_USED_UP.search(text) is not None for text in told) > 0.5 * len(told)
+    third = max(2, (view.n - int(np.flatnonzero(counts)[0])) // 3)
+    grows = bool(counts[-third:].mean() >= EVER_MORE * counts[idx : idx + third].mean())
+    return FailingLines(idx, float(counts[:idx].mean()), rates[1], told[0], is_used_up, grows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,8 @@ def is_of_the_schedule(view: View, found: Spells) -> bool:
 LEAST_PERIOD = 10
 """Logged steps between two of what comes by the schedule, at least: fewer, and any spells fit."""
 LEAST_IN_TIME = 6
-"""Spells that are all equally far apart, from the first step of the log to its last, from which on that is a schedule at
-any number of steps: a hand-over every third step."""
+"""Spells that are all equally far apart, from the first step of the log to its last, from which on that is a schedule
+at any number of steps: a hand-over every third step."""
 
 
 def _is_periodic(view: View, found: Spells) -> bool:
