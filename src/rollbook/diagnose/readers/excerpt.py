@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rollbook.diagnose.readers.words import is_of_pairs
 from rollbook.diagnose.series import RunSeries, Series
 from rollbook.observe.numbers import many
 
@@ -27,8 +28,15 @@ def _no_rl(run: RunSeries) -> str:
     has_loss = "actor/loss" in run.values and np.isfinite(run.values["actor/loss"]).any()
     if not has_loss or any(name.startswith((*_REWARDS, *_OF_ROLLOUTS)) for name in run.values):
         return ""
-    if any("reward" in name or "return" in name for name in run.values):
+    pairs = [name for name in run.values if name.startswith("preference/") or is_of_pairs(name)]
+    if any(("reward" in name or "return" in name) and name not in pairs for name in run.values):
         return ""
+    if pairs:
+        return (
+            "a log of preference training, not of reinforcement learning: the rewards in it are the policy's log "
+            "ratios to its reference on given answers, and nothing was sampled; losses that are no numbers and errors "
+            "are judged, nothing else can be"
+        )
     return (
         "no log of reinforcement learning, as far as it shows: it has a loss, but no reward and nothing that was "
         "sampled; losses that are no numbers and errors are judged, nothing else can be"

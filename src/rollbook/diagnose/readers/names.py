@@ -198,6 +198,7 @@ TRL_PPO = {
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"mismatch/mismatch_(.+)"), r"rollout_corr/\1"),
     (re.compile(r"mismatch/(rollout_(?:is|rs)_.+)"), r"rollout_corr/\1"),
+    (re.compile(r"rewards?/(chosen|rejected|accuracies|margins)(?:/mean)?"), r"preference/\1"),
     (re.compile(r"rewards/([^/]+)(?:/mean)?"), r"reward/\1/mean"),
     (re.compile(r"rewards/([^/]+)/std"), r"reward/\1/std"),
     (re.compile(r"train/(mis|tis|ois)_(rollout_.+)"), r"rollout_corr/\2"),
@@ -344,7 +345,7 @@ class Renamer:
             "train/"
         ):  # how its trackers call what its history calls `reward`
             bare = name.removeprefix("train/")
-            if bare in TRL or bare in _ONE_MINUS or bare.startswith("rewards/"):
+            if bare in TRL or bare in _ONE_MINUS or bare.startswith(("rewards/", "objective/")):
                 return self._by_table(bare)
         for pattern, new in (*_SUMMED, *_PATTERNS):
             if (match := pattern.fullmatch(name)) is not None:

@@ -63,6 +63,9 @@ def recognizes(head: str) -> float:
     return 0.0 if not are_a_run(entries) else 0.1 if _are_samples(entries) else 0.4
 
 
+CUT_LIST = Event(kind="note", text="the list is damaged or cut short: read are its records before that")
+
+
 def read(path: Path) -> Iterator[Row | Event]:
     """Rows of the file, and what was done about them."""
     with open_binary(path) as file:
@@ -77,11 +80,9 @@ def read(path: Path) -> Iterator[Row | Event]:
         try:
             entries = found_in(json.loads(document))
         except (ValueError, RecursionError):
-            entries = list(_whole_of_list(document)) or None
+            entries = list(whole_of_list(document)) or None
             if entries:
-                yield Event(
-                    kind="note", text="the list is damaged or cut short: read are its records before that"
-                )
+                yield CUT_LIST
     yield from rows(_of_lines(lines(path)) if entries is None else entries)
 
 
@@ -125,21 +126,23 @@ def _of_document(text: str) -> list[Entry]:
         return found_in(json.loads(text))
     except (ValueError, RecursionError):
         pass
-    return list(itertools.islice(_whole_of_list(text), 200))
+    return list(itertools.islice(whole_of_list(text), 200))
 
 
-def _whole_of_list(text: str) -> Iterator[Entry]:
+def whole_of_list(text: str) -> Iterator[Entry]:
     """The records of a list up to where it is cut or damaged."""
     decoder = json.JSONDecoder()
     at = text.find("{") if text.lstrip()[:1] == "[" else -1
     while at >= 0:
         try:
-            entry, at = decoder.raw_decode(text, at)
+            entry, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
             return
         if isinstance(entry, dict):
             yield flat(entry)
-        at = text.find("{", at)
+        at = text.find("{", end)
+        if "]" in text[end : max(at, end)]:
+            return
 
 
 def _of_lines(texts: Iterable[str]) -> Iterator[Entry]:

@@ -73,13 +73,13 @@ READERS: dict[str, Reader] = {
     "tensorboard": Reader(
         "TensorBoard event files",
         tensorboard.read,
-        (names.VERL, names.SLIME, names.AREAL, names.TRL),
+        (names.VERL, names.SLIME, names.AREAL, names.TRL, names.TRL_PPO),
         by_words=True,
     ),
     "trl": Reader(
         "TRL trainer state, history or console log",
         trl.read,
-        (names.TRL,),
+        (names.TRL, names.TRL_PPO),
         trl.recognizes,
         "\"log_history\" or {'loss': ...",
         by_words=True,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
+from rollbook.diagnose.readers.records import CUT_LIST, whole_of_list
 from rollbook.diagnose.readers.text import (
     TROUBLE_BYTES,
     dict_pairs,
@@ -112,16 +113,21 @@ def read(path: Path) -> Iterator[Row | Event]:
         yield event
 
 
-def _read_state(path: Path) -> Iterator[Row]:
+def _read_state(path: Path) -> Iterator[Row | Event]:
+    with open_binary(path) as file:
+        text = file.read().decode("utf-8", errors="replace")
     try:
-        with open_binary(path) as file:
-            state = json.load(file)
+        state = json.loads(text)
         history = state if isinstance(state, list) else state["log_history"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} is no whole trainer state ({error})",
-            "use the state of an earlier checkpoint, or the console log",
-        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        _, _, after = text.partition('"log_history"')
+        history = list(whole_of_list(after.lstrip(": \r\n\t") or text))
+        if not history:
+            raise DataError(
+                f"{path} is no trainer state with a step ({error})",
+                "use the state of an earlier checkpoint, or the console log",
+            ) from error
+        yield CUT_LIST
     for entry in history:
         if (row := _row(entry)) is not None:
             yield row

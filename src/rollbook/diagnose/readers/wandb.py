@@ -13,10 +13,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.records import Entry, flat, named, rows
+from rollbook.diagnose.readers.records import CUT_LIST, Entry, flat, named, rows, whole_of_list
 from rollbook.diagnose.readers.text import lines, open_binary
 from rollbook.diagnose.series import NEXT_RUN, Event, Row
-from rollbook.errors import DataError
 
 
 def recognizes(head: str) -> float:
@@ -39,12 +38,14 @@ def read(path: Path) -> Iterator[Row | Event]:
     with open_binary(path) as file:
         first = file.read(1024).lstrip()[:1]
     if first == b"[":
+        with open_binary(path) as file:
+            text = file.read().decode("utf-8", errors="replace")
         try:
-            with open_binary(path) as file:
-                entries = json.load(file)
-        except ValueError as error:
-            raise DataError(f"{path} is no whole JSON list ({error})", "export the history again") from error
-        yield from rows(flat(entry) for entry in entries if isinstance(entry, dict))
+            entries = [flat(entry) for entry in json.loads(text) if isinstance(entry, dict)]
+        except (ValueError, RecursionError):
+            entries = list(whole_of_list(text))
+            yield CUT_LIST
+        yield from rows(entries)
     elif first == b"{":
         yield from rows(_json_lines(path))
     else:

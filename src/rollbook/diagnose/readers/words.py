@@ -197,6 +197,20 @@ def is_share_of_nothing(name: str) -> bool:
     return bool(words_of(name) & {"zero", "no"})
 
 
+_OF_PAIRS = frozenset({"chosen", "rejected", "reject", "margin", "margins", "accuracies"})
+
+
+def is_of_pairs(name: str) -> bool:
+    """Whether a name is a reward of preference training (DPO, KTO and their kin), where it is the policy's log ratio to
+    its reference on an answer of the data, and no score: that of rejected answers is meant to fall below zero.
+
+    >>> [is_of_pairs(n) for n in ("rewards/rejected", "eval_rewards/margins", "chosen_reward", "rewards/format/mean")]
+    [True, True, True, False]
+    """
+    words = words_of(name)
+    return "reward" in words and bool(words & _OF_PAIRS)
+
+
 def source_of(name: str) -> str | None:
     """The source whose reward a name is: what stands before or after the word, if nothing else does.
 
@@ -204,7 +218,7 @@ def source_of(name: str) -> str | None:
     ['format', 'code', None, None]
     """
     words = words_of(name)
-    if "reward" not in words:
+    if "reward" not in words or is_of_pairs(name):
         return None
     left = words - {"reward", "mean", "train"}
     if len(left) != 1 or left & (_RUN | _NOT_SOURCES):
