@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from diagnose_runs import ALLOCATED, RESERVED, noisy, run_of
+from rollbook.diagnose.series import Event
 from rollbook.diagnose.tree import diagnose
 
 N = 120
@@ -63,3 +64,17 @@ def test_a_leap_of_memory_and_of_the_hand_over_is_not_explained_by_lengths_that_
         "response_length/max": 4 * climbs,
     }
     assert diagnose(run_of(leaps)).verdict == "oom_in_sync"
+
+
+def test_words_of_the_end_do_not_hide_when_memory_began_to_be_held() -> None:
+    grows = np.clip((np.arange(120) - 50) / 60, 0, 1)
+    text = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 0.84 GiB. 35.10 GiB is reserved by PyTorch but "
+        "unallocated"
+    )
+    said = Event(kind="out_of_memory", step=120, text=text, fields={"stage": "sync"})
+    run = run_of({ALLOCATED: np.full(120, 38.0), RESERVED: 42.0 + 33.0 * grows}, events=(said,))
+    diagnosis = diagnose(run)
+    assert diagnosis.verdict == "fragmentation"
+    assert 40 <= diagnosis.findings[0].step <= 75
+    assert "35.1 GiB were reserved and not used" in diagnosis.findings[0].evidence[-1].says

@@ -4,6 +4,7 @@ back now and then, or the allocator says itself, at the end, how much of it was 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,18 +22,19 @@ HELD = "reserved - allocated GiB"
 
 def judge(view: View) -> Finding | NotJudged | None:
     used, kept = memory.allocated(view), memory.reserved(view)
-    if (said := _said(view)) is not None:
-        return said
+    said = _said(view)
     if used is None or kept is None:
-        return NotJudged(
+        return said or NotJudged(
             rule=RULE,
             missing=(memory.ALLOCATED, memory.RESERVED),
             collect="log allocated and reserved device memory each step",
         )
     view.derive(HELD, view.values[kept] - view.values[used])
-    if (teeth := _in_teeth(view, used, kept)) is not None:
-        return teeth
-    return _grows(view, used, kept) or _retries_at_the_brim(view, used, kept)
+    seen = _in_teeth(view, used, kept) or _grows(view, used, kept) or _retries_at_the_brim(view, used, kept)
+    if said is None or seen is None:
+        return said or seen
+    confidence = max(said.confidence, seen.confidence)  # it ended in what was seen to come
+    return replace(seen, confidence=confidence, evidence=(*seen.evidence, *said.evidence))
 
 
 def _grows(view: View, used: str, kept: str) -> Finding | None:
