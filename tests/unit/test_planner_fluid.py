@@ -115,7 +115,9 @@ def test_what_the_closed_form_leaves_out_is_said_where_it_shows() -> None:
     plain = simulate(scenario_of(search.request, found))
     assert why_apart(plain, found) == ""
     slow = replace(
-        scenario_of(search.request, found, num_steps=20), length_growth_frac=0.05, trajectory_failure_frac=0.01
+        scenario_of(search.request, found, num_steps=20),
+        length_growth_frac=0.05,
+        trajectory_failure_frac=0.01,
     )
     said = why_apart(simulate(slow), found)
     assert "trajectories that fail, responses that grow" in said
