@@ -11,7 +11,7 @@ import pytest
 
 from rollbook.errors import ConfigError, PlanError
 from rollbook.ledger.agents import agent_account, sandboxes_needed
-from rollbook.ledger.assumptions import load_assumptions
+from rollbook.ledger.assumptions import Assumptions, load_assumptions
 from rollbook.ledger.asynchrony import async_account
 from rollbook.ledger.checkpoint import checkpoint_account
 from rollbook.ledger.decode import decode_step, experts_touched, replica_weight_bytes
@@ -479,3 +479,30 @@ def test_a_micro_batch_too_large_for_any_number_of_gpus_says_so() -> None:
         load_model("Llama-3.1-70B"), long, Cluster(accelerator=H100, num_gpus=512), DEFAULT, layouts=layouts
     )
     assert "whatever the number of GPUs" in " ".join(account.why_not)
+
+
+def test_megatrons_ranks_hold_weights_and_gradients_whole() -> None:
+    """Qwen3-32B on 64 GPUs: 2 + 2 B of N / (TP x PP) and 2 B of the reference's, 12 B of N / 64; FSDP shards all."""
+    model = load_model("Qwen3-32B")
+    work = replace(WORK, uses_reference=True)
+    megatron = replace(DEFAULT, stack="megatron")
+
+    def held(assumptions: Assumptions, **degrees: int) -> float:
+        layout = TrainLayout(**degrees)  # type: ignore[arg-type]
+        found = train_memory(model, work, assumptions, num_gpus=64, layout=layout)
+        return found.state + found.frozen + found.whole
+
+    n = model.params
+    assert held(megatron) == pytest.approx(6 * n + 12 * n / 64)  # 203 GB on a GPU of 80
+    assert held(megatron, tp_size=2, pp_size=8, cp_size=4) == pytest.approx(6 * n / 16 + 12 * n / 64)
+    assert held(DEFAULT) == held(DEFAULT, tp_size=2, pp_size=8) == pytest.approx(18 * n / 64)
+
+
+def test_experts_of_megatron_lie_over_their_own_ranks() -> None:
+    """Qwen3-30B-A3B over EP 8 and PP 4: an eighth of the experts of a stage, and all of its attention."""
+    model = load_model("Qwen3-30B-A3B")
+    layout = TrainLayout(pp_size=4, ep_size=8)
+    work = replace(WORK, uses_reference=False)
+    found = train_memory(model, work, replace(DEFAULT, stack="megatron"), num_gpus=32, layout=layout)
+    of_rank = (model.params - model.routed_params) / 4 + model.routed_params / 32
+    assert found.whole == pytest.approx(4 * (of_rank - model.params / 32))

@@ -457,3 +457,15 @@ def test_a_context_that_observations_fill_says_so() -> None:
     with pytest.raises(PlanError) as caught:
         plan(turns=20.0, observation_tokens="20k")
     assert "observations of 389120" in caught.value.what and "the observations" in caught.value.remedy
+
+
+def test_a_plan_for_megatron_splits_what_one_gpu_cannot_hold() -> None:
+    """Data parallelism repeats the weights and gradients of a rank: 131 GB of Qwen3-32B where nothing splits it."""
+    found = plan(model="Qwen3-32B", num_gpus="64", stack="megatron")
+    held = [
+        (4 * 32.8e9 / (c.train.layout.tp_size * c.train.layout.pp_size), c.fits) for c in found.candidates
+    ]
+    assert any(fits for _, fits in held) and all(bytes_held < 72e9 for bytes_held, fits in held if fits)
+    owned = {item.name for item in found.beside.memory}
+    assert "weights and gradients of the rank" in owned
+    assert "weights and gradients of the rank" not in {item.name for item in plan().beside.memory}

@@ -294,6 +294,12 @@ class Assumptions:
                     "give a fraction in (0, 1]" if f.name.endswith("_frac") else "give a number above 0",
                 )
 
+    @property
+    def is_megatron(self) -> bool:
+        """The trainer keeps weights and gradients whole on each rank of tensor, pipeline and expert parallelism, and
+        shards only master weights and moments over the rest."""
+        return self.stack.startswith("megatron")
+
     def base_s(self, num_sequences: float) -> float:
         """Seconds of a step beside its stages."""
         return self.step_base_s + self.step_sequence_s * num_sequences

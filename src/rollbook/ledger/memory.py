@@ -34,6 +34,8 @@ class TrainMemory:
     logits: float
     buffers: float
     """Gathered layers of FSDP, gradient buckets."""
+    whole: float
+    """Beyond an even share: weights and gradients of Megatron's ranks, which data parallelism repeats."""
 
     @property
     def state(self) -> float:
@@ -47,7 +49,7 @@ class TrainMemory:
     @property
     def fixed(self) -> float:
         """What more GPUs do not shrink."""
-        return self.activations + self.logits + self.buffers
+        return self.activations + self.logits + self.buffers + self.whole
 
     @property
     def total(self) -> float:
@@ -57,7 +59,7 @@ class TrainMemory:
 def train_memory(
     model: ModelSpec, workload: Workload, assumptions: Assumptions, *, num_gpus: int, layout: TrainLayout
 ) -> TrainMemory:
-    """Bytes on one of `num_gpus` training GPUs, state sharded evenly over all of them.
+    """Bytes on one of `num_gpus` training GPUs, state sharded evenly over all of them but for Megatron's ranks.
 
     A micro batch holds at least one longest sequence, divided by tensor and context parallelism.
     """
@@ -78,7 +80,24 @@ def train_memory(
         activations=activation_bytes(model, tokens, layout),
         logits=logits_bytes(model, min(tokens, LOGITS_CHUNK_TOKENS), layout),
         buffers=gathered_bytes(model, assumptions, layout),
+        whole=_whole_bytes(model, workload, assumptions, num_gpus=num_gpus, layout=layout),
     )
+
+
+def _whole_bytes(
+    model: ModelSpec, workload: Workload, assumptions: Assumptions, *, num_gpus: int, layout: TrainLayout
+) -> float:
+    """What a rank of Megatron holds whole, above its share over all GPUs: weights and gradients of what trains, and
+    the weights of what only passes forward."""
+    if not assumptions.is_megatron:
+        return 0.0
+    of_rank = (model.params - model.routed_params) / layout.tp_size + model.routed_params / layout.ep_size
+    copied = max(of_rank / layout.pp_size - model.params / num_gpus, 0.0)
+    weights = assumptions.weight_bytes_per_param
+    per_param = weights if workload.lora_rank else min(2 * weights, assumptions.train_state_bytes_per_param)
+    if workload.uses_reference and not workload.lora_rank:
+        return copied * (per_param * workload.num_trained_models + weights)
+    return copied * per_param * workload.num_trained_models
 
 
 def activation_bytes(model: ModelSpec, num_tokens: float, layout: TrainLayout) -> float:
@@ -191,6 +210,12 @@ def memory_items(
             name="activations",
             bytes=memory.activations,
             formula=f"{layout.recompute} recomputation of one micro batch",
+        ),
+        MemoryItem(
+            place="train device",
+            name="weights and gradients of the rank",
+            bytes=memory.whole,
+            formula="4 N / (TP x PP), experts / (EP x PP), and 2 of the reference, beyond the shares above",
         ),
         MemoryItem(
             place="train device",

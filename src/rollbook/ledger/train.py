@@ -264,8 +264,9 @@ def default_train_side(
         )
     if memory.fixed > usable:
         why_not.append(
-            f"one micro batch takes {format_bytes(memory.fixed)} a GPU of {format_bytes(usable)} usable, whatever "
-            f"the number of GPUs: recompute fully, or raise tensor or context parallelism"
+            f"one micro batch{' beside the weights of a rank' if memory.whole else ''} takes "
+            f"{format_bytes(memory.fixed)} a GPU of {format_bytes(usable)} usable, whatever the number of GPUs: "
+            f"recompute fully, or raise tensor{', pipeline' if memory.whole else ''} or context parallelism"
         )
     elif memory.total > usable:
         enough = math.ceil(num_gpus * (memory.state + memory.frozen) / (usable - memory.fixed))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from rollbook.errors import PlanError, nearest_name
 from rollbook.ledger.quantity import counted
 from rollbook.planner.emit_areal import areal_yaml, is_areal_megatron
-from rollbook.planner.emit_engine import MEGATRON
 from rollbook.planner.emit_kubernetes import kubernetes_yaml
 from rollbook.planner.emit_ray import ray_script
 from rollbook.planner.emit_slime import slime_script
@@ -105,8 +104,7 @@ def unpriced_stack(name: str, plan: Plan) -> str:
     chosen, assumptions = plan.chosen, plan.request.assumptions
     if chosen is None or name not in _IS_MEGATRON or assumptions.method == "paper":
         return ""
-    is_priced = assumptions.stack.startswith(MEGATRON)
-    return MEGATRON if _IS_MEGATRON[name](plan, chosen) and not is_priced else ""
+    return "megatron" if _IS_MEGATRON[name](plan, chosen) and not assumptions.is_megatron else ""
 
 
 def emitter(name: str) -> Emitter:

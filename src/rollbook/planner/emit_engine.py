@@ -21,10 +21,6 @@ def prompt_tokens_of_chunk(request: PlanRequest, chosen: Candidate) -> int:
     return max(math.ceil(chunk) - chosen.account.rollout.slots_per_replica, 1) if chunk else 0
 
 
-MEGATRON = "megatron"
-"""The stack, and the start of the names of its tuned ones."""
-
-
 def is_megatron(request: PlanRequest, chosen: Candidate, *, splits_tensors: bool) -> bool:
     """Megatron trains, not FSDP: where it was assumed, and for layouts that the system's FSDP trainer does not have.
 
@@ -33,4 +29,4 @@ def is_megatron(request: PlanRequest, chosen: Candidate, *, splits_tensors: bool
     """
     layout = chosen.train.layout
     needs = layout.pp_size > 1 or layout.ep_size > 1 or (layout.tp_size > 1 and not splits_tensors)
-    return needs or request.assumptions.stack.startswith(MEGATRON)
+    return needs or request.assumptions.is_megatron

@@ -262,7 +262,7 @@ def _memory(plan: Plan, shown: Candidate) -> str:
     )
     state = account.train.train_state_bytes_per_gpu + account.train.critic_state_bytes_per_gpu
     training = [
-        ("state", "training state", state),
+        ("state", "training state", state + memory.whole),
         ("reference", "reference policy", account.train.reference_bytes_per_gpu),
         ("reference", "reward model", account.train.reward_model_bytes_per_gpu),
         ("activations", "activations", memory.activations),
