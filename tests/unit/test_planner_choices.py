@@ -469,3 +469,11 @@ def test_a_plan_for_megatron_splits_what_one_gpu_cannot_hold() -> None:
     owned = {item.name for item in found.beside.memory}
     assert "weights and gradients of the rank" in owned
     assert "weights and gradients of the rank" not in {item.name for item in plan().beside.memory}
+
+
+@pytest.mark.parametrize(("stack", "trainer"), [("fsdp_experts", "FSDP2"), ("megatron_tuned", "Megatron")])
+def test_a_stack_is_mapped_by_how_it_holds_its_weights(stack: str, trainer: str) -> None:
+    found = plan(num_gpus="8", stack=stack)
+    assert found.publication is not None and found.publication.mapping.trainer.startswith(f"{trainer} on ")
+    because = found.derivation[4].because
+    assert ("beside the weights and gradients of a rank" in because) == (trainer == "Megatron")

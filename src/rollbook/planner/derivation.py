@@ -366,14 +366,14 @@ def _layout_sentence(request: PlanRequest, chosen: Candidate) -> str:
     # The fewest GPUs a layer is split over may fit too, and be slower.
     at_hand = replace(request, assumptions=on_device(request.assumptions, chosen.train.offload))
     least = fitting_layouts(at_hand, chosen.account.train.num_gpus)[0][0]
-    why = "because one micro batch of the longest sequence would not fit otherwise"
+    batch = "one micro batch of the longest sequence"
+    if request.assumptions.is_megatron:
+        batch += " beside the weights and gradients of a rank"
+    why = f"because {batch} would not fit otherwise"
     if least.model_parallel_size < layout.model_parallel_size:
         why = "the fastest that fits"
         if least.recompute == "full" and layout.recompute != "full":
-            why = (
-                "because one micro batch of the longest sequence would have to recompute everything otherwise, which "
-                "takes longer"
-            )
+            why = f"because {batch} would have to recompute everything otherwise, which takes longer"
     how = f"splits by {', '.join(degrees)}, {why}," if degrees else "shards its state over all of its GPUs"
     engine = f"An engine replica takes {counted(replica.num_gpus, 'GPU')}"
     if replica.num_gpus > 1:
