@@ -13,15 +13,9 @@ import pytest
 from rollbook.cli.main import main
 from rollbook.errors import ConfigError, DataError
 from rollbook.ledger.hardware import load_accelerator
+from rollbook.planner.expected import Expectation, Expected, expectation_of_request, expectation_of_run
 from rollbook.planner.options import PlanOptions, read_options
-from rollbook.planner.reconcile import (
-    Expectation,
-    Expected,
-    expectation_of_request,
-    expectation_of_run,
-    means_of,
-    reconcile,
-)
+from rollbook.planner.reconcile import means_of, reconcile
 
 PLANNED = {"rollout": (40.0, 2e12), "proximal": (5.0, 2e12), "train": (20.0, 6e12), "sync": (2.0, 0.0)}
 """Seconds and FLOPs; 67 s a step, 1e13 FLOPs."""

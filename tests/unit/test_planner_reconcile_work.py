@@ -10,14 +10,9 @@ import pytest
 from rich.console import Console
 
 from rollbook.cli.main import main
+from rollbook.planner.expected import Expectation, Expected, expectation_of_request
 from rollbook.planner.options import PlanOptions
-from rollbook.planner.reconcile import (
-    Expectation,
-    Expected,
-    Reconciliation,
-    expectation_of_request,
-    reconcile,
-)
+from rollbook.planner.reconcile import Reconciliation, reconcile
 from rollbook.planner.show_reconciliation import show_reconciliation
 from rollbook.planner.words import seconds
 

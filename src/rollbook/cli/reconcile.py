@@ -12,7 +12,7 @@ import typer
 from rollbook.ledger.quantity import counted, require_number
 
 if TYPE_CHECKING:
-    from rollbook.planner.reconcile import Expectation
+    from rollbook.planner.expected import Expectation
 
 
 def command(
@@ -46,7 +46,8 @@ def command(
     from rollbook.diagnose.readers.table import load
     from rollbook.errors import PlanError
     from rollbook.planner.ending import ending_of, require_finished_step
-    from rollbook.planner.reconcile import expectation_of_run, means_of, reconcile
+    from rollbook.planner.expected import expectation_of_run
+    from rollbook.planner.reconcile import means_of, reconcile
 
     require_number("--first", first, least=-1, remedy="give a step, or -1: after the warm-up")
     require_number("--last", last, least=-1, remedy="give a step, or -1: the last of the log")
@@ -103,8 +104,8 @@ def _expectation_of(path: Path, assume: str, means: dict[str, float], *, loop: s
     the description leaves out are taken from the log."""
     from rollbook.errors import PlanError, RunError
     from rollbook.ledger.assumptions import has_assumptions, load_assumptions
+    from rollbook.planner.expected import expectation_of_request
     from rollbook.planner.options import PlanOptions, of_file, read_options
-    from rollbook.planner.reconcile import expectation_of_request
     from rollbook.planner.request import choice_of
     from rollbook.planner.words import count
 

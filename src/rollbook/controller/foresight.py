@@ -17,8 +17,8 @@ from rollbook.ledger.model import ModelSpec, load_model
 from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.workload import Workload
 from rollbook.modeling.char_tokenizer import CharTokenizer
+from rollbook.planner.expected import expectation_of_request
 from rollbook.planner.plan import make_plan
-from rollbook.planner.reconcile import expectation_of_request
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.words import device_words
 
