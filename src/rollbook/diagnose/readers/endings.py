@@ -85,6 +85,8 @@ _ERROR_LINE = re.compile(rf"^{_NAME}(?:\([^)]*\))?: .+")
 _BARE_ERROR = re.compile(rf"^(?:{_NAME}|KeyboardInterrupt|Stop(?:Async)?Iteration):?$")
 _OTHER_ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)+[A-Z]\w*(?:: .+)?$")
 """What a traceback ends with, where it has no words, or a name that does not say that it is an error."""
+_FRAME = re.compile(r'^\s*File "(<(?!frozen)[^>]*>)?[^"]*", line \d+')
+"""A frame of a traceback; of a program that was given as a text if its file is `<string>` or so."""
 _OF_A_GROUP = re.compile(r"^\s*(?:[|+]\s+)+")
 _RANK = re.compile(r"^\[rank\d+\]:\s?")
 _LOGGED = re.compile(
@@ -129,8 +131,9 @@ _GUESSES = "There are some potential root causes"
 _CAUSED = "The above exception was the direct cause of the following exception"
 _OF_A_SHUTDOWN = re.compile(rf"{_PASSED_ON.pattern}|Cancelled|SystemExit|Actor|ProcessGroup|destroy|Timeout")
 _AT_ITS_END = re.compile(
-    r"Final validation metrics|Training finished|Final checkpoint|Training Progress: 100%|'train_runtime'"
-    r"|Job '\S+' succeeded"
+    r"Final validation metrics|Final checkpoint|Training Progress: 100%|'train_runtime'|Job '\S+' succeeded"
+    r"|[Tt]raining (?:is |was |has |run )?(?:finished|completed?|done)\b(?!.{0,40}(?:epoch|error|fail|exit|stage))"
+    r"|[Ff]inished training\b(?!.{0,40}(?:epoch|error|stage))"
 )
 
 
@@ -146,7 +149,9 @@ ENDING_BYTES = (
     b"illed", b"egmentation", b"us error", b"SIG", b"xit code", b"xitcode", b"returncode", b"CUDA", b"nccl", b"NCCL",
     b"Xid", b"terminate called", b"Aborted", b"Fatal", b"slurm", b"CANCELLED", b"DUE TO", b"navailable",
     b"process down", b"STATUS_", b"rogress: 100%", b"train_runtime", b"succeeded", b"local Ray", b"ssert", b"illegal",
-    b"eartbeat", b"unexpectedly", b"[c10d]", b"ailed", b"crashed:", b"aborted:", b"nterrupt",
+    b"raining finished", b"raining complete", b"raining done", b"raining is ", b"raining was ", b"raining has ",
+    b"raining run ", b"inished training", b"eartbeat", b"unexpectedly", b"[c10d]", b"ailed",
+    b"crashed:", b"aborted:", b"nterrupt",
 )  # fmt: skip
 """Beside `text.TROUBLE_BYTES`: every line that tells how a log ends holds one of both."""
 
@@ -210,8 +215,18 @@ def _holds(text: str, needles: tuple[str, ...], pattern: re.Pattern[str]) -> boo
     return any(map(text.__contains__, needles)) and pattern.search(text) is not None
 
 
-Says = Literal["nothing", "error", "more"]
-"""What a line tells of the end: nothing, the words of an error alone, or more."""
+OFTEN = 3
+"""Steps whose error the run got over: after the last step it says no more than it did after those."""
+_DIGITS = str.maketrans("123456789", "000000000")
+
+
+def _shape(line: str) -> str:
+    """A line whatever its numbers."""
+    return line.translate(_DIGITS)
+
+
+Says = Literal["nothing", "error", "frame", "more"]
+"""What a line tells of the end: nothing, the words of an error alone, a frame of its traceback, or more."""
 
 
 class EndWatcher:
@@ -227,14 +242,18 @@ class EndWatcher:
         self._over: str | None = None
         """What said that the training had ended."""
         self._steps_after_over = 0
-        self._survived: set[str] = set()
-        """Causes that the run got over without being started again."""
+        self._survived: Counter[str] = Counter()
+        """Causes, and shapes of raised errors -> steps before which the run got over them without being restarted."""
         self._forget()
 
     def _forget(self) -> None:
         self._is_fatal, self._begins_anew = False, False
         self._words, self._late_words = "", ""
         self._passes_on, self._is_ignored = False, False
+        self._frames: set[bool] = set()
+        """Of the newest traceback: whether its frames lie in files."""
+        self._was_fatal = False
+        """Whether something fatal stood before it."""
         self.wants_next = False
         """Whether the next line says what this one announced."""
         self._deaths: list[tuple[int, bool, str]] = []
@@ -246,7 +265,8 @@ class EndWatcher:
         goes_back = self._newest is not None and number < self._newest
         ended = self.event(self._newest) if goes_back else None
         if not goes_back and not self._begins_anew:
-            self._survived.update(_DEATHS[rank][0] for rank, _, _ in self._deaths)
+            self._survived.update({_DEATHS[rank][0] for rank, _, _ in self._deaths})
+            self._survived.update({_shape(self._words)} if self._words and self._is_fatal else ())
         self._forget()
         self._steps_after_over = self._steps_after_over + 1 if self._over else 0
         if goes_back or self._steps_after_over > 2:
@@ -263,16 +283,22 @@ class EndWatcher:
             self.wants_next = False
             self.error(f"{self._words} {text}"[:300] if self._words.endswith(":") else text)
             return "more"
+        if self.frame(line):
+            return "frame"
         is_over, begins_anew = _AT_ITS_END.search(line), _BEGINS_ANEW.search(line)
         is_fatal = _FATAL.search(line)
         if self._is_ignored and (is_fatal is not None or _ERROR_LINE.match(text)):
             self._is_ignored = is_fatal is not None  # up to its error
             return "more"
-        self._is_ignored = line.startswith("Exception ignored in")
+        self._is_ignored = line.startswith("Exception ignored in") or (
+            self._is_ignored and line[:1].isspace()
+        )
         if is_over is not None:
             self._over = is_over.group()
             self._is_fatal = False
         self._begins_anew |= begins_anew is not None
+        if is_fatal is not None:
+            self._frames, self._was_fatal = set(), self._is_fatal
         self._is_fatal |= is_fatal is not None
         self._passes_on |= _CAUSED in line
         is_error = _ERROR_LINE.match(text) is not None
@@ -280,6 +306,9 @@ class EndWatcher:
             _BARE_ERROR.match(text) is not None
             or (self._sees_all and self._is_fatal and _OTHER_ERROR.match(text) is not None)
         )
+        if (is_error or is_bare) and self.is_in_a_sample:
+            self._is_fatal, self._frames = self._was_fatal, set()
+            return "more"
         if is_error or (is_bare and self._is_fatal):
             self.error(text)
             self.wants_next = self._sees_all and self._words.endswith(":")
@@ -306,6 +335,18 @@ class EndWatcher:
         ):
             return "more"
         return "error" if is_error else "nothing"
+
+    def frame(self, line: str) -> bool:
+        """Whether a line is a frame of a traceback, which is remembered."""
+        frame = _FRAME.match(line)
+        if frame is not None and not self._is_ignored:
+            self._frames.add(frame.group(1) is None)
+        return frame is not None
+
+    @property
+    def is_in_a_sample(self) -> bool:
+        """Whether the newest traceback is of a program that a model wrote: no frame of it lies in a file."""
+        return self._frames == {False} and self._newest is not None
 
     def _without_prefix(self, line: str) -> str:
         """A line without its rank; before the first step also without a logger's words, in which a program reports what
@@ -340,8 +381,11 @@ class EndWatcher:
             return Event(kind="note", text=f"after the training had ended: {self._late_words}")
         telling = [d for d in self._deaths if d[1] or _DEATHS[d[0]][0] not in self._survived]
         death = min(telling, key=lambda d: (d[0], "RayTaskError(" in d[2]), default=None)
-        is_raised = self._is_fatal or self._newest is None
+        is_fatal = self._was_fatal if self.is_in_a_sample else self._is_fatal
+        is_raised = is_fatal or self._newest is None
         words, fields = self._words if is_raised else "", {}
+        if self._survived[_shape(words)] >= OFTEN:
+            words = ""
         if words == "KeyboardInterrupt" and self._newest is not None:
             words = ""  # somebody had seen enough
         follows = any(text == words for _, _, text in telling) or _PASSED_ON.search(words) is not None
@@ -353,7 +397,6 @@ class EndWatcher:
         return Event(kind="run_failed", step=step, text=words, fields=dict(fields)) if words else None
 
 
-_DIGITS = str.maketrans("123456789", "000000000")
 _NUMBERS_TELL = ("xit", "returncode")
 """Lines with these words say other things with other numbers."""
 MAX_SHAPES = 20_000
@@ -374,13 +417,15 @@ class LineWatcher:
     def watch(self, line: str, step: int | None) -> Event | None:
         """An event when `line` (already plain) reports trouble; `step` is the newest step logged so far."""
         numbers_tell = any(map(line.__contains__, _NUMBERS_TELL))
-        shape = line if numbers_tell else line.translate(_DIGITS)
+        shape = line if numbers_tell else _shape(line)
         told = self._told.get(shape)
-        if told is not None and not self.ending.wants_next:
+        if told is not None and not (self.ending.wants_next or self.ending.is_in_a_sample):
             says, kind = told
             self.trouble.remember("")
             if says == "error":
                 self.ending.error(line.strip()[:300])
+            elif says == "frame":
+                self.ending.frame(line)
             return self.trouble.event(kind, line, step) if kind and self._is_one_more(kind, step) else None
         says = self.ending.watch(line)
         event = self.trouble.watch(line, step)
