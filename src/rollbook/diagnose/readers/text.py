@@ -359,9 +359,10 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
                 "exceeded quota",
                 "modal.exception",
                 "swerex",
+                "from daemon",
                 "container creation",
-                "create container",
-                "create pod",
+                "ailed to ",
+                "ailure to ",
             ),
             r"[Ss]andbox.{0,80}(?:time[d ]*out|unreachable|refused|not healthy|quota|exhausted|lost|died|unavailable)"
             r"|(?:Connect(?:ion|or)?(?:Error|Timeout)|[Cc]onnection refused).{0,80}sandbox"
