@@ -30,6 +30,10 @@ BUCKET_BYTES = 256 * 2**20
 _POSITION_BYTES = 4.0
 CHANGED_FRAC = 0.02
 """Of the weights' bits in one step, where nobody measured it: open weight_sync cases give 0.0005 to 0.05."""
+_LINK_FRAC = 0.7
+"""Of a link's rate that gathers and slices reach: chosen on the open cases (bench/ledger_results.md)."""
+_BROADCAST_FRAC = 0.75
+"""The same where one sender fills a chain whose members only pass on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +192,7 @@ def _rates(
     accelerator = cluster.accelerator
     link = cluster.nic_bytes_per_s if crosses else accelerator.scale_up_bytes_per_s
     gathered = assumptions.gather_cross_bytes_per_s if crosses else assumptions.gather_bytes_per_s
-    gather = min(gathered, 0.7 * link * max(work.num_train_gpus - 1, 1))
+    gather = min(gathered, _LINK_FRAC * link * max(work.num_train_gpus - 1, 1))
     load = assumptions.load_bytes_per_s * work.replica_gpus
     if work.method in ("in_process", "ipc"):
         return {"gather": gather, "load": load} if work.num_train_gpus > 1 else {"load": load}
@@ -196,13 +200,13 @@ def _rates(
         # One trainer GPU holds everything that it sends.
         alone = work.num_train_gpus == 1
         assembly = math.inf if alone else work.pp_size * _assembly(cluster, assumptions, work)
-        return {"gather": assembly, "transfer": 0.75 * link, "load": load}
+        return {"gather": assembly, "transfer": _BROADCAST_FRAC * link, "load": load}
     if work.method == "disk":
         write = assumptions.disk_bytes_per_s
         return {"gather": gather, "transfer": write, "load": load}
     receiver = assumptions.receiver_cross_bytes_per_s if crosses else assumptions.receiver_bytes_per_s
-    receiver = min(receiver, 0.7 * link)
-    senders = math.inf if crosses else 0.7 * link * work.num_train_gpus
+    receiver = min(receiver, _LINK_FRAC * link)
+    senders = math.inf if crosses else _LINK_FRAC * link * work.num_train_gpus
     staged = work.pp_size * assumptions.shard_gather_bytes_per_s
     return {
         # The trainer holds bfloat16, whatever the engine is sent.
@@ -221,7 +225,7 @@ def _assembly(cluster: Cluster, assumptions: SyncAssumptions, work: SyncWork) ->
     """
     nodes = max(work.num_train_gpus / work.pp_size / cluster.accelerator.scale_up_gpus, 1.0)
     far = (1 - 1 / nodes) * assumptions.far_bytes_per_param / DTYPE_BYTES["bfloat16"]
-    return 1 / (1 / assumptions.assemble_bytes_per_s + far / (0.7 * cluster.nic_bytes_per_s))
+    return 1 / (1 / assumptions.assemble_bytes_per_s + far / (_LINK_FRAC * cluster.nic_bytes_per_s))
 
 
 def _delta(
