@@ -100,7 +100,7 @@ EXPLAINS: dict[str, frozenset[str]] = {
     for name, consequences in {
         "silent_error_after_wake": "engine_mismatch missed_weight_sync mismatch_to_nan stale_samples version_drift"
         " one_source_all_zero dead_sandbox_pool filter_starvation tail_burst late_oom_with_length buffer_never_fills"
-        " all_rejected not_finite",
+        " all_rejected not_finite discontinuity_after_resume",
         "missed_weight_sync": "stale_samples version_drift engine_mismatch mismatch_to_nan buffer_never_fills"
         " filter_starvation one_source_all_zero all_rejected not_finite",
         "version_drift": "stale_samples engine_mismatch mismatch_to_nan missed_weight_sync buffer_never_fills"

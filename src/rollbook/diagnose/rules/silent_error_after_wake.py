@@ -51,6 +51,9 @@ def judge(view: View) -> Finding | NotJudged | None:
     noise = pearson is not None and pearson.after < NOISE and pearson.before > 0.8
     changed = _changed_at(view, rise.idx)
     in_part = len(changed) >= 2 and (unrelated or rise.peak_ratio >= FAR_OFF)
+    # One change of the answers tells as much where rewards are lost by it, and both sides are not only scaled.
+    is_scaled = pearson is not None and pearson.after >= SCALED
+    in_part |= len(changed) == 1 and rise.peak_ratio >= FAR_OFF and lost >= 0.15 and not is_scaled
     if not (lost >= 0.4 or (unrelated and lost >= 0.15) or noise or in_part):
         return None
     return _finding(view, rise.idx, 0.95 if (lost >= 0.4 and rise.peak_ratio >= 5) or noise else 0.8)
@@ -70,6 +73,8 @@ def _is_far_apart(view: View, idx: int) -> bool:
 
 FAR_OFF = 8.0
 """Growth of the disagreement at once beyond any numerics, where answers change with it."""
+SCALED = 0.97
+"""Correlation from which on both sides differ by a temperature alone, which changes answers, too."""
 _OF_ANSWERS: tuple[tuple[str, float, float], ...] = (
     # metric, least growth at once, least difference
     ("response_length/clip_ratio", 4.0, 0.03),

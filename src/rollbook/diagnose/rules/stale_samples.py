@@ -3,9 +3,12 @@ bound lets too much through. The disagreement of trainer and engine follows the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from rollbook.diagnose.changes import spearman
+from rollbook.diagnose.breaks import Break
+from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.missed_weight_sync import NO_GAP, follows_staleness
 from rollbook.diagnose.rules.version_drift import newest_follows
@@ -36,7 +39,13 @@ def judge(view: View) -> Finding | NotJudged | None:
     rise = versions.rise
     if (always := _from_start(view, versions.mean)) is not None:
         return always
-    if rise is None or rise.late < rise.before + 1.0 or rise.peak_ratio < 1.5 or rise.score < 5:
+    if rise is None or rise.score < 5:
+        return None
+    # A slow rise is seen half-way up: what it was at first counts.
+    at_first = min(rise.before, view.level(versions.mean, view.n // 50, max(rise.idx // 2, 5)))
+    is_clear = rise.late >= rise.before + 1.0 and rise.peak_ratio >= 1.5
+    begun = _from_its_beginning(view, versions.mean, rise, at_first)
+    if not is_clear and not _apart_slowly(view, begun):
         return None
     if is_broken_update(view, rise.idx):
         return (
@@ -51,8 +60,6 @@ def judge(view: View) -> Finding | NotJudged | None:
     if not harm:  # a slow rise is seen late: look from further back
         back = min(30, rise.idx // 3)
         harm = _harm(view, rise.idx - back, back + min(rise.rise_steps, 40))
-    # A slow rise is seen half-way up: what it was at first counts.
-    at_first = min(rise.before, view.level(versions.mean, view.n // 50, max(rise.idx // 2, 5)))
     is_large = rise.late >= max(at_first + 2.0, 2.5 * at_first) and rise.score >= 8
     if not harm and not is_large:
         return None
@@ -62,13 +69,41 @@ def judge(view: View) -> Finding | NotJudged | None:
         title="samples are stale when they are trained",
         area="async",
         confidence=share(0.6 + 0.15 * bool(harm) + 0.05 * len(harm) + 0.1 * (together > 0.5)),
-        step=rise.step,
-        evidence=(of_break(rise, "versions behind the trainer"), *harm),
-        cost_reward=_reward_lost(view, rise.idx),
+        step=begun.step,
+        evidence=(of_break(begun, "versions behind the trainer"), *harm),
+        cost_reward=_reward_lost(view, begun.idx),
         action=ACTION,
         next_check=CHECK,
         until_step=view.step_at(rise.end_idx) if rise.end_idx is not None else None,
     )
+
+
+SLOWLY_OLDER, SLOWLY_APART = 2.5, 1.6
+"""Staleness, and the gap with it, over what they were at first, from which on a slow rise is no pipeline that fills."""
+LEFT = 0.15
+"""Share of a rise by which a level has been left."""
+
+
+def _from_its_beginning(view: View, metric: str, rise: Break, at_first: float) -> Break:
+    """A rise, dated where its first level was left."""
+    left = at_first + LEFT * (rise.late - at_first)
+    if rise.before <= left:
+        return rise
+    known = np.nan_to_num(view.values[metric][: rise.idx + 1], nan=at_first)
+    low = np.flatnonzero(running_median(known, 9) <= left)
+    idx = int(low[-1]) + 1 if len(low) else 0
+    return replace(rise, idx=idx, step=view.step_at(idx), before=at_first)
+
+
+def _apart_slowly(view: View, rise: Break) -> bool:
+    """Whether samples grew many times as old over many steps, and the gap went with them."""
+    if rise.idx < 8 or rise.late < max(rise.before + 1.5, SLOWLY_OLDER * rise.before) or gap_of(view) is None:
+        return False
+    before, after = (
+        view.level(GAP, max(0, rise.idx - 60), rise.idx),
+        view.level(GAP, (view.n + rise.idx) // 2),
+    )
+    return after >= SLOWLY_APART * before
 
 
 def _harm(view: View, idx: int, skip: int) -> list[Evidence]:

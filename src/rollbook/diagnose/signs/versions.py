@@ -105,7 +105,10 @@ def _levels_off(values: Series) -> bool:
     """Whether an age stops growing at its height: a bound holds it, so somebody still takes new versions."""
     top = int(np.argmax(values))
     after = values[top:]
-    return len(after) >= 6 and bool(after.min() >= 0.75 * values[top] and values[top] - after[-1] <= 2)
+    back = values[top] - float(np.median(after[-3:]))  # the oldest of a step wobbles with its height
+    return len(after) >= 6 and bool(
+        after.min() >= 0.75 * values[top] and back <= max(2.0, 0.15 * values[top])
+    )
 
 
 def _standing_replicas(view: View) -> tuple[tuple[str, ...], int | None]:
