@@ -18,6 +18,7 @@ from rollbook.diagnose.tree import diagnose
 from rollbook.errors import DataError
 
 REWARD = "critic/rewards/mean"
+LENGTH = "response_length/mean"
 
 
 def read(tmp_path: Path, text: str, name: str = "log.txt") -> RunSeries:
@@ -489,3 +490,16 @@ def test_a_long_traceback_after_the_last_step_is_told(tmp_path: Path) -> None:
     text = f"{steps}Traceback (most recent call last):\n{frames}ValueError: no more prompts\n"
     finding = judged(tmp_path, text).findings[0]
     assert (finding.rule, finding.step) == ("run_stopped", 5)
+
+
+@pytest.mark.parametrize("name", ["len", "mean_len", "avg_length"])
+def test_a_length_beside_a_reward_is_that_of_the_answers(name: str, tmp_path: Path) -> None:
+    """By itself it may be anything's; beside a name that says more it stands back."""
+    text = "".join(f"step {i} | reward {i / 9:.3f} | {name} {100 + i}.5 | loss 0.1\n" for i in range(9))
+    assert list(read(tmp_path, text).values[LENGTH]) == [100.5 + i for i in range(9)]
+    both = "".join(
+        f"step={i} reward={i / 9:.3f} {name}={i} response_length={7 + i} loss=0\n" for i in range(9)
+    )
+    assert list(read(tmp_path, both).values[LENGTH]) == [7.0 + i for i in range(9)]
+    alone = "".join(f"step={i} loss={i / 9:.3f} {name}={i}\n" for i in range(9))
+    assert LENGTH not in read(tmp_path, alone).values

@@ -160,7 +160,6 @@ def test_prime_rls_lines_of_both_processes_complete_each_other(tmp_path: Path) -
         "critic/rewards/mean": 0.5179,
         "response_length/mean": 4816.7,
         "training/off_policy/trajectory_staleness/max": 1.0,
-        "timing_s/update_actor": 91.01,
         "actor/pg_loss": -0.0078,
         "rollout_corr/kl": 0.0486,
         "actor/grad_norm": 2.0312,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from rollbook.diagnose.readers.words import IN_WORDS, is_share_of_nothing, meant, source_of
+from rollbook.diagnose.readers.words import IN_WORDS, is_length, is_share_of_nothing, meant, source_of
 from rollbook.diagnose.series import Event, Row
 from rollbook.observe.numbers import many
 
@@ -221,6 +221,7 @@ _SUMMED = (
 
 
 REWARD = "critic/rewards/mean"
+LENGTH = "response_length/mean"
 HEAD_ROWS = 400
 """Rows that are looked at before names are read by their words, so that the best name of each metric stands."""
 MAX_TOLD = 6
@@ -296,9 +297,11 @@ class Renamer:
             self._taken.add(metric)
         if REWARD in self._taken:
             for name in count:
-                is_free = name not in self._read and name not in self._taken
-                source = source_of(name) if is_free and self._by_table(name) == name else None
-                if source is not None and (metric := f"reward/{source}/mean") not in self._taken:
+                if name in self._read or name in self._taken or self._by_table(name) != name:
+                    continue
+                source = source_of(name)
+                metric = f"reward/{source}/mean" if source is not None else LENGTH if is_length(name) else ""
+                if metric and metric not in self._taken:
                     self._read[name] = metric
                     self._taken.add(metric)
 

@@ -29,7 +29,7 @@ _SAME = {
     "clipfrac": "clip_ratio", "approxkl": "approx_kl", "iteration": "step", "iter": "step",
     "groups": "group", "stddev": "std", "variance": "std", "var": "std", "difference": "diff", "gap": "diff",
     "abs": "diff", "steps": "step", "scoring": "score", "flat": "zero", "losses": "loss",
-    "episodic": "episode",
+    "episodic": "episode", "resp": "response",
 }  # fmt: skip
 """Word -> the one that stands for it below; `a_b` are two words in one."""
 
@@ -195,6 +195,17 @@ def is_share_of_nothing(name: str) -> bool:
     (True, False)
     """
     return bool(words_of(name) & {"zero", "no"})
+
+
+@lru_cache(maxsize=4096)
+def is_length(name: str) -> bool:
+    """Whether a name is a length and does not say of what: beside a reward it is that of the answers.
+
+    >>> [is_length(n) for n in ("len", "avg_len", "train/mean_length", "max_len", "episode_length", "prompt_len")]
+    [True, True, True, False, False, False]
+    """
+    words = words_of(name)
+    return "length" in words and words <= {"length", "mean", "token", "train", "rollout"}
 
 
 _OF_PAIRS = frozenset({"chosen", "rejected", "reject", "margin", "margins", "accuracies"})
