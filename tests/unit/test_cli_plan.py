@@ -64,6 +64,27 @@ def test_json_has_the_fixed_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert step["mfu_frac"] == pytest.approx(0.287, abs=0.0006)
 
 
+@pytest.mark.parametrize("staleness", ["0", "4"])
+def test_json_says_of_which_topology_a_step_and_a_waterfall_are(
+    capsys: pytest.CaptureFixture[str], staleness: str
+) -> None:
+    """The ones at the top are of the colocated synchronous step, whatever is recommended."""
+    _, out, _ = run(
+        capsys, "plan", "--model", "qwen3-32b", "--num-gpus", "64", "--response-tokens", "8k",
+        "--max-response-tokens", "32k", "--max-staleness", staleness, "--json",
+    )  # fmt: skip
+    data = json.loads(out)
+    best = data["recommendation"]
+    assert (best["mode"] == "sync") == (staleness == "0")
+    for told, mode in ((data, "sync"), (best, best["mode"])):
+        assert told["step"]["mode"] == mode
+        assert told["step"]["is_recommended"] == (mode == best["mode"])
+        assert {loss["mode"] for loss in told["waterfall"]} == {mode}
+        assert {loss["topology"] for loss in told["waterfall"]} == {told["step"]["topology"]}
+    assert data["step"]["topology"] == "colocated, synchronous, 64 shared"
+    assert best["step"]["topology"] == best["title"]
+
+
 def test_counts_may_be_written_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(
         capsys, "plan", "--model", "qwen3-8b", "--num-gpus", "8", "--response-tokens", "2k",

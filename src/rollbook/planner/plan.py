@@ -100,11 +100,11 @@ class Plan:
         """One object, keys as in `rollbook plan --json`."""
         r = self.request
         prose = {
-            "step": self.base.account.as_json(),
+            "step": self._step_json(self.base),
             **self.beside.as_json(),
             "topologies": [c.as_json() for c in self.candidates],
             "recommendation": self._recommendation_json(),
-            "waterfall": [loss.as_json() for loss in self.base_waterfall],
+            "waterfall": _losses_json(self.base, self.base_waterfall),
             "derivation": [reasoned.as_json() for reasoned in self.derivation],
             "gpus": [size.as_json() for size in self.sizes],
             "growth": [grown.as_json() for grown in self.growth],
@@ -132,15 +132,31 @@ class Plan:
         return {
             **chosen.as_json(),
             "notes": list(self.chosen_notes),
-            "title": f"{MODE_TITLES[chosen.mode]}, {split(*chosen.split, chosen.mode)}",
+            "title": _topology(chosen),
             "because": self.choice_because,
             "max_staleness_steps": staleness_bound(chosen, self.request),
             "publication": publication.as_json(),
             "host_bytes_per_node": host_bytes_per_node(self.request, chosen),
-            "step": chosen.account.as_json(),
-            "waterfall": [loss.as_json() for loss in self.chosen_waterfall],
+            "step": self._step_json(chosen),
+            "waterfall": _losses_json(chosen, self.chosen_waterfall),
             "smallest_changes": [],
         }
+
+    def _step_json(self, candidate: Candidate) -> dict[str, object]:
+        """Its account, and which topology that is of: the one at the top is seldom the recommended one."""
+        return {
+            **candidate.account.as_json(),
+            "topology": _topology(candidate),
+            "is_recommended": candidate is self.chosen,
+        }
+
+
+def _topology(candidate: Candidate) -> str:
+    return f"{MODE_TITLES[candidate.mode]}, {split(*candidate.split, candidate.mode)}"
+
+
+def _losses_json(candidate: Candidate, losses: tuple[Loss, ...]) -> list[dict[str, object]]:
+    return [{**loss.as_json(), "mode": candidate.mode, "topology": _topology(candidate)} for loss in losses]
 
 
 def _about_cpus(part: Any) -> Any:
