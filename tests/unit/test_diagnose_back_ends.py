@@ -186,3 +186,13 @@ def test_the_memory_that_workers_of_areal_say_belongs_to_the_step_that_follows(t
 def test_transformers_words_of_a_resume_are_one() -> None:
     event = TroubleWatcher().watch("  Continuing training from global step 57", 57)
     assert event is not None and event.kind == "resumed"
+
+
+def test_a_leak_that_is_told_late_began_when_samples_began_to_wait() -> None:
+    waits = noisy(12.0 * (1 + 3 * np.clip((T - 20) / 90, 0, 1)), 6, 0.03)
+    found = diagnose(
+        run_of({"perf/non_generation_time/mean": waits}, events=_said(USED_UP[0], EVER_MORE))
+    ).findings
+    assert [f.rule for f in found] == ["sandbox_leak"]
+    assert 18 <= found[0].step <= 45
+    assert "samples wait" in found[0].evidence[1].says

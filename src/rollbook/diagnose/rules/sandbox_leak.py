@@ -63,6 +63,24 @@ def judge(view: View) -> Finding | NotJudged | None:
     return weighed or told or _calls_alone(view)
 
 
+NO_GENERATION = "perf/non_generation_time/mean"
+"""Seconds of a sample in which nothing was generated for it (slime): its tools, its environment and its score."""
+SAMPLES_WAIT = 1.5
+"""Growth of the seconds of a sample or a step from which on sandboxes are waited for."""
+LEFT = 0.1
+"""Share of a growth by which the first level has been left."""
+
+
+def _left_at(view: View, metric: str) -> int:
+    """Position at which a series that grows leaves its first level for good."""
+    known = np.flatnonzero(np.isfinite(view.values[metric]))
+    smooth = running_median(view.values[metric][known], 7)
+    part = max(3, len(known) // 8)
+    first, last = float(np.median(smooth[:part])), float(np.median(smooth[-part:]))
+    low = np.flatnonzero(smooth <= first + LEFT * (last - first))
+    return int(known[min(int(low[-1]) + 1, len(known) - 1)]) if len(low) else 0
+
+
 def _told(view: View) -> Finding | None:
     """Ever more lines that say that a limit of sandboxes, their networks or their processors is reached: those that
     live are too many, whatever is measured of them."""
@@ -72,10 +90,19 @@ def _told(view: View) -> Finding | None:
     step = view.step_at(lines.idx)
     says = f"{num(lines.before)} lines a step before, {num(lines.after)} since and growing, as: {lines.example[:160]}"
     evidence = [Evidence(metric="log", step=step, before=lines.before, after=lines.after, says=says)]
-    waits = view.rise(beyond_lengths(view, waiting_of(view) or "", "waiting beyond length"))
-    if waits is not None and waits.end_idx is None and waits.score >= 5 and waits.peak_ratio >= 1.3:
-        evidence.append(of_break(waits, "times what the lengths explain"))
-        step = min(step, waits.step)
+    waits = beyond_lengths(view, waiting_of(view) or "", "waiting beyond length")
+    for metric, of in (
+        (NO_GENERATION, "seconds of a sample without generation"),
+        (waits, "what lengths explain"),
+    ):
+        ratio, steadiness = view.trend(metric)
+        if metric is None or ratio < SAMPLES_WAIT or steadiness < 0.75:
+            continue
+        begun = _left_at(view, metric)
+        says = f"grows to {num(ratio)} times, step by step: samples wait for sandboxes ({of})"
+        evidence.append(Evidence(metric=metric, step=view.step_at(begun), says=says))
+        step = min(step, view.step_at(begun))
+        break
     return Finding(
         rule=RULE,
         title="sandboxes are not given back: ever more cannot be made, as a limit is reached",
