@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from diagnose_runs import ALLOCATED, RESERVED, noisy, run_of
+from rollbook.diagnose.readers.table import load
 from rollbook.diagnose.series import Event
 from rollbook.diagnose.tree import diagnose
 
@@ -78,3 +81,19 @@ def test_words_of_the_end_do_not_hide_when_memory_began_to_be_held() -> None:
     assert diagnosis.verdict == "fragmentation"
     assert 40 <= diagnosis.findings[0].step <= 75
     assert "35.1 GiB were reserved and not used" in diagnosis.findings[0].evidence[-1].says
+
+
+def test_an_error_alone_is_told_by_its_numbers_and_claims_no_growth(tmp_path: Path) -> None:
+    """Ray passes the error on before the error itself stands there; no memory and no length was logged."""
+    text = (
+        "ray.exceptions.RayTaskError(OutOfMemoryError): ray::WorkerDict.actor_rollout_update_actor() (pid=4411)\n"
+        '  File "/opt/verl/workers/fsdp_workers.py", line 640, in update_actor\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 14.84 GiB. GPU 0 has a total capacity of 79.10 "
+        "GiB of which 8.02 GiB is free.\n"
+    )
+    (tmp_path / "error.txt").write_text(f"Traceback (most recent call last):\n{text}")
+    finding = diagnose(load(str(tmp_path / "error.txt"))).findings[0]
+    assert finding.rule == "late_oom_with_length"
+    assert "Tried to allocate 14.84 GiB" in finding.evidence[0].says
+    assert "grows" not in finding.title
+    assert "does not say" in finding.next_check

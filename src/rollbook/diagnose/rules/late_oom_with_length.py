@@ -28,7 +28,8 @@ def judge(view: View) -> Finding | NotJudged | None:
     step = view.step_at(view.n - 1)
     if said:
         step = said[0].step if said[0].step is not None else step
-        evidence.append(Evidence(metric="log", step=step, says=said[0].text[:300]))
+        told = next((e for e in said if e.step == said[0].step and "Tried to allocate" in e.text), said[0])
+        evidence.append(Evidence(metric="log", step=step, says=told.text[:300]))
     grown, _ = view.trend(length)
     fuller, steadiness = view.trend(used)
     capacity = memory.device_gib(view)
@@ -61,9 +62,12 @@ def judge(view: View) -> Finding | NotJudged | None:
         confidence = 0.6
     else:
         return None
+    has_grown = len(evidence) > bool(said)
     return Finding(
         rule=RULE,
-        title="memory grows with the responses until a long batch does not fit",
+        title="memory grows with the responses until a long batch does not fit"
+        if has_grown
+        else "device memory ran out: a batch did not fit",
         area="implementation",
         confidence=share(confidence),
         step=step,
@@ -71,7 +75,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         action="pack micro batches by a token budget, split long sequences over ranks (context "
         "parallelism), or cap the "
         "response length; plan for the longest batch, not the mean",
-        next_check="peak memory against the tokens of the largest micro batch, step by step",
+        next_check="peak memory against the tokens of the largest micro batch, step by step"
+        + ("" if has_grown else ": whether it grew with the responses, the log does not say"),
     )
 
 
