@@ -503,3 +503,20 @@ def test_a_length_beside_a_reward_is_that_of_the_answers(name: str, tmp_path: Pa
     assert list(read(tmp_path, both).values[LENGTH]) == [7.0 + i for i in range(9)]
     alone = "".join(f"step={i} loss={i / 9:.3f} {name}={i}\n" for i in range(9))
     assert LENGTH not in read(tmp_path, alone).values
+
+
+@pytest.mark.parametrize("prefix", ["", "train/"])
+def test_a_part_of_the_reward_that_is_full_is_no_reward_at_its_top(prefix: str, tmp_path: Path) -> None:
+    """An export holds the reward and, of its functions, that of the format alone."""
+    rows = [
+        {
+            "step": i,
+            f"{prefix}reward": 0.2 + 0.006 * i,
+            f"{prefix}rewards/format/mean": min(1.0, 0.5 + i / 40),
+        }
+        for i in range(1, 61)
+    ]
+    full = [row | {f"{prefix}reward": row[f"{prefix}rewards/format/mean"]} for row in rows]
+    for these, states in ((rows, []), (full, ["reward_saturates"])):
+        text = "".join(json.dumps(row) + "\n" for row in these)
+        assert [state.name for state in judged(tmp_path, text, "log.jsonl").states] == states

@@ -400,13 +400,19 @@ def _parts_from(view: View, train: str, held_out: str) -> bool:
     return gained[0] > least and gained[1] <= 0.25 * gained[0]
 
 
+def _is_a_function(view: View, metric: str) -> bool:
+    """Whether what the catalogue has for the reward of a source is that of a reward function in the log, as TRL calls
+    it: a part of the reward, whose format may long be right while the answers are not."""
+    return view.run.in_log.get(metric, metric).removeprefix("train/").startswith("rewards/")
+
+
 def _reward_saturates(view: View) -> State | None:
     metric = view.first(*REWARD)
     if metric is None or view.n < 12:
         return None
     top = _best_of(view, metric.replace("/mean", "/max"))
     sources = view.family("reward/", "/mean")
-    if len(sources) == 1:
+    if len(sources) == 1 and not _is_a_function(view, sources[0]):
         metric = sources[0]  # of all that was generated: groups that were all right are not trained
     last = view.last(metric, max(5, view.n // 10))
     if not np.isfinite(top):
