@@ -17,7 +17,7 @@ from rollbook.diagnose.rules.filter_starvation import batch_of
 from rollbook.diagnose.rules.longer_waits import RULE
 from rollbook.diagnose.rules.wording import num, of_break
 from rollbook.diagnose.signs.environments import failure_kinds_of
-from rollbook.diagnose.signs.seconds import excess_of, lost_seconds
+from rollbook.diagnose.signs.seconds import excess_of, lost_seconds, stalls_at_end, waiting_of
 from rollbook.diagnose.signs.standstill import Standstill, standstill_of
 from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.stops import Stop, stopped_by
@@ -31,6 +31,8 @@ def judge(view: View) -> Finding | NotJudged | None:
     if (standing := standstill_of(view)) is not None and standing.told_by == RULE:
         return _stands_still(standing)
     excess = excess_of(view)
+    if excess is None and (stalled := _whole_steps(view)) is not None:
+        return stalled
     if excess is None:
         return NotJudged(
             rule=RULE, missing=("timing_s/gen",), collect="log the seconds the trainer waits for samples"
@@ -68,6 +70,30 @@ def _stands_still(found: Standstill) -> Finding:
         action="look at what is still running: the trajectories that are missing, their replica and their environment; "
         "put a deadline on every trajectory, so that a step goes on without them",
         next_check="the oldest trajectory still running: its age, its turn and its replica",
+    )
+
+
+def _whole_steps(view: View) -> Finding | None:
+    """Steps of an asynchronous trainer stall, and nothing else of them is timed: what such a trainer waits for is its
+    batch."""
+    if not is_asynchronous(view) or waiting_of(view) != "timing_s/step":
+        return None
+    if (found := stalls_at_end(view, "timing_s/step")) is None or view.events("collective_timeout"):
+        return None
+    idx, usual, seconds = found
+    step = view.step_at(idx)
+    says = f"{num(seconds)} s in step {step}, {num(usual)} s is usual"
+    return Finding(
+        rule=RULE,
+        title="steps of a trainer that takes its samples from a queue stall: it waits for a batch",
+        area="async",
+        confidence=0.7,
+        step=step,
+        evidence=(Evidence(metric="timing_s/step", step=step, before=usual, after=seconds, says=says),),
+        cost_s=seconds - usual,
+        action="look at what is still running: the trajectories that are missing, their replica and their environment; "
+        "where all samples had come, dump the stacks of the trainer's ranks",
+        next_check="log the seconds that the trainer waits for its batch apart from those it computes",
     )
 
 

@@ -11,7 +11,13 @@ from rollbook.diagnose.cost import is_asynchronous, is_worth, run_seconds
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
-from rollbook.diagnose.signs.seconds import TRAINER_STAGES, is_of_the_schedule, lost_seconds, waiting_of
+from rollbook.diagnose.signs.seconds import (
+    TRAINER_STAGES,
+    is_of_the_schedule,
+    lost_seconds,
+    stalls_at_end,
+    waiting_of,
+)
 from rollbook.diagnose.signs.standstill import standstill_of
 from rollbook.diagnose.spells import Spells
 from rollbook.diagnose.view import View
@@ -54,7 +60,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     if slow is not None and not said:
         return slow
     for stage in [s for s in stages if view.has(s)]:
-        found = _stalls_at_end(view, stage)
+        found = stalls_at_end(view, stage)
         if found is None:
             continue
         idx, usual, seconds = found
@@ -100,23 +106,6 @@ def judge(view: View) -> Finding | NotJudged | None:
         "elsewhere is the cause: fewer micro batches, an exception, a dead host",
         next_check="number of micro batches per rank in that step, and the kernel log of each host",
     )
-
-
-def _stalls_at_end(view: View, stage: str) -> tuple[int, float, float] | None:
-    """(position, usual seconds, seconds) of a stage that takes many times its usual time in the last three steps."""
-    values = view.values[stage]
-    known = np.flatnonzero(np.isfinite(values))
-    if len(known) < 6:
-        return None
-    past = values[known[:-3]]
-    usual, largest = float(np.median(past)), float(np.max(past))
-    for idx in known[-3:]:
-        if values[idx] >= max(6 * usual, 3 * largest, usual + 90.0):
-            return int(idx), usual, float(values[idx])
-    top = int(known[1 + np.argmax(values[known[1:]])])  # the first step of a log warms up
-    if values[top] >= max(15 * usual, usual + 500.0):  # it timed out, and the run was started again
-        return top, usual, float(values[top])
-    return None
 
 
 _COLLECTIVE = ("update_actor", "update_weights", "old_log_prob", "ref", "values", "update_critic")

@@ -181,6 +181,23 @@ def lost_in_steps(view: View, idx: int, end: int | None = None) -> float | None:
     return max(float(np.nansum((step - usual * work)[idx:end])) * view.stride, 0.0)
 
 
+def stalls_at_end(view: View, stage: str) -> tuple[int, float, float] | None:
+    """(position, usual seconds, seconds) of a stage that takes many times its usual time in the last three steps."""
+    values = view.values[stage]
+    known = np.flatnonzero(np.isfinite(values))
+    if len(known) < 6:
+        return None
+    past = values[known[:-3]]
+    usual, largest = float(np.median(past)), float(np.max(past))
+    for idx in known[-3:]:
+        if values[idx] >= max(6 * usual, 3 * largest, usual + 90.0):
+            return int(idx), usual, float(values[idx])
+    top = int(known[1 + np.argmax(values[known[1:]])])  # the first step of a log warms up
+    if values[top] >= max(15 * usual, usual + 500.0):  # it timed out, and the run was started again
+        return top, usual, float(values[top])
+    return None
+
+
 def over_the_others(view: View, metric: str, family: Sequence[str]) -> str:
     """A derived series: one replica's values over the median of the others' in the same step."""
     others = np.stack([view.values[m] for m in family if m != metric])
