@@ -106,6 +106,9 @@ class _Run:
             column.values.append(value)
 
 
+WHEN_EMPTY = "check that this is the log of a run that finished a step"
+
+
 def assemble(
     items: Iterable[Row | Event],
     *,
@@ -114,11 +117,13 @@ def assemble(
     renamed: dict[str, str] | None = None,
     notes: Iterable[str] = (),
     run_idx: int | None = None,
+    if_empty: str = WHEN_EMPTY,
 ) -> RunSeries:
     """Make one run of the rows and events of a log, in the log's order.
 
     Args:
         run_idx: which run to return when the log holds several; None is the last.
+        if_empty: what to do where no row comes.
     Raises:
         DataError: no row at all, or no such run.
     """
@@ -156,7 +161,7 @@ def assemble(
     if not runs[0].steps and (died := _died_early(runs[0])) is not None:
         runs[0].add(Row(step=died, data={}))
     if not runs[-1].steps:
-        raise DataError(f"{source} holds no step", "check that this is the log of a run that finished a step")
+        raise DataError(f"{source} holds no step", if_empty)
     chosen = len(runs) - 1 if run_idx is None else run_idx
     if not 0 <= chosen < len(runs):
         holds, use = ("one run", "leave it out, or use 0") if len(runs) == 1 else (f"{len(runs)} runs", "")

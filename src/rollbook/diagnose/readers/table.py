@@ -26,7 +26,7 @@ from rollbook.diagnose.readers import (
     verl_file,
     wandb,
 )
-from rollbook.diagnose.readers.assemble import assemble
+from rollbook.diagnose.readers.assemble import WHEN_EMPTY, assemble
 from rollbook.diagnose.readers.endings import ENDING_BYTES, died_before_a_step, holds_an_error
 from rollbook.diagnose.series import Event, Row, RunSeries
 from rollbook.errors import DataError, nearest_name
@@ -167,12 +167,19 @@ def load(
     found = places(path, format)
     if len(found) > 1:
         notes = [f"{path} holds {len(found)} logs: this is the newest"]
+    if_empty = WHEN_EMPTY if format is None else _without_a_format(found[0][0])
     path, format = found[0]
     reader = READERS[format]
     renamer = names.Renamer((*reader.names, names.VERL), by_words=reader.by_words)
     rows = renamer.rows(reader.read(path))
     run = assemble(
-        rows, source=str(path), format=format, renamed=renamer.renamed, run_idx=run_idx, notes=notes
+        rows,
+        source=str(path),
+        format=format,
+        renamed=renamer.renamed,
+        run_idx=run_idx,
+        notes=notes,
+        if_empty=if_empty,
     )
     run.in_log = renamer.in_log()
     ages.add(run)
@@ -188,6 +195,15 @@ def load(
         )
     run.notes.extend(event.text for event in run.events if event.kind in ("damaged", "note"))
     return run
+
+
+def _without_a_format(path: Path) -> str:
+    """What to do where a log holds no step in the format that was asked for."""
+    try:
+        (_, format), *_ = places(path)
+    except DataError:
+        return WHEN_EMPTY
+    return f"it reads as {format}: leave --format out"
 
 
 def places(path: Path, format: str | None = None) -> list[tuple[Path, str]]:
