@@ -132,7 +132,9 @@ def test_a_log_whose_start_up_fills_megabytes_is_known_by_its_first_step(tmp_pat
 @pytest.mark.parametrize("format", ["trl", "slime", "tensorboard"])
 def test_a_format_that_does_not_fit_is_told_the_one_that_does(format: str, tmp_path: Path) -> None:
     path = console(tmp_path / "run.log", 9, 1.0)
-    with pytest.raises(DataError, match=r"holds no step\s+hint: it reads as verl-console: leave --format out"):
+    with pytest.raises(
+        DataError, match=r"holds no step\s+hint: it reads as verl-console: leave --format out"
+    ):
         load(str(path), format=format)
     (tmp_path / "empty.log").write_text("hello\n")
     with pytest.raises(DataError, match="finished a step"):
