@@ -22,6 +22,7 @@ from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.memory import activation_bytes, logits_bytes, memory_items, train_memory
 from rollbook.ledger.model import load_model
 from rollbook.ledger.quantity import parse_count
+from rollbook.ledger.residence import Residence
 from rollbook.ledger.step import Layouts, step_account
 from rollbook.ledger.switch import SleepChoice, hand_over, pinned_bytes
 from rollbook.ledger.sync import BUCKET_BYTES, SyncWork, best_sync_every, published_bytes, sync_account
@@ -188,20 +189,31 @@ def test_agent_prefill_is_linear_with_the_prefix_and_quadratic_without() -> None
 
 
 def test_agent_environment_hours() -> None:
-    """1,024 trajectories x 10 calls x 2 s on one core each."""
+    """1,024 trajectories x the 9 calls between 10 turns x 2 s on one core each."""
     account = agent_account(replace(WORK, agent=AgentWork(num_turns=10, env_s=2.0)))
-    assert account.env_busy_s == 20_480
-    assert account.cpu_core_hours == pytest.approx(1024 * 20 / 3600)
-    assert account.slowest_env_s == 20.0  # no spread given
+    assert (account.num_calls, account.env_busy_s) == (9_216, 18_432)
+    assert account.cpu_core_hours == pytest.approx(1024 * 18 / 3600)
+    assert account.slowest_env_s == account.trajectory_env_s == account.gpu_idle_s == 18.0  # no spread given
     spread = agent_account(
         replace(WORK, agent=AgentWork(num_turns=10, env_s=2.0, env_p50_s=1.0, env_p99_s=20.0))
     )
-    assert spread.slowest_env_s > 40
+    assert spread.slowest_env_s > 36
+
+
+def test_account_and_decode_books_count_the_same_calls() -> None:
+    """A call is between two turns: one turn has none, and half a turn more is half a call more."""
+    for turns in (1.0, 2.0, 3.5, 20.0):
+        work = replace(WORK, agent=AgentWork(num_turns=turns, env_s=2.0, observation_tokens=10))
+        account = agent_account(work)
+        rows = np.ones(1)
+        assert account.trajectory_env_s == Residence(workload=work, rows=rows, step_s=rows).env_s
+        assert account.trajectory_env_s == 2.0 * (turns - 1)
+        assert account.num_calls * 10 == work.observation_tokens * work.num_sequences
 
 
 def test_sandboxes_for_a_target_time() -> None:
     work = replace(WORK, agent=AgentWork(num_turns=10, env_s=2.0, sandbox_start_s=5.0))
-    assert sandboxes_needed(work, target_s=100.0) == 256  # 1,024 x 25 s / 100 s
+    assert sandboxes_needed(work, target_s=100.0) == 236  # 1,024 x 23 s / 100 s
     with pytest.raises(PlanError, match="one trajectory"):
         sandboxes_needed(work, target_s=20.0)
 

@@ -87,7 +87,7 @@ def test_cores_and_start_of_a_sandbox_count_in_core_hours() -> None:
     one = plan(**agent).as_json()["agents"]
     four = plan(**agent, cores_per_sandbox=4.0, sandbox_start_seconds=20.0).as_json()["agents"]
     assert isinstance(one, dict) and isinstance(four, dict)
-    assert four["cpu_core_hours"] == pytest.approx(4 * one["cpu_core_hours"] * 60 / 40)
+    assert four["cpu_core_hours"] == pytest.approx(4 * one["cpu_core_hours"] * 50 / 30)
 
 
 def test_lent_training_gpus_shorten_an_asynchronous_step_as_the_simulator_has_it() -> None:

@@ -51,7 +51,12 @@ ProximalOption = Annotated[
     bool, typer.Option("--proximal/--no-proximal", help="Recompute proximal logprobs before training.")
 ]
 MiniBatchOption = Annotated[int, typer.Option("--mini-batches", help="Optimizer updates of a step.")]
-TurnsOption = Annotated[float, typer.Option("--turns", help="Mean turns of a trajectory.")]
+TurnsOption = Annotated[
+    float,
+    typer.Option(
+        "--turns", help="Mean turns (responses) of a trajectory; an environment call is between two of them."
+    ),
+]
 ObservationOption = Annotated[
     str, typer.Option("--observation-tokens", help="Mean tokens an environment adds after a turn.")
 ]

@@ -18,6 +18,7 @@ class AgentAccount:
     """Environment side of one step."""
 
     num_calls: float
+    """Of all trajectories: one between two turns, so one fewer than turns (`AgentWork.num_calls`)."""
     env_busy_s: float
     """Seconds of all environment calls together."""
     trajectory_env_s: float
@@ -60,11 +61,11 @@ def env_sigma(mean_s: float, p50_s: float, p99_s: float) -> float:
 def agent_account(workload: Workload) -> AgentAccount:
     """Environment side of one step of `workload`."""
     agent = workload.agent
-    calls = agent.num_turns * workload.num_sequences
-    trajectory_s = agent.num_turns * agent.env_s
+    calls = agent.num_calls * workload.num_sequences
+    trajectory_s = agent.num_calls * agent.env_s
     sigma = env_sigma(agent.env_s, agent.env_p50_s, agent.env_p99_s)
-    # The sum over turns narrows: relative variance falls with the number of turns.
-    spread = math.sqrt(math.expm1(sigma**2) / max(agent.num_turns, 1.0))
+    # The sum over calls narrows: relative variance falls with their number.
+    spread = math.sqrt(math.expm1(sigma**2) / max(agent.num_calls, 1.0))
     quantile = float(normal_quantile(np.float64(0.5 ** (1.0 / workload.num_sequences))))
     slowest = trajectory_s * math.exp(math.sqrt(math.log1p(spread**2)) * quantile)
     by_prefix = {
@@ -99,7 +100,7 @@ def sandboxes_needed(workload: Workload, *, target_s: float) -> int:
         PlanError: one trajectory alone takes longer than the target.
     """
     agent = workload.agent
-    one = agent.num_turns * agent.env_s + agent.sandbox_start_s
+    one = agent.num_calls * agent.env_s + agent.sandbox_start_s
     if one > target_s:
         raise PlanError(
             f"one trajectory holds its sandbox for {one:.0f} s, the target is {target_s:.0f} s",

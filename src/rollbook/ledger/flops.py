@@ -71,7 +71,7 @@ def turn_prefill_flops(model: ModelSpec, workload: Workload) -> float:
 def turn_prefill_tokens(workload: Workload) -> float:
     """Tokens prefilled after the first turn of one trajectory: linear with the prefix kept, quadratic without."""
     agent = workload.agent
-    later_turns = max(agent.num_turns - 1, 0.0)
+    later_turns = agent.num_calls
     if agent.keeps_prefix:
         return later_turns * agent.observation_tokens
     per_turn = workload.response_tokens / agent.num_turns + agent.observation_tokens

@@ -50,7 +50,7 @@ class Residence:
     def env_s(self) -> float:
         """Mean seconds that a trajectory waits for its environment: the last turn ends it."""
         agent = self.workload.agent
-        return (agent.num_turns - 1) * agent.env_s
+        return agent.num_calls * agent.env_s
 
     @property
     def _sigma(self) -> float:
@@ -86,7 +86,7 @@ class Residence:
         lengths = work.lengths()
         if sigma == 0:
             return 1 - lengths.survival(np.maximum(at_s - self.env_s, 0.0) / token_s) * (at_s >= 0)
-        sums, cdf = call_sums(agent.env_s, sigma, agent.num_turns - 1, work.num_sequences)
+        sums, cdf = call_sums(agent.env_s, sigma, agent.num_calls, work.num_sequences)
         # Finer towards the longest responses, which decide a maximum.
         beyond = np.concatenate([np.geomspace(1.0, _BEYOND / work.num_sequences, _NUM_DECODES), [0.0]])
         decode_s = lengths.quantile(1 - (beyond[:-1] + beyond[1:]) / 2) * token_s
@@ -126,7 +126,7 @@ class Residence:
         agent, sigma = self.workload.agent, self._sigma
         if sigma == 0:
             return self.env_s
-        return float(call_sums(agent.env_s, sigma, agent.num_turns - 1, self.workload.num_sequences)[0][-1])
+        return float(call_sums(agent.env_s, sigma, agent.num_calls, self.workload.num_sequences)[0][-1])
 
     def _starts_s(self, at_s: Curve, ended: Curve, first: float, later: float) -> Curve:
         """[n] times at which those that waited get the slots of those that ended: a renewal process in each slot."""

@@ -36,6 +36,11 @@ class AgentWork:
     cpu_cores_per_sandbox: float = 1.0
     sandbox_start_s: float = 0.0
 
+    @property
+    def num_calls(self) -> float:
+        """Mean environment calls of a trajectory: one between two turns, since the last response ends it."""
+        return self.num_turns - 1
+
     def __post_init__(self) -> None:
         remedy = "give at least 1: a trajectory has one response or more"
         require_number("num_turns", self.num_turns, least=1, remedy=remedy)
@@ -147,7 +152,7 @@ class Workload:
     @property
     def observation_tokens(self) -> float:
         """Mean tokens of a trajectory that the environment added; the last turn has no observation."""
-        return max(self.agent.num_turns - 1, 0.0) * self.agent.observation_tokens
+        return self.agent.num_calls * self.agent.observation_tokens
 
     @property
     def trained_tokens(self) -> float:

@@ -124,7 +124,7 @@ class _Latency:
         self.bound = request.max_staleness_steps
         self.prefill_s, self.judge_s = prefill_s, judge_s
         # Of the slowest trajectory; the paper account has no environments, so their mean stands in.
-        self.env_s = rollout.env_wait_s or (work.agent.num_turns - 1) * work.agent.env_s
+        self.env_s = rollout.env_wait_s or work.agent.num_calls * work.agent.env_s
         mean_age = self.lengths.mean_square() / (2 * self.lengths.mean_tokens)
         context = work.prompt_tokens + work.observation_tokens / 2 + mean_age
         self.rows = np.geomspace(1.0, max(self.slots, 1), _NUM_ROWS)
