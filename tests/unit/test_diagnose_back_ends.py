@@ -36,10 +36,20 @@ GONE = (
 )
 
 
-@pytest.mark.parametrize("line", [*USED_UP, *GONE])
-def test_every_back_end_has_words_of_its_own(line: str) -> None:
-    event = TroubleWatcher().watch(line, 3)
-    assert event is not None and (event.kind, event.step) == ("sandbox_failure", 3)
+BARE = (
+    "docker.errors.NotFound: 404 Client",
+    "all predefined address pools have been fully subnetted",
+    "OCI runtime create failed: runc create failed",
+    "pods env-7 is forbidden: exceeded quota: envs, requested: pods=1",
+    "modal.exception.ResourceExhausted",
+)
+
+
+@pytest.mark.parametrize("line", [*USED_UP, *GONE, *BARE])
+def test_every_back_end_has_words_of_its_own_that_are_read(line: str, tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(f"step:3 - a/b:1.0\n(AgentLoop pid=81) {line}\nstep:4 - a/b:1.0\n", encoding="utf-8")
+    assert [(event.kind, event.step) for event in load(str(log)).events] == [("sandbox_failure", 3)]
 
 
 @pytest.mark.parametrize(
