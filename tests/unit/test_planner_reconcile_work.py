@@ -180,6 +180,43 @@ def test_an_account_without_a_range_is_told_by_its_ratio_alone() -> None:
     assert "none" in told.getvalue() and "± 0 %" not in told.getvalue()
 
 
+@pytest.mark.parametrize("planned_s", [0.0, 4e-15])
+@pytest.mark.parametrize(
+    ("step_s", "why"), [(30.0, "engines are likely slower"), (19.0, "trainer is likely faster")]
+)
+def test_a_wait_where_none_was_planned_has_no_ratio(planned_s: float, step_s: float, why: str) -> None:
+    """20 s of training beside engines that keep up: what the trainer waits is told in words, with the side to blame."""
+    stages = {
+        "rollout": Expected(seconds=planned_s, low=planned_s / 1.5, high=planned_s * 1.5),
+        "train": Expected(seconds=20.0, low=16.0, high=24.0),
+    }
+    expectation = Expectation(source="a plan", stages=stages, step_s=20.0)
+    means = {"timing_s/step": step_s, "timing_s/gen": 10.0, "timing_s/update_actor": step_s - 10.0}
+    result = reconcile(expectation, means, source="a log")
+    wait = next(stage for stage in result.stages if stage.stage == "rollout")
+    assert (wait.verdict, wait.ratio, wait.work_ratio) == ("none planned", None, None)
+    assert wait.beyond_s == pytest.approx(10.0)
+    first = result.deserving[0]
+    assert first.stage == "rollout" and "waits 10.0 s for trajectories, none was planned" in first.why
+    assert why in first.why
+    told = StringIO()
+    show_reconciliation(result, Console(file=told, width=200))
+    row = next(line for line in told.getvalue().splitlines() if line.strip().startswith("rollout"))
+    assert row.split() == ["rollout", "none", "none", "10.0", "s", "none", "planned"]
+    assert "µs" not in told.getvalue() and "0.0 s" not in first.why.replace("10.0 s", "")
+
+
+def test_a_wait_as_short_as_planned_is_as_planned() -> None:
+    stages = {
+        "rollout": Expected(seconds=0.0, low=0.0, high=0.0),
+        "train": Expected(seconds=9.0, low=8.0, high=10.0),
+    }
+    expectation = Expectation(source="a plan", stages=stages, step_s=9.0)
+    for waited_s, verdict in ((0.0, "as planned"), (0.004, "too short to judge")):
+        means = {"timing_s/step": 9.0, "timing_s/gen": waited_s, "timing_s/update_actor": 9.0 - waited_s}
+        assert reconcile(expectation, means, source="a log").stages[0].verdict == verdict
+
+
 def test_work_beyond_the_peak_is_not_the_work_of_the_log() -> None:
     stages = {"train": Expected(seconds=9.0, low=8.0, high=10.0, flops=2.7e15)}
     expectation = Expectation(source="a plan", stages=stages, step_s=9.0, peak_flops_per_s=1e15)

@@ -22,6 +22,8 @@ from rollbook.planner.search import Candidate, Search
 INSIDE_ROLLOUT = frozenset({"reward"})
 """Planned for, but hidden behind generation: not part of the expected step."""
 
+_NONE_S = 1e-6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
@@ -33,6 +35,11 @@ class Expected:
     flops: float = 0.0
     num_gpus: int = 1
     """GPUs that the stage holds."""
+
+    @property
+    def is_none(self) -> bool:
+        """Whether no time was expected: zero, or what rounding left of a difference of seconds."""
+        return self.seconds < _NONE_S
 
     @property
     def has_range(self) -> bool:

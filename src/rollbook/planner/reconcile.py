@@ -37,6 +37,8 @@ NO_RANGE = "no range"
 """Verdict of a stage whose expectation does not say how far it may be off: the ratio is all there is."""
 BUSY = "waited for a core"
 """Verdict of a stage that would have been as planned without that."""
+NONE_PLANNED = "none planned"
+"""Verdict of a stage that the plan knows and gave no seconds, such as a wait: there is no ratio to judge it by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,21 +58,21 @@ class StageResult:
     @property
     def work_ratio(self) -> float | None:
         """Expected of the work over planned: how much other the work was."""
-        if self.planned is None or self.expected is None or self.planned.seconds <= 0:
+        if self.planned is None or self.expected is None or self.planned.is_none:
             return None
         return self.expected.seconds / self.planned.seconds
 
     @property
     def ratio(self) -> float | None:
         """Measured over expected of the work: how much slower the machine was than the ledger says."""
-        if self.expected is None or self.expected.seconds <= 0:
+        if self.expected is None or self.expected.is_none:
             return None
         return self.measured_s / self.expected.seconds
 
     @property
     def beyond_s(self) -> float:
         """Seconds beyond what was expected: none within its range, all of them where nothing was planned."""
-        if self.verdict not in ("slower", BUSY, NO_RANGE, "not planned"):
+        if self.verdict not in ("slower", BUSY, NO_RANGE, NONE_PLANNED, "not planned"):
             return 0.0
         return max(self.measured_s - (self.expected.seconds if self.expected else 0.0), 0.0)
 
@@ -83,7 +85,7 @@ class StageResult:
     def verdict(self) -> str:
         if self.expected is None:
             return "not planned"
-        if self.expected.seconds > 0 and not self.expected.has_range:
+        if not self.expected.is_none and not self.expected.has_range:
             return NO_RANGE
         if self.expected.low <= self.measured_s <= self.expected.high:
             return "as planned"
@@ -91,7 +93,9 @@ class StageResult:
             return "too short to judge"
         if self.measured_s < self.expected.low:
             return "faster"
-        return BUSY if self.measured_s - self.waited_s <= self.expected.high else "slower"
+        if self.measured_s - self.waited_s <= self.expected.high:
+            return BUSY
+        return NONE_PLANNED if self.expected.is_none else "slower"
 
     def as_json(self) -> dict[str, object]:
         planned, expected = self.planned, self.expected
@@ -244,7 +248,7 @@ def reconcile(
         stages=tuple(stages),
         mfu_frac=mfu_frac,
         waterfall=tuple(losses),
-        deserving=tuple(_deserving(expectation, in_step, step_s)),
+        deserving=tuple(_deserving(expectation, in_step, step)),
         notes=_of_the_machine(in_step, means)
         + _impossible(mfu_frac)
         + expectation.notes
@@ -376,7 +380,7 @@ def _for_the_work(expectation: Expectation, means: Means) -> Expectation:
         reported["other"] = means["expected_s/step"] - of_stages
     for stage, planned in expectation.stages.items():
         reported_s = reported.get(stage)
-        if reported_s is None or not reported_s >= 0 or planned.seconds <= 0:
+        if reported_s is None or not reported_s >= 0 or planned.is_none:
             continue
         factor = reported_s / planned.seconds
         stages[stage] = replace(
@@ -491,29 +495,30 @@ def _loop_gpus(expectation: Expectation) -> int:
     return expectation.num_gpus - expectation.hidden_rollout_gpus
 
 
-def _deserving(expectation: Expectation, stages: list[StageResult], step_s: float) -> list[Deserving]:
+def _deserving(expectation: Expectation, stages: list[StageResult], step: StageResult) -> list[Deserving]:
     """Stages that took longer than planned by seconds lost; then those that take most of the step.
 
     Table, waterfall and this list judge by one thing, `StageResult.verdict`. What a stage waited for a core is nothing
     that work on it would win.
     """
+    step_s = step.measured_s
     late = sorted((s for s in stages if s.own_beyond_s > 0.02 * step_s), key=lambda s: -s.own_beyond_s)
     chosen = [
-        Deserving(stage=s.stage, seconds=s.own_beyond_s, why=_why_late(s, step_s))
+        Deserving(stage=s.stage, seconds=s.own_beyond_s, why=_why_late(s, step))
         for s in late[:_NUM_DESERVING]
     ]
     taken = {d.stage for d in chosen}
     rest = sorted((s for s in stages if s.stage not in taken), key=lambda s: s.waited_s - s.measured_s)
     for s in rest[: _NUM_DESERVING - len(chosen)]:
-        chosen.append(Deserving(stage=s.stage, seconds=s.measured_s, why=_why_long(s, step_s)))
+        chosen.append(Deserving(stage=s.stage, seconds=s.measured_s, why=_why_long(s, step)))
     return chosen
 
 
-def _why_long(result: StageResult, step_s: float) -> str:
+def _why_long(result: StageResult, step: StageResult) -> str:
     """Of a stage that lost little or nothing against the plan."""
     if result.own_beyond_s > 0:
-        return _why_late(result, step_s)
-    share = percent(result.measured_s / step_s)
+        return _why_late(result, step)
+    share = percent(result.measured_s / step.measured_s)
     if result.verdict == BUSY:
         return (
             f"{share} of the step, of which it waited {seconds(result.waited_s)} for a core: as planned without that "
@@ -525,11 +530,16 @@ def _why_long(result: StageResult, step_s: float) -> str:
     )
 
 
-def _why_late(result: StageResult, step_s: float) -> str:
+def _why_late(result: StageResult, step: StageResult) -> str:
     lever = _LOOK_AT.get(result.stage, "what it does")
     lost_s = result.beyond_s
-    share = percent(lost_s / step_s)
-    if result.expected is None:
+    share = percent(lost_s / step.measured_s)
+    if result.verdict == NONE_PLANNED and result.stage == "rollout":
+        return (
+            f"the trainer waits {seconds(result.measured_s)} for trajectories, none was planned, {share} of the step: "
+            f"{_why_it_waits(step)}"
+        )
+    if result.expected is None or result.expected.is_none:
         return f"{seconds(result.measured_s)} that nobody planned, {share} of the step: look at {lever}"
     waited = (
         f", {seconds(result.waited_s)} of it waiting for a core" if result.waited_s > 0.1 * lost_s else ""
@@ -537,6 +547,20 @@ def _why_late(result: StageResult, step_s: float) -> str:
     return (
         f"{seconds(result.measured_s)} where {seconds(result.expected.seconds)} were expected: "
         f"{seconds(lost_s)} lost, {share} of the step{waited}; look at {lever}"
+    )
+
+
+def _why_it_waits(step: StageResult) -> str:
+    """Of a trainer that was planned to find its trajectories ready: the step takes as long as the slower side."""
+    assert step.expected is not None
+    if step.measured_s > step.expected.seconds:
+        return (
+            "the step is longer than planned, so the engines are likely slower, or their responses longer, than "
+            f"planned; look at {_LOOK_AT['rollout']}"
+        )
+    return (
+        "the step is no longer than planned, so the trainer is likely faster than planned and the engines set the "
+        "pace; more of the GPUs could generate"
     )
 
 

@@ -8,12 +8,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rollbook.planner.reconcile import BUSY, NO_RANGE, Reconciliation, StageResult
+from rollbook.planner.expected import Expected
+from rollbook.planner.reconcile import BUSY, NO_RANGE, NONE_PLANNED, Reconciliation, StageResult
 from rollbook.planner.words import counted, percent, seconds, seconds_range
 
 _STYLES = {
     "slower": "red",
     BUSY: "yellow",
+    NONE_PLANNED: "red",
     "faster": "green",
     "as planned": "",
     "not planned": "dim",
@@ -73,16 +75,26 @@ def _stages(result: Reconciliation) -> Table:
 
 def _cells(stage: StageResult) -> list[str]:
     planned, expected = stage.planned, stage.expected
-    spread = expected.high / expected.seconds - 1 if expected and expected.seconds > 0 else None
+    spread = expected.high / expected.seconds - 1 if expected and not expected.is_none else None
     return [
         stage.stage,
-        seconds(planned.seconds) if planned else "",
-        seconds(expected.seconds) if expected else "",
-        "" if expected is None else f"± {100 * spread:.0f} %" if spread and expected.has_range else "none",
+        _planned(planned),
+        _planned(expected),
+        ""
+        if expected is None or expected.is_none
+        else f"± {100 * spread:.0f} %"
+        if spread and expected.has_range
+        else "none",
         seconds(stage.measured_s),
         f"{stage.ratio:.2f}" if stage.ratio is not None else "",
         stage.verdict,
     ]
+
+
+def _planned(part: Expected | None) -> str:
+    if part is None:
+        return ""
+    return "none" if part.is_none else seconds(part.seconds)
 
 
 def _waterfall(result: Reconciliation) -> Table:
