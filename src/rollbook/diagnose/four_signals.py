@@ -50,7 +50,10 @@ def _reward(view: View) -> Signal:
         return Signal(name=name, verdict="moved", says=f"{says}; {best}")
     if zero:
         return Signal(name=name, verdict="moved", says=f"{says}, at zero now: {', '.join(zero)}")
-    return Signal(name=name, verdict="well", says=f"{says}, none fell to zero" if sources else says)
+    if sources:
+        often = any(view.last(m) == 0.0 for m in sources)
+        says += ", zeros come as often as before" if often else ", none fell to zero"
+    return Signal(name=name, verdict="well", says=says)
 
 
 LUCK = 1e-3
