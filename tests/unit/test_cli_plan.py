@@ -126,10 +126,14 @@ def test_planning_imports_no_torch() -> None:
         (["--model", "qwen3-8b", "--num-gpus", "0"], "below 1", "at least 1"),
         (["--model", "qwen3-8b", "--prompts", "-4"], "below 1", "at least 1"),
         (["--model", "qwen3-8b", "--response-tokens", "many"], "not a number", "such as 4096"),
-        (["--model", "qwen3-8b", "--group-size", "1"], "group_size is 1", "at least 2"),
+        (["--model", "qwen3-8b", "--group-size", "1"], "--group-size is 1", "--group-size of at least 2"),
         (["--model", "qwen3-8b", "--max-response-tokens", "64k"], "beyond the 40960", "--max-context"),
-        (["--model", "qwen3-8b", "--num-gpus", "20"], "not whole nodes", "16 or 24"),
-        (["--model", "qwen3-8b", "--num-gpus", "16", "--rollout-tp", "3"], "does not divide", "TP 2 or 4"),
+        (["--model", "qwen3-8b", "--num-gpus", "20"], "not whole nodes", "--num-gpus 16 or 24"),
+        (
+            ["--model", "qwen3-8b", "--num-gpus", "16", "--rollout-tp", "3"],
+            "does not divide",
+            "--rollout-tp 2 or 4",
+        ),
         (["--model", "qwen3-8b", "--algorithm", "gppo"], "'gppo'", "did you mean"),
         (["--model", "qwen3-8b", "--reward", "sandbx"], "'sandbx'", "did you mean 'sandbox'"),
         (["--model", "qwen3-8b", "--emit", "verl2"], "'verl2'", "did you mean 'verl'"),
@@ -156,7 +160,7 @@ def test_planning_imports_no_torch() -> None:
             "17 mini batches of 16 sequences",
             "at most 16",
         ),
-        (["--model", "qwen3-8b", "--prompt-tokens", "1m"], "a prompt of 1000000", "shorten the prompt"),
+        (["--model", "qwen3-8b", "--prompt-tokens", "1m"], "a prompt of 1000000", "lower --prompt-tokens"),
     ],
 )
 def test_a_mistake_is_told_with_a_remedy_and_no_traceback(

@@ -65,6 +65,29 @@ def test_fewer_changed_weights_make_a_delta_cheaper() -> None:
     assert delta(0.001) < delta(0.05)
 
 
+@pytest.mark.parametrize(
+    ("assume", "limit", "is_noted"),
+    [
+        ("default", "1m", True),
+        ("paper", "1m", True),
+        ("default", "0", False),
+        ("default", "8k", False),
+    ],
+)
+def test_a_context_that_nothing_needs_is_noted(assume: str, limit: str, is_noted: bool) -> None:
+    """The model's own limit holds the longest sequence already; a lower one is a check that was made."""
+    options = {"model": "qwen3-8b", "num_gpus": "16", "response_tokens": "1k", "max_response_tokens": "4k"}
+    notes = plan(**options, assume=assume, max_context=limit).chosen_notes
+    assert (
+        any("--max-context changes nothing" in note and "5120 tokens" in note for note in notes) == is_noted
+    )
+
+
+def test_a_context_that_a_response_needs_acts() -> None:
+    options = {"model": "qwen3-8b", "num_gpus": "16", "response_tokens": "8k", "max_response_tokens": "64k"}
+    assert not any("--max-context" in note for note in plan(**options, max_context="128k").chosen_notes)
+
+
 def test_the_median_of_environment_calls_widens_their_tail() -> None:
     agent = {"turns": 4.0, "observation_tokens": "256", "env_seconds": 10.0}
     wide = plan(**agent, env_p50_seconds=4.0).as_json()["agents"]
@@ -456,7 +479,7 @@ def test_a_context_that_observations_fill_says_so() -> None:
     """19 observations of 20 k tokens each between 20 turns."""
     with pytest.raises(PlanError) as caught:
         plan(turns=20.0, observation_tokens="20k")
-    assert "observations of 389120" in caught.value.what and "the observations" in caught.value.remedy
+    assert "observations of 389120" in caught.value.what and "--observation-tokens" in caught.value.remedy
 
 
 def test_a_plan_for_megatron_splits_what_one_gpu_cannot_hold() -> None:

@@ -281,11 +281,11 @@ def test_agents_that_wait_for_environments_take_longer() -> None:
     ("change", "words"),
     [
         ({"work": {"response_tokens": 8192, "max_response_tokens": 65536}}, "beyond the 40960 of Qwen3-8B"),
-        ({"work": {"group_size": 1}}, "group_size is 1"),
+        ({"work": {"group_size": 1}}, "--group-size is 1"),
         ({"num_gpus": 12}, "not whole nodes of 8"),
         ({"rollout_tp": 5}, "does not divide 32 GPUs"),
         ({"num_gpus": 24, "rollout_tp": 3}, "32 attention heads"),
-        ({"split": (20, 20)}, "split of 20:20"),
+        ({"split": (20, 20)}, "--split is 20:20"),
         ({"max_staleness_steps": -1}, "staleness is -1"),
     ],
 )
@@ -299,7 +299,11 @@ def test_a_question_that_cannot_be_meant_is_an_error_with_a_remedy(
 
 @pytest.mark.parametrize(
     ("num_gpus", "rollout_tp", "remedy"),
-    [(32, 3, "use TP 2 or 4"), (8, 16, "use TP 4 or 8, or 16 GPUs"), (40, 16, "use TP 4 or 8, or 32 GPUs")],
+    [
+        (32, 3, "use --rollout-tp 2 or 4"),
+        (8, 16, "use --rollout-tp 4 or 8, or --num-gpus 16"),
+        (40, 16, "use --rollout-tp 4 or 8, or --num-gpus 32"),
+    ],
 )
 def test_what_a_degree_that_does_not_fit_is_told_to_be_fits(
     num_gpus: int, rollout_tp: int, remedy: str

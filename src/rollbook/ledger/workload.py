@@ -105,19 +105,20 @@ class Workload:
         if self.reward_model is not None and self.reward not in ("model", "generative"):
             raise PlanError(
                 f"a reward model {self.reward_model.name} beside a reward by {self.reward}",
-                "use reward model or generative, or leave it out",
+                "use a reward by model or generative, or leave out reward_model",
             )
         require_number("lora_rank", self.lora_rank, least=0, remedy="give 0 (all weights train) or a rank")
         if self.lora_rank and self.algorithm == "ppo":
             raise PlanError(
                 f"lora_rank is {self.lora_rank} with algorithm ppo, whose critic is a whole second model",
-                "use grpo, or train all weights",
+                "use algorithm grpo, or leave out lora_rank: all weights train",
             )
         if self.publishes_adapters and not self.lora_rank:
             raise PlanError("adapters are published and none train", "give a lora_rank of 1 or more")
         if self.response_tokens > self.max_response_tokens:
             raise PlanError(
-                f"mean response of {self.response_tokens:g} tokens, limit {self.max_response_tokens}",
+                f"response_tokens is {self.response_tokens:g}, the mean, above the limit max_response_tokens of "
+                f"{self.max_response_tokens}",
                 "raise max_response_tokens or lower response_tokens",
             )
         if self.algorithm not in ("grpo", "ppo"):

@@ -162,6 +162,12 @@ class PlanOptions:
         """
         self._check_numbers()
         self._check_that_all_act()
+        try:
+            return self._request()
+        except RunError as error:
+            raise of_options(error) from None
+
+    def _request(self) -> PlanRequest:
         model = load_model(self.model)
         measured = _read_lengths(self.lengths) if self.lengths else ()
         mean_response = self._count("response_tokens", most=_MOST_TOKENS)
@@ -387,13 +393,58 @@ def _accelerator(name: str, model_path: str) -> Accelerator:
         ) from None
 
 
+_FIELDS_OF_OPTIONS = {
+    "num_prompts": "prompts",
+    "num_mini_batches": "mini_batches",
+    "num_epochs": "epochs",
+    "num_turns": "turns",
+    "env_s": "env_seconds",
+    "env_p50_s": "env_p50_seconds",
+    "env_p99_s": "env_p99_seconds",
+    "sandbox_start_s": "sandbox_start_seconds",
+    "prefill_chunk_tokens": "prefill_chunk",
+    "reward_response_tokens": "reward_tokens",
+    "max_context_tokens": "max_context",
+    "max_staleness_steps": "max_staleness",
+}
+"""Of what the books check, by names that are not the option's own."""
+
+
+def of_options(error: RunError) -> RunError:
+    """`error` of a field that the books check as one of the option that set it.
+
+    >>> of_options(PlanError("num_turns is 0, below 1", "raise max_response_tokens")).args
+    ('--turns is 0, below 1', 'raise --max-response-tokens')
+    """
+    options = {f.name: option_name(f.name) for f in fields(PlanOptions) if "_" in f.name}
+    options |= {name: option_name(own) for name, own in _FIELDS_OF_OPTIONS.items()}
+
+    def named(text: str) -> str:
+        text = re.sub(r"(?<![-\w./])algorithm (?=grpo|ppo)", "--algorithm ", text)
+        return re.sub(
+            r"(?<![-\w./])[a-z][a-z0-9]*(_[a-z0-9]+)+(?![\w./])",
+            lambda found: options.get(found[0], found[0]),
+            text,
+        )
+
+    return type(error)(named(error.what), named(error.remedy))
+
+
+_SWITCHED_OFF = {
+    "--lose-prefix": "keep_prefix = false",
+    "--no-share-prompts": "share_prompts = false",
+    "--no-reference": "reference = false",
+    "--no-proximal": "proximal = false",
+}
+
+
 def of_file(path: Path, error: RunError) -> RunError:
     """`error` of an option as one of the file that gave it: keys for the names of options.
 
     >>> of_file(Path("w.toml"), PlanError("--num-gpus is 0, below 1", "give --num-gpus of at least 1")).args
     ('w.toml: num_gpus is 0, below 1', 'give num_gpus of at least 1')
     """
-    keys = {option_name(f.name): f.name for f in fields(PlanOptions)}
+    keys = {option_name(f.name): f.name for f in fields(PlanOptions)} | _SWITCHED_OFF
 
     def named(text: str) -> str:
         return re.sub(r"--[a-z][a-z0-9-]*", lambda found: keys.get(found[0], found[0]), text)

@@ -248,8 +248,12 @@ def _checkpoint_advice(request: PlanRequest, chosen: Candidate, planned: Checkpo
 
 def without_effect(request: PlanRequest, chosen: Candidate) -> list[tuple[str, str]]:
     """Options that only another topology, or another transport, would read, and why."""
+    work, limit = request.workload, request.model.max_context_tokens
+    longest = round(work.prompt_tokens + work.max_response_tokens + work.observation_tokens)
+    fits_anyway = f"the longest sequence of {longest} tokens is within the {limit} of {request.model.name}"
+    everywhere = [("--max-context", fits_anyway)] if request.max_context_tokens >= limit >= longest else []
     if request.assumptions.method == "paper":
-        return []  # of which `_unused_by_paper` tells
+        return everywhere  # of the rest `_unused_by_paper` tells
     shares, awake = "engine and trainer share their GPUs", "no engine sleeps where each side has its own GPUs"
     usual, is_apart = SleepChoice(), not is_colocated(chosen.mode)
     on_hosts = host_bytes_per_gpu(request, chosen)
@@ -270,7 +274,7 @@ def without_effect(request: PlanRequest, chosen: Candidate) -> list[tuple[str, s
             "an on-policy step trains on no older token",
         ),
     }
-    return [(option, why) for option, (is_idle, why) in idle.items() if is_idle]
+    return everywhere + [(option, why) for option, (is_idle, why) in idle.items() if is_idle]
 
 
 def staleness_bound(chosen: Candidate, request: PlanRequest) -> int:
@@ -299,14 +303,16 @@ def smallest_changes(request: PlanRequest) -> list[str]:
     if enough:
         needs_host = request.offload == "auto" and not _fits(replace(_on(request, enough), offload="none"))
         where = ", with the optimizer state in host memory" if needs_host else ""
-        changes.append(f"use {counted(enough, 'GPU')} instead of {request.cluster.num_gpus}{where}")
+        changes.append(
+            f"use {counted(enough, 'GPU')} instead of {request.cluster.num_gpus}{where} (--num-gpus {enough})"
+        )
     work = request.workload
     for factor in (2, 4, 8):
         longest = work.max_response_tokens // factor
         if longest <= work.response_tokens:
             break
         if _fits(replace(request, workload=replace(work, max_response_tokens=longest))):
-            changes.append(f"limit responses to {longest} tokens")
+            changes.append(f"limit responses to {longest} tokens (--max-response-tokens {longest})")
             break
     return changes
 

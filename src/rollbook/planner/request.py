@@ -84,53 +84,55 @@ class PlanRequest:
         longest = work.prompt_tokens + work.max_response_tokens + work.observation_tokens
         if limit and longest > limit:
             fitting = limit - round(work.prompt_tokens + work.observation_tokens)
-            seen, shorter = "", "the prompt"
+            seen, shorter = "", "--prompt-tokens"
             if work.observation_tokens:
                 seen, shorter = (
                     f", observations of {work.observation_tokens:.0f}",
-                    "the prompt or the observations",
+                    "--prompt-tokens or --observation-tokens",
                 )
             cut = ", where longer ones are then cut" if work.length_samples else ""
             raise PlanError(
                 f"a prompt of {work.prompt_tokens:.0f}{seen} and a response of up to {work.max_response_tokens} tokens "
                 f"make {longest:.0f}, beyond the {limit} of {self.model.name}",
-                f"lower max_response_tokens to {fitting}{cut}, or give --max-context if the model's rope is scaled"
+                f"lower --max-response-tokens to {fitting}{cut}, or give --max-context if the model's rope is scaled"
                 if fitting > 0
-                else f"shorten {shorter}, or choose a model with a longer context",
+                else f"lower {shorter}, or choose a model with a longer context",
             )
         if work.num_mini_batches > work.num_sequences:
             raise PlanError(
                 f"{counted(work.num_mini_batches, 'mini batch')} of {counted(work.num_sequences, 'sequence')} a step",
-                f"use at most {work.num_sequences}, or more sequences",
+                f"use --mini-batches of at most {work.num_sequences}, or more --prompts",
             )
         if work.group_size == 1 and work.algorithm == "grpo":
             raise PlanError(
-                "group_size is 1 with algorithm grpo: the baseline is the group's own mean, so every advantage is 0",
-                "use a group of at least 2 (8 or 16 are usual), or --algorithm ppo, whose critic is the baseline",
+                "--group-size is 1 with --algorithm grpo: the baseline is the group's mean, so every advantage is 0",
+                "use --group-size of at least 2 (8 or 16 are usual), or --algorithm ppo, whose critic is the baseline",
             )
         if work.lora_rank and self.assumptions.method == "paper":
             raise PlanError(
-                f"adapters of rank {work.lora_rank} under the paper account, which trains all weights",
+                f"--lora-rank is {work.lora_rank} under the paper account, which trains all weights",
                 "use --assume default",
             )
         if work.lora_rank > self.model.hidden_size:
             raise PlanError(
-                f"adapters of rank {work.lora_rank} for matrices of {counted(self.model.hidden_size, 'column')}",
+                f"--lora-rank is {work.lora_rank} for matrices of {counted(self.model.hidden_size, 'column')}",
                 "give a rank far below that: 8 to 128 are usual",
             )
         self._check_offload()
         self._check_degrees(cluster)
         if self.max_staleness_steps < 0:
-            raise PlanError(f"max staleness is {counted(self.max_staleness_steps, 'step')}", "use 0 or more")
+            raise PlanError(
+                f"--max-staleness is {counted(self.max_staleness_steps, 'step')}", "use 0 or more"
+            )
 
     def _check_offload(self) -> None:
         if self.host_bytes_per_gpu < 0:
-            raise PlanError(f"host memory is {self.host_bytes_per_gpu:g} bytes a GPU", "give 0 or more")
+            raise PlanError(f"--host-gb-per-gpu is {self.host_bytes_per_gpu / 1e9:g}", "give 0 or more")
         if self.offload != "weights":
             return
         stack = self.assumptions.stacks.get(self.assumptions.stack)
         if self.assumptions.method == "paper":
-            raise PlanError("weights in host memory under the paper account", "use --assume default")
+            raise PlanError("--offload weights under the paper account", "use --assume default")
         if self.workload.lora_rank:
             raise PlanError(
                 "--offload weights with adapters, whose frozen base it would leave on the device",
@@ -145,36 +147,38 @@ class PlanRequest:
     def _check_degrees(self, cluster: Cluster) -> None:
         tp, gpus = self.rollout_tp, cluster.num_gpus
         if tp < 0:
-            raise PlanError(f"rollout_tp is {tp}", "give at least 1, or leave it out")
+            raise PlanError(f"--rollout-tp is {tp}", "give at least 1, or leave it out")
         if tp and gpus % tp:
             heads, per_node = self.model.num_heads, cluster.gpus_per_node
             fitting = [d for d in range(1, gpus + 1) if gpus % d == 0 and heads % d == 0]
             nearest = sorted(fitting, key=lambda d: abs(d - tp))[:2]
-            remedy = f"use TP {' or '.join(str(d) for d in sorted(nearest))}"
+            remedy = f"use --rollout-tp {' or '.join(str(d) for d in sorted(nearest))}"
             if heads % tp == 0:
                 unit = (
                     math.lcm(tp, per_node) if max(gpus, tp) > per_node else tp
                 )  # whole nodes, whole replicas
-                remedy += f", or {counted(unit * max(gpus // unit, 1), 'GPU')}"
+                remedy += f", or --num-gpus {unit * max(gpus // unit, 1)}"
             raise PlanError(
                 f"rollout TP {tp} does not divide {counted(gpus, 'GPU')}: {gpus % tp} would stay idle", remedy
             )
         if tp > 1 and self.model.num_heads % tp:
             raise PlanError(
                 f"rollout TP {tp} does not divide the {self.model.num_heads} attention heads of {self.model.name}",
-                f"use one of: {', '.join(str(d) for d in (1, 2, 4, 8, 16, 32) if self.model.num_heads % d == 0)}",
+                "use --rollout-tp of one of: "
+                + ", ".join(str(d) for d in (1, 2, 4, 8, 16, 32) if self.model.num_heads % d == 0),
             )
         if cluster.num_nodes > 1 and gpus % cluster.gpus_per_node:
             whole = gpus // cluster.gpus_per_node * cluster.gpus_per_node
             raise PlanError(
                 f"{gpus} GPUs are not whole nodes of {cluster.gpus_per_node}",
-                f"use {whole} or {whole + cluster.gpus_per_node}, or say how the nodes are built with --gpus-per-node",
+                f"use --num-gpus {whole} or {whole + cluster.gpus_per_node}, or say how "
+                "the nodes are built with --gpus-per-node",
             )
         if self.split is not None:
             rollout, train = self.split
             if rollout < 1 or train < 1 or rollout + train > gpus:
                 raise PlanError(
-                    f"a split of {rollout}:{train} on {counted(gpus, 'GPU')}",
+                    f"--split is {rollout}:{train} on {counted(gpus, 'GPU')}",
                     f"give both sides at least one GPU and at most {gpus} together",
                 )
 
@@ -194,5 +198,5 @@ def split_of(text: str) -> tuple[int, int]:
     """
     rollout, _, train = text.partition(":")
     if not (rollout.strip().isdigit() and train.strip().isdigit()):
-        raise PlanError(f"split is {text!r}", "write rollout and train GPUs with a colon, such as 40:24")
+        raise PlanError(f"--split is {text!r}", "write rollout and train GPUs with a colon, such as 40:24")
     return int(rollout), int(train)
