@@ -146,6 +146,9 @@ LEAST_BLOCKS = (3, 2)
 WAIT_SHARE = 0.35
 """Of the steps' seconds, by which the wait must have grown."""
 
+HARDLY = 0.5
+"""Of the steps' seconds, up to which a trainer hardly waited."""
+
 
 def _by_batches(view: View) -> Finding | None:
     """The trainer hardly ever waited, and now does for a good part of every few steps: not of each one, as several
@@ -168,6 +171,8 @@ def _by_batches(view: View) -> Finding | None:
     is_apart = float(np.quantile(after, 0.1)) > float(np.max(before[-10:])) + 0.25 * grown
     if not is_apart or grown < WAIT_SHARE * step_after or step_after < LONGER * step_before:
         return None
+    if float(np.median(before)) > HARDLY * step_before:
+        return None  # it always waited: against the lengths, multiples tell
     idx = int(at[i])
     if _has_another_reason(view, idx):
         return None
