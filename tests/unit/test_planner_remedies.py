@@ -98,6 +98,25 @@ def test_the_command_says_it_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hint: raise --max-response-tokens or lower --response-tokens" in err
 
 
+@pytest.mark.parametrize(
+    ("args", "what", "hint"),
+    [
+        (["--steps", "100000"], "819,200,000", "fewer --steps"),
+        (["--sync-every", "3"], "--sync-every is 3", "a --sync-every that divides"),
+        (["--take", "first"], "--take is 'first'", "--take admission or arrival"),
+        (["--on-publish", "stop"], "--on-publish is 'stop'", "--on-publish keep, drain or abort"),
+    ],
+)
+def test_a_mistake_of_a_simulation_is_told_by_its_option(
+    capsys: pytest.CaptureFixture[str], args: list[str], what: str, hint: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "--model", "qwen3-8b", "--num-gpus", "16", *args])
+    error, remedy = capsys.readouterr().err.rstrip().split("\nhint: ")
+    assert ended.value.code == 2
+    assert what in error and hint in remedy
+
+
 def test_a_path_or_a_key_of_a_model_is_no_option() -> None:
     error = RunError("runs/group_size/plan.json: num_kv_heads is 0", "see docs.group_size")
     assert of_options(error).args == error.args

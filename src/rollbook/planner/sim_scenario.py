@@ -148,7 +148,7 @@ class Scenario:
                 f"{counted(self.num_steps, 'step')} of {self.groups_per_step} x "
                 f"{counted(self.group_size, 'trajectory')} are "
                 f"{num_sequences:,}",
-                f"simulate at most {MOST_SEQUENCES:,}: fewer steps, or a part of the groups on a part of the GPUs",
+                f"simulate at most {MOST_SEQUENCES:,}: fewer --steps, or a part of --prompts on a part of --num-gpus",
             )
         if self.slots_per_replica > self.decode.num_slots:
             raise PlanError(
@@ -157,16 +157,16 @@ class Scenario:
             )
         if self.groups_per_step % self.sync_every:
             raise PlanError(
-                f"groups_per_step {self.groups_per_step} is not a multiple of sync_every {self.sync_every}",
-                "each of the updates between two publications takes the same number of groups",
+                f"--sync-every is {self.sync_every} and does not divide the {self.groups_per_step} --prompts of a step",
+                "give a --sync-every that divides them: every update between two publications takes as many groups",
             )
         if self.take not in ("admission", "arrival") or self.on_stale not in ("drop", "wait"):
             raise PlanError(
-                f"take is {self.take!r} and on_stale is {self.on_stale!r}",
-                "take is 'admission' or 'arrival', on_stale is 'drop' or 'wait'",
+                f"--take is {self.take!r} and --on-stale is {self.on_stale!r}",
+                "give --take admission or arrival, and --on-stale drop or wait",
             )
         if self.on_publish not in ("keep", "drain", "abort"):
-            raise PlanError(f"on_publish is {self.on_publish!r}", "use 'keep', 'drain' or 'abort'")
+            raise PlanError(f"--on-publish is {self.on_publish!r}", "give --on-publish keep, drain or abort")
         if self.num_warmup_steps >= self.num_steps:
             raise PlanError(
                 f"num_warmup_steps is {self.num_warmup_steps} of {counted(self.num_steps, 'step')}",
