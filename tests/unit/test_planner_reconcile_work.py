@@ -206,6 +206,24 @@ def test_a_wait_where_none_was_planned_has_no_ratio(planned_s: float, step_s: fl
     assert "µs" not in told.getvalue() and "0.0 s" not in first.why.replace("10.0 s", "")
 
 
+def test_a_wait_that_the_steps_expected_is_judged_by_that() -> None:
+    """None was planned before the run; the steps expected 4 s of the work they got, in the step's range."""
+    stages = {
+        "rollout": Expected(seconds=0.0, low=0.0, high=0.0),
+        "train": Expected(seconds=20.0, low=16.0, high=24.0),
+    }
+    expectation = Expectation(source="a plan", stages=stages, step_s=20.0)
+    means = {
+        "timing_s/step": 24.5, "timing_s/gen": 4.5, "timing_s/update_actor": 20.0,
+        "expected_s/step": 24.0, "expected_s/gen": 4.0, "expected_s/update_actor": 20.0,
+    }  # fmt: skip
+    result = reconcile(expectation, means, source="a run")
+    wait = next(stage for stage in result.stages if stage.stage == "rollout")
+    assert (wait.verdict, wait.ratio, wait.work_ratio) == ("as planned", 1.125, None)
+    assert wait.expected is not None and wait.expected.high == pytest.approx(4.8)
+    assert result.step.expected is not None and result.step.expected.seconds == pytest.approx(24.0)
+
+
 def test_a_wait_as_short_as_planned_is_as_planned() -> None:
     stages = {
         "rollout": Expected(seconds=0.0, low=0.0, high=0.0),

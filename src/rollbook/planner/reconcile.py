@@ -380,7 +380,17 @@ def _for_the_work(expectation: Expectation, means: Means) -> Expectation:
         reported["other"] = means["expected_s/step"] - of_stages
     for stage, planned in expectation.stages.items():
         reported_s = reported.get(stage)
-        if reported_s is None or not reported_s >= 0 or planned.is_none:
+        if reported_s is None or not reported_s >= 0:
+            continue
+        if (
+            planned.is_none
+        ):  # its range says nothing of the seconds that some steps gave it: the whole step's does
+            stages[stage] = replace(
+                planned,
+                seconds=reported_s,
+                low=reported_s * _share(expectation, "low"),
+                high=reported_s * _share(expectation, "high"),
+            )
             continue
         factor = reported_s / planned.seconds
         stages[stage] = replace(
