@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollbook.ledger.quantity import counted, require_number
+from rollbook.ledger.quantity import require_number
+from rollbook.observe.numbers import counted
 
 if TYPE_CHECKING:
     from rollbook.planner.expected import Expectation

@@ -30,7 +30,7 @@ def command(
     Exits with 0 when everything is the same, with 1 when not; the first differences are named.
     """
     from rollbook.controller.replay import replay_run
-    from rollbook.ledger.quantity import counted
+    from rollbook.observe.numbers import counted
 
     report = replay_run(run, only_step=step)
     if as_json:

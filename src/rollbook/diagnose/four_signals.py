@@ -18,7 +18,7 @@ from rollbook.diagnose.signs.rewards import REWARD, reward_decline, reward_of
 from rollbook.diagnose.signs.seconds import excess_of, step_seconds
 from rollbook.diagnose.signs.versions import versions_of
 from rollbook.diagnose.view import View
-from rollbook.observe.numbers import many
+from rollbook.observe.numbers import counted
 
 Verdict = Literal["well", "moved", "not collected"]
 
@@ -38,7 +38,7 @@ def _reward(view: View) -> Signal:
     zero = [m for m in sources if _ended_at_zero(view, m)]
     fell = reward_of(view).fall
     which = (
-        f"{many(len(sources), 'source')} logged"
+        f"{counted(len(sources), 'source')} logged"
         if sources
         else "not logged by source: one at zero would not show"
     )
@@ -78,7 +78,7 @@ def _too_few(view: View, metrics: Sequence[str], what: str) -> str:
     return (
         f"no {what} in the log"
         if some is None
-        else f"{some} has {many(view.count(some), 'value')}: too few to judge"
+        else f"{some} has {counted(view.count(some), 'value')}: too few to judge"
     )
 
 
@@ -99,7 +99,7 @@ def _version(view: View) -> Signal:
     if replicas:
         gone = {death.replica for death in deaths_of(view) if death.back_step is None}
         alive = [metric for metric in replicas if metric.split("/")[1] not in gone]
-        which = many(len(alive), "replica") if not gone else f"{len(alive)} of {len(replicas)} replicas"
+        which = counted(len(alive), "replica") if not gone else f"{len(alive)} of {len(replicas)} replicas"
         parts.append(f"{which} advance" + "s" * (len(alive) == 1))
     if publications.seconds is not None:
         parts.append(f"a publication takes {num(view.level(publications.seconds))} s")

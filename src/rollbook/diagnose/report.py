@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from rollbook.diagnose.finding import Diagnosis, Evidence, Finding, OtherRun
 from rollbook.diagnose.rules.wording import in_full, num
 from rollbook.diagnose.states import MOVES
-from rollbook.observe.numbers import many
+from rollbook.observe.numbers import counted
 
 AREA_NAMES = {
     "data": "data and environments",
@@ -116,8 +116,8 @@ def other_run(other: OtherRun) -> tuple[str, str]:
     """(label, sentence) of another run of the log, or of another log of the folder."""
     what = f"{other.title}, since step {other.step}" if other.title else other.verdict.replace("_", " ")
     if other.log:
-        return f"another log, {other.log}, {many(other.num_steps, 'step')}", what
-    label = f"run {other.run_idx} of the same log, {many(other.num_steps, 'step')}"
+        return f"another log, {other.log}, {counted(other.num_steps, 'step')}", what
+    label = f"run {other.run_idx} of the same log, {counted(other.num_steps, 'step')}"
     return label, f"{what} (read it with --run {other.run_idx})"
 
 

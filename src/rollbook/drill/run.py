@@ -26,7 +26,7 @@ from rollbook.diagnose.tree import diagnose
 from rollbook.drill.fault import Fault, Site, wrap
 from rollbook.drill.faults import FAULTS
 from rollbook.errors import ConfigError, RunError, nearest_name
-from rollbook.observe.numbers import many
+from rollbook.observe.numbers import counted
 
 LEAST_STEPS = 12
 """Steps of a drill below which neither what was before the fault nor what came after can be judged."""
@@ -79,7 +79,7 @@ def run_drill(
     at_step = num_steps // 3 if at_step is None else at_step
     if num_steps < LEAST_STEPS or not 4 <= at_step <= num_steps - 4:
         raise ConfigError(
-            f"a drill of {many(num_steps, 'step')} with its fault at step {at_step}",
+            f"a drill of {counted(num_steps, 'step')} with its fault at step {at_step}",
             f"use at least {LEAST_STEPS} steps, and leave 4 or more on either side of the fault",
         )
     plain = load_config(config_path, overrides, RunConfig)

@@ -21,10 +21,11 @@ from rollbook.ledger.lengths import Curve, LengthDistribution
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.own_machine import own_seconds_width
 from rollbook.ledger.prefill import prefill_account
-from rollbook.ledger.quantity import counted, format_bytes
+from rollbook.ledger.quantity import format_bytes
 from rollbook.ledger.reliability import assumed_model_factor, model_traits, widening
 from rollbook.ledger.residence import Residence
 from rollbook.ledger.workload import Workload
+from rollbook.observe.numbers import counted
 
 _NUM_POINTS = 128
 _TAIL_FRAC = 0.1

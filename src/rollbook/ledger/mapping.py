@@ -21,8 +21,8 @@ from rollbook.ledger.adapters import lora_params
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import DTYPE_BYTES, ReplicaLayout, TrainLayout
 from rollbook.ledger.model import ModelSpec
-from rollbook.ledger.quantity import counted
 from rollbook.ledger.tensors import TensorKind, tensor_kinds
+from rollbook.observe.numbers import counted
 
 Link = Literal["same GPU", "scale-up", "network", "host link", "storage"]
 Stage = Literal["gather", "transfer", "load"]

@@ -14,8 +14,9 @@ from rollbook.ledger.account import Flops, RolloutSide, TrainSide
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
-from rollbook.ledger.quantity import counted, format_bytes
+from rollbook.ledger.quantity import format_bytes
 from rollbook.ledger.workload import Workload
+from rollbook.observe.numbers import counted
 
 
 def paper_flops(model: ModelSpec, workload: Workload) -> Flops:

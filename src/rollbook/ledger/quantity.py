@@ -79,19 +79,6 @@ def _plain(value: float) -> str:
 _SEPARATORS = str.maketrans("", "", "_,")
 
 
-def counted(number: float, noun: str) -> str:
-    """A number and what it counts.
-
-    >>> counted(1, "prompt"), counted(512, "training GPU"), counted(2, "trajectory"), counted(0, "box")
-    ('1 prompt', '512 training GPUs', '2 trajectories', '0 boxes')
-    """
-    if number != 1:
-        ending = "es" if noun.endswith(("s", "x", "ch")) else "s"
-        is_vowel = noun[-2:-1] in "aeiou"
-        noun = noun[:-1] + "ies" if noun.endswith("y") and not is_vowel else noun + ending
-    return f"{number:d} {noun}" if isinstance(number, int) else f"{number:g} {noun}"
-
-
 def format_bytes(num_bytes: float) -> str:
     """Powers of ten, as device memory is sold.
 

@@ -21,10 +21,11 @@ from rollbook.ledger.layout import TrainLayout
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.own_machine import own_seconds_width, own_training_s
-from rollbook.ledger.quantity import counted, format_bytes
+from rollbook.ledger.quantity import format_bytes
 from rollbook.ledger.reliability import assumed_model_factor, model_traits, widening
 from rollbook.ledger.traffic import dense_width, expert_width
 from rollbook.ledger.workload import Workload
+from rollbook.observe.numbers import counted
 
 
 def token_s(

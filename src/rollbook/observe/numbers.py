@@ -43,13 +43,17 @@ def count(value: float) -> str:
     return f"{value:.3g}"
 
 
-def many(number: int, what: str) -> str:
-    """A count with its noun.
+def counted(number: float, noun: str) -> str:
+    """A number and what it counts.
 
-    >>> many(1, "source"), many(2, "source")
-    ('1 source', '2 sources')
+    >>> counted(1, "prompt"), counted(512, "training GPU"), counted(2, "trajectory"), counted(0, "box")
+    ('1 prompt', '512 training GPUs', '2 trajectories', '0 boxes')
     """
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    if number != 1:
+        ending = "es" if noun.endswith(("s", "x", "ch")) else "s"
+        is_vowel = noun[-2:-1] in "aeiou"
+        noun = noun[:-1] + "ies" if noun.endswith("y") and not is_vowel else noun + ending
+    return f"{number:g} {noun}" if isinstance(number, float) else f"{number} {noun}"
 
 
 def num_bytes(value: float) -> str:

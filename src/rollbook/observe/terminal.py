@@ -21,7 +21,7 @@ from rich.text import Text
 
 from rollbook.observe.catalogue import STAGES
 from rollbook.observe.clock import Clock, SystemClock
-from rollbook.observe.numbers import count, frac, many, seconds, tiny
+from rollbook.observe.numbers import count, counted, frac, seconds, tiny
 from rollbook.observe.recorder import Event
 
 SPARK = "▁▂▃▄▅▆▇█"
@@ -358,7 +358,7 @@ class TerminalView:
             rest = [p.rewards[name][-1] for name in names[len(shown) :]]
             rows.append(
                 Text(
-                    f"{'':9}and {many(len(rest), 'more source')}, from {min(rest):.3f} to {max(rest):.3f}",
+                    f"{'':9}and {counted(len(rest), 'more source')}, from {min(rest):.3f} to {max(rest):.3f}",
                     style="dim",
                 )
             )
@@ -440,7 +440,7 @@ class TerminalView:
         if p.num_done:
             began_mono_s = p.started_mono_s if p.steps_began_mono_s is None else p.steps_began_mono_s
             before_s = began_mono_s - p.started_mono_s
-            said = f"{many(p.num_done, 'step')} in {seconds(self.clock.mono_s() - began_mono_s)}"
+            said = f"{counted(p.num_done, 'step')} in {seconds(self.clock.mono_s() - began_mono_s)}"
             lines.append(f"{said}, after {seconds(before_s)} of preparation" if before_s >= 1 else said)
             for name, value in p.data.items():
                 match = re.fullmatch(r"reward/(.+)/mean|val/(.+)/exact_match", name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from rollbook.ledger.adapters import policy_state_bytes
 from rollbook.ledger.asynchrony import AsyncAccount, async_account
-from rollbook.ledger.quantity import counted
+from rollbook.observe.numbers import counted
 from rollbook.planner.beside import Beside
 from rollbook.planner.offload import HELD, host_state_bytes, on_device
 from rollbook.planner.publication import Publication

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from rollbook.errors import PlanError, nearest_name
-from rollbook.ledger.quantity import counted
+from rollbook.observe.numbers import counted
 from rollbook.planner.emit_areal import areal_yaml, is_areal_megatron
 from rollbook.planner.emit_kubernetes import kubernetes_yaml
 from rollbook.planner.emit_ray import ray_script

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rollbook.errors import PlanError
-from rollbook.ledger.quantity import counted
+from rollbook.observe.numbers import counted
 from rollbook.planner.emit_engine import engine_memory_frac, is_megatron
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.search import Candidate

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rollbook.ledger.account import RolloutSide, StepAccount
-from rollbook.ledger.quantity import counted
+from rollbook.observe.numbers import counted
 from rollbook.planner.words import seconds
 
 

@@ -19,7 +19,8 @@ from rollbook.ledger.account import TrainSide
 from rollbook.ledger.adapters import trained_params
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.layout import TrainLayout
-from rollbook.ledger.quantity import counted, format_bytes
+from rollbook.ledger.quantity import format_bytes
+from rollbook.observe.numbers import counted
 from rollbook.planner.request import PlanRequest
 
 Offload = Literal["none", "optimizer", "weights"]

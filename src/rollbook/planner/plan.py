@@ -14,10 +14,10 @@ from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import ReplicaLayout
 from rollbook.ledger.lengths import DEFAULT_SIGMA
 from rollbook.ledger.own_machine import own_seconds_note
-from rollbook.ledger.quantity import counted
 from rollbook.ledger.step import is_colocated
 from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
+from rollbook.observe.numbers import counted
 from rollbook.planner.beside import Beside, Checkpointing, beside, checkpointing
 from rollbook.planner.choice import choose
 from rollbook.planner.derivation import Reasoned, derive

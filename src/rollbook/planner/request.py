@@ -10,10 +10,10 @@ from rollbook.errors import PlanError, nearest_name
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
-from rollbook.ledger.quantity import counted
 from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
 from rollbook.ledger.workload import Workload
+from rollbook.observe.numbers import counted
 
 Choice = TypeVar("Choice", bound=str)
 RolloutDtype = Literal["bfloat16", "float8", "auto"]

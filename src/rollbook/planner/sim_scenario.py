@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollbook.errors import PlanError, nearest_name
-from rollbook.ledger.quantity import counted, require_number
+from rollbook.ledger.quantity import require_number
 from rollbook.ledger.workload import MODES, Mode
+from rollbook.observe.numbers import counted
 from rollbook.planner.sim_draws import Draw
 
 

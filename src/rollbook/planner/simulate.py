@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollbook.ledger.lengths import grown_by
-from rollbook.ledger.quantity import counted
 from rollbook.ledger.step import is_colocated
+from rollbook.observe.numbers import counted
 from rollbook.planner.sim_engines import Engines
 from rollbook.planner.sim_parts import SimGroup, SimSequence
 from rollbook.planner.sim_result import SimResult, SimStep

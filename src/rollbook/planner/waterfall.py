@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from rollbook.ledger.account import StepAccount
 from rollbook.ledger.hardware import Cluster
-from rollbook.ledger.quantity import counted
 from rollbook.ledger.step import is_colocated
+from rollbook.observe.numbers import counted
 from rollbook.planner.words import percent, seconds
 
 BETWEEN = "between the stages"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rollbook.ledger.quantity import counted, format_bytes
+from rollbook.ledger.quantity import format_bytes
+from rollbook.observe.numbers import counted
 
 
 def seconds(value: float) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from rollbook.diagnose.series import NEXT_RUN, Event, Row, RunSeries, Seam
 from rollbook.errors import DataError
-from rollbook.observe.numbers import many
+from rollbook.observe.numbers import counted
 
 MAX_REPLACED_KEPT = 50
 LARGEST_STEP = 2**53
@@ -170,7 +170,7 @@ def assemble(
         )
     all_notes = list(notes)
     if len(runs) > 1:
-        lengths = ", ".join(f"{many(len(r.rows_of_step), 'step')}" for r in runs)
+        lengths = ", ".join(f"{counted(len(r.rows_of_step), 'step')}" for r in runs)
         which = f"run {chosen} of 0 to {len(runs) - 1}"
         if len(names_of_runs) == len(runs):
             which += f", {names_of_runs[chosen]}"
@@ -202,10 +202,10 @@ def _where(steps_of: dict[str, list[int]]) -> str:
     """Metrics and steps whose values were left out, for a note."""
     most = sorted(steps_of, key=lambda name: (-len(steps_of[name]), name))
     named = [
-        f"{name} in {many(len(steps_of[name]), 'step')}, the first {steps_of[name][0]}"
+        f"{name} in {counted(len(steps_of[name]), 'step')}, the first {steps_of[name][0]}"
         for name in most[:MAX_NAMED]
     ]
-    more = [many(len(most) - MAX_NAMED, "more metric")] if len(most) > MAX_NAMED else []
+    more = [counted(len(most) - MAX_NAMED, "more metric")] if len(most) > MAX_NAMED else []
     return "; ".join(named + more)
 
 
@@ -255,14 +255,14 @@ def _finish(
     if negative:
         notes.append(f"less than 0 s (a clock was set back), and left out: {_where(negative)}")
     if run.num_out_of_order and not run.seams:
-        notes.append(f"{many(run.num_out_of_order, 'row')} out of order: sorted by step")
+        notes.append(f"{counted(run.num_out_of_order, 'row')} out of order: sorted by step")
     if run.num_clock_jumps:
         notes.append(
-            f"the clock ran backwards {many(run.num_clock_jumps, 'time')}: times are not used, seconds of stages are"
+            f"the clock ran backwards {counted(run.num_clock_jumps, 'time')}: times are not used, seconds of stages are"
         )
     for seam in run.seams:
         notes.append(
-            f"the run was taken up again at step {seam.step} ({many(seam.num_replaced, 'step')} run twice)"
+            f"the run was taken up again at step {seam.step} ({counted(seam.num_replaced, 'step')} run twice)"
         )
     if len(ordered) > 1:
         num_missing = int(ordered[-1] - ordered[0]) + 1 - len(ordered)

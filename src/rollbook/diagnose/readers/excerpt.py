@@ -7,7 +7,7 @@ import numpy as np
 
 from rollbook.diagnose.readers.words import is_of_pairs
 from rollbook.diagnose.series import RunSeries, Series
-from rollbook.observe.numbers import many
+from rollbook.observe.numbers import counted
 
 FEW = 5
 """Steps up to which no level can be told from its noise."""
@@ -68,7 +68,7 @@ def _few(run: RunSeries) -> str:
     if not shown:
         return ""
     where = "the step" if run.num_steps == 1 else f"all {run.num_steps} steps"
-    return f"{many(run.num_steps, 'step')}: too few to judge, but in {where} {'; '.join(shown)}"
+    return f"{counted(run.num_steps, 'step')}: too few to judge, but in {where} {'; '.join(shown)}"
 
 
 def _known(run: RunSeries, metric: str) -> Series | None:

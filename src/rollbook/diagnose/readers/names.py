@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from rollbook.diagnose.readers.words import IN_WORDS, is_length, is_share_of_nothing, meant, source_of
 from rollbook.diagnose.series import Event, Row
-from rollbook.observe.numbers import many
+from rollbook.observe.numbers import counted
 
 VERL = {
     "actor/entropy_loss": "actor/entropy",
@@ -258,7 +258,7 @@ class Renamer:
             ((n, m) for n, m in self._read.items() if m in IN_WORDS), key=lambda item: order.index(item[1])
         )
         told = [f"{name} as {IN_WORDS[metric]}" for name, metric in read[:MAX_TOLD]]
-        more = [many(len(read) - MAX_TOLD, "more metric")] if len(read) > MAX_TOLD else []
+        more = [counted(len(read) - MAX_TOLD, "more metric")] if len(read) > MAX_TOLD else []
         return [f"read by the words of their names: {', '.join(told + more)}"] if told else []
 
     def rows(self, items: Iterable[Row | Event]) -> Iterator[Row | Event]:

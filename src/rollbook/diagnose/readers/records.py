@@ -22,7 +22,7 @@ from typing import Any
 from rollbook.diagnose.readers.text import lines, number, open_binary
 from rollbook.diagnose.readers.words import RESULTS, meant
 from rollbook.diagnose.series import Event, Row
-from rollbook.observe.numbers import many
+from rollbook.observe.numbers import counted
 
 Entry = dict[str, Any]
 
@@ -464,7 +464,7 @@ class _Rows:
     def rest(self) -> Iterator[Row | Event]:
         yield from self._mean()
         if self.repeats:
-            says = f"a step has up to {many(self._most, 'row')} of the same metrics: their means are read"
+            says = f"a step has up to {counted(self._most, 'row')} of the same metrics: their means are read"
             yield Event(kind="note", text=says)
         if self.key is None and self._num > 1:
             yield Event(kind="note", text="no column counts steps: rows are counted")

@@ -21,7 +21,7 @@ from rollbook.diagnose.readers.text import (
     plain,
 )
 from rollbook.diagnose.series import Event, Row
-from rollbook.observe.numbers import many
+from rollbook.observe.numbers import counted
 
 _STEP = re.compile(r"(?:^|[^\w/])step:\s?(\d+)(?=\s+-\s|\s*$)")
 _PAIR = re.compile(
@@ -65,7 +65,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     if step is not None and data:
         if keys and keys[-1] not in data and not is_ended_by_newline(path):
             data.popitem()
-            whole = f"{len(data)} of {many(len(keys), 'value')}"
+            whole = f"{len(data)} of {counted(len(keys), 'value')}"
             says = (
                 f"the last line is cut short after {whole} (the process was killed, or is writing it): "
                 "the value at the cut was left out"

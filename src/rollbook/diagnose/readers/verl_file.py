@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollbook.diagnose.readers.text import lines, number
 from rollbook.diagnose.series import Event, Row
-from rollbook.observe.numbers import many
+from rollbook.observe.numbers import counted
 
 
 def recognizes(head: str) -> float:
@@ -37,7 +37,7 @@ def read(path: Path) -> Iterator[Row | Event]:
         num_damaged -= 1
         yield Event(kind="truncated", text="the last line is cut short")
     if num_damaged:
-        yield Event(kind="damaged", text=f"{many(num_damaged, 'line')} not whole and left out")
+        yield Event(kind="damaged", text=f"{counted(num_damaged, 'line')} not whole and left out")
 
 
 def parse_line(text: str) -> Row | None:

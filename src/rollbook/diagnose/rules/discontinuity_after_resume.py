@@ -15,7 +15,7 @@ from rollbook.diagnose.signs.gap import GAP, gap_of
 from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.signs.rewards import lowest_reward, other_prompts, reward_of
 from rollbook.diagnose.view import View, spread_around
-from rollbook.observe.numbers import many
+from rollbook.observe.numbers import counted
 
 RULE = "discontinuity_after_resume"
 
@@ -101,7 +101,7 @@ def _restarts(view: View) -> list[Restart]:
         Restart(
             view.idx_of(seam.step),
             "log",
-            f"the log takes up again at step {seam.step} ({many(seam.num_replaced, 'step')} run twice)",
+            f"the log takes up again at step {seam.step} ({counted(seam.num_replaced, 'step')} run twice)",
             True,
         )
         for seam in view.run.seams

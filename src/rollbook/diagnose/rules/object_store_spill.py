@@ -18,7 +18,7 @@ from rollbook.diagnose.signs.seconds import (
     step_seconds,
 )
 from rollbook.diagnose.view import View
-from rollbook.observe.numbers import many
+from rollbook.observe.numbers import counted
 
 RULE = "object_store_spill"
 
@@ -44,7 +44,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         first = min(steps, default=view.step_at(view.n - 1))
         idx = view.idx_of(first)
         gib = _spilled_gib(e.text for e in said)
-        says = f"{many(len(said), 'time')}: {said[0].text}"
+        says = f"{counted(len(said), 'time')}: {said[0].text}"
         says += f" (in the end {num(max(gib))} GiB)" if gib else ""
         evidence.append(Evidence(metric="log", step=first, says=says))
         direct = 0.3 if len(said) >= 3 else 0.15
