@@ -456,9 +456,8 @@ def _publication(
             "max_in_flight": ages.max_in_flight,
             "step_s_by_bound": {str(bound): step_s for bound, step_s in by_bound.items()},
         }
-        plural = "s" if request.max_staleness_steps > 1 else ""
         because += (
-            f" With a bound of {request.max_staleness_steps} version{plural} at most {count(ages.max_in_flight)} "
+            f" With a bound of {counted(request.max_staleness_steps, 'version')} at most {count(ages.max_in_flight)} "
             f"trajectories are under way; a token is {ages.bounded_staleness_steps:.1f} versions old on average when "
             "it trains, and the importance weights correct for it."
         )

@@ -170,7 +170,7 @@ def assemble(
         )
     all_notes = list(notes)
     if len(runs) > 1:
-        lengths = ", ".join(f"{counted(len(r.rows_of_step), 'step')}" for r in runs)
+        lengths = ", ".join(counted(len(r.rows_of_step), "step") for r in runs)
         which = f"run {chosen} of 0 to {len(runs) - 1}"
         if len(names_of_runs) == len(runs):
             which += f", {names_of_runs[chosen]}"

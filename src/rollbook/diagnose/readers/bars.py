@@ -37,7 +37,7 @@ class Bars:
         for name, at, of, passed in _BAR.findall(line):
             if (name and not _OF_TRAINING.search(name)) or _OF_OTHERS.search(name) or int(of) < LEAST_STEPS:
                 continue
-            step, now_s = int(at), _seconds(passed)
+            step, now_s = int(at), seconds_of(passed)
             if self.of != int(of):
                 self.seconds, self.of, self._begun = {}, int(of), None
             if self._begun is not None and step > self._begun[0] and now_s >= self._begun[1]:
@@ -52,10 +52,10 @@ class Bars:
         return len(self.seconds) >= LEAST_STEPS
 
 
-def _seconds(passed: str) -> float:
+def seconds_of(passed: str) -> float:
     """Seconds of "38:38" or "1:02:03".
 
-    >>> _seconds("1:02:03")
+    >>> seconds_of("1:02:03")
     3723.0
     """
     total = 0

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES, EndWatcher
-from rollbook.diagnose.readers.text import TROUBLE_BYTES, TroubleWatcher, lines, number, plain
+from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
+from rollbook.diagnose.readers.text import TROUBLE_BYTES, lines, number, plain
 from rollbook.diagnose.series import Event, Row
 
 NAMES = {
@@ -51,7 +51,7 @@ def recognizes(head: str) -> float:
 
 def read(path: Path) -> Iterator[Row | Event]:
     """Rows keyed by the step of the whole run. A step whose header is all there is has begun and not ended."""
-    watcher, ending = TroubleWatcher(), EndWatcher()
+    watcher = LineWatcher()
     step: int | None = None
     earlier = 0
     """Steps of the epochs before."""
@@ -67,17 +67,16 @@ def read(path: Path) -> Iterator[Row | Event]:
             if at == 1 and last[0] > 1 and last[0] >= last[1]:
                 earlier += last[1]
             last, step, data = (at, of), earlier + at, {}
-            if event := ending.step(step):
+            if event := watcher.ending.step(step):
                 yield event
         elif "•" in line and step is not None and (item := _ITEM.search(line)) is not None:
             value = number(item.group(2).replace(",", ""))
             if value is not None:
                 data.setdefault(item.group(1), value)
         else:
-            ending.watch(line)
             if event := watcher.watch(line, step):
                 yield event
     if step is not None and data:
         yield Row(step=step, data=data)
-    if event := ending.event(step):
+    if event := watcher.ending.event(step):
         yield event

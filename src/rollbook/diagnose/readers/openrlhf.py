@@ -13,11 +13,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES, EndWatcher
+from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
 from rollbook.diagnose.readers.text import (
     NUMBER,
     TROUBLE_BYTES,
-    TroubleWatcher,
     dict_pairs,
     lines,
     number,
@@ -78,7 +77,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     """Rows keyed by global step; of bars, one for each that came to its end."""
     with open_binary(path) as file:
         has_records = b"Global step " in file.read(4 * 1024 * 1024)
-    watcher, ending, bars = TroubleWatcher(), EndWatcher(), _Bars()
+    watcher, bars = LineWatcher(), _Bars()
     wanted = (b"Global step ",) if has_records else (b"Episode [", b"Train epoch [")
     step: int | None = None
     for raw in lines(path, (*wanted, *TROUBLE_BYTES, *ENDING_BYTES)):
@@ -86,17 +85,15 @@ def read(path: Path) -> Iterator[Row | Event]:
         row = _record(line) if has_records else bars.see(line)
         if row is not None:
             step = row.step
-            if event := ending.step(step):
+            if event := watcher.ending.step(step):
                 yield event
             yield row
-        elif not any(word.decode() in line for word in wanted):
-            ending.watch(line)
-            if event := watcher.watch(line, step):
-                yield event
+        elif not any(word.decode() in line for word in wanted) and (event := watcher.watch(line, step)):
+            yield event
     if not has_records and (row := bars.last()) is not None:
         yield row
         step = row.step
-    if event := ending.event(step):
+    if event := watcher.ending.event(step):
         yield event
 
 

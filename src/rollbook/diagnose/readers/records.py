@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.diagnose.readers.text import lines, number, open_binary
-from rollbook.diagnose.readers.words import RESULTS, meant
+from rollbook.diagnose.readers.words import meant, tells_a_run
 from rollbook.diagnose.series import Event, Row
 from rollbook.observe.numbers import counted
 
@@ -98,7 +98,7 @@ def _is_of_lines(path: Path) -> bool:
 def are_a_run(entries: list[Entry]) -> bool:
     """Whether entries are steps of a run, rather than settings, samples or anything else with numbers."""
     told = Counter(name for entry in entries for name in entry)
-    results = {name for name in told if (found := meant(name)) is not None and found[0] in RESULTS}
+    results = set(filter(tells_a_run, told))
     if not any(key in told for key in STEP_KEYS) and _are_samples(entries):
         return False  # nothing says of which step
     if len(entries) == 1:
@@ -210,7 +210,7 @@ def _in_a_text(texts: Iterable[str]) -> Iterator[Entry]:
             continue
         for split in (_BARS, _BLANKS):
             names = [named(name) for name in split.split(text.strip(" \t|│┃"))]
-            results = {name for name in names if (found := meant(name)) is not None and found[0] in RESULTS}
+            results = set(filter(tells_a_run, names))
             if _are_names(names) and results and (len(results) >= 2 or set(names) & set(STEP_KEYS)):
                 break
         else:
@@ -228,7 +228,7 @@ def _weight(entries: list[Entry]) -> int:
     """How much of a run there is in entries."""
     some = entries[:: max(1, len(entries) // 50)]
     told = {
-        name: 2 if (found := meant(name)) is not None and found[0] in RESULTS else 1
+        name: 2 if tells_a_run(name) else 1
         for entry in some
         for name in entry
         if meant(name) is not None or _RUN_LIKE.search(name)

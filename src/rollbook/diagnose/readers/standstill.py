@@ -12,6 +12,7 @@ import re
 from datetime import datetime
 from pathlib import Path
 
+from rollbook.diagnose.readers.bars import seconds_of
 from rollbook.diagnose.readers.endings import is_proper_end
 from rollbook.diagnose.readers.text import plain
 from rollbook.diagnose.series import Event
@@ -37,8 +38,8 @@ _COUNTS_ON = re.compile(
 )
 _MARKED_BY_RAY = re.compile(r"\s*\[repeated \d+x across cluster\]")
 DAY_S = 86_400.0
-_BAR = re.compile(r"^(.{0,80}?)\d+%\|[^|]*\| *(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d\d)<")
-"""What a bar is of, where it is, its last number, and hours, minutes and seconds since it was begun (tqdm)."""
+_BAR = re.compile(r"^(.{0,80}?)\d+%\|[^|]*\| *(\d+)/(\d+) \[((?:\d+:)?\d+:\d\d)<")
+"""What a bar is of, where it is, its last number, and the time since it was begun (tqdm)."""
 
 
 def at_the_end(path: Path, step_marks: tuple[bytes, ...], step: int) -> Event | None:
@@ -97,7 +98,7 @@ def _bar_stands(bars: list[str], step: int) -> Event | None:
     drawn = [match for line in bars if (match := _BAR.search(_MARKED_BY_RAY.sub("", line))) is not None]
     if not drawn or int(drawn[0][2]) >= int(drawn[0][3]):
         return None
-    seconds = [3600 * int(bar[4] or 0) + 60 * int(bar[5]) + int(bar[6]) for bar in drawn]
+    seconds = [seconds_of(bar[4]) for bar in drawn]
     since_s, count = seconds[0], 0
     for bar, passed_s in zip(drawn, seconds, strict=True):
         if bar[1].strip()[-40:] != drawn[0][1].strip()[-40:] or bar[3] != drawn[0][3]:
@@ -108,9 +109,7 @@ def _bar_stands(bars: list[str], step: int) -> Event | None:
     if count < 2:
         return None
     text = _MARKED_BY_RAY.sub("", bars[0])[:300]
-    return Event(
-        kind=KIND, step=step, text=text, fields={"lasted_s": float(seconds[0] - since_s), "count": count}
-    )
+    return Event(kind=KIND, step=step, text=text, fields={"lasted_s": seconds[0] - since_s, "count": count})
 
 
 def _last_lines(path: Path) -> list[bytes]:

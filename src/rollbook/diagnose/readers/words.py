@@ -188,6 +188,12 @@ def meant(name: str) -> tuple[str, int] | None:
     return (found[2], found[1]) if found is not None else None
 
 
+def tells_a_run(name: str) -> bool:
+    """Whether a name means one of `RESULTS`."""
+    found = meant(name)
+    return found is not None and found[0] in RESULTS
+
+
 def is_share_of_nothing(name: str) -> bool:
     """Whether a name is the share of groups whose rewards do not differ: one minus the catalogue's share.
 

@@ -86,29 +86,32 @@ def judge(view: View) -> Finding | NotJudged | None:
         c = view.contrast(metric, idx, width=30)
         if c is not None:
             evidence.append(of_contrast(view, c, idx))
-    if never_ends:
-        return Finding(
-            rule=RULE,
-            title="a few trajectories do not end: they run on over ever more weight versions",
-            area="version",
-            confidence=share(confidence),
-            step=view.step_at(idx),
-            evidence=tuple(evidence),
-            action="put a deadline on every trajectory, in versions or seconds, and leave out the prompts that meet "
-            "it; if they are of one replica, take it out of service",
-            next_check="the oldest trajectory still running: its prompt, its turn and its replica",
-        )
+    title, action, next_check = _NEVER_ENDS if never_ends else _STANDS
     return Finding(
         rule=RULE,
-        title="a part of the replicas stands at an old weight version",
+        title=title,
         area="version",
         confidence=share(confidence),
         step=view.step_at(idx),
         evidence=tuple(evidence),
-        action="take the standing replicas out of service, give them the full weights, and let them serve again only "
-        "after their digests agree",
-        next_check="look in the log of those replicas for the first failed or skipped publication",
+        action=action,
+        next_check=next_check,
     )
+
+
+_NEVER_ENDS = (
+    "a few trajectories do not end: they run on over ever more weight versions",
+    "put a deadline on every trajectory, in versions or seconds, and leave out the prompts that meet it; if they are "
+    "of one replica, take it out of service",
+    "the oldest trajectory still running: its prompt, its turn and its replica",
+)
+_STANDS = (
+    "a part of the replicas stands at an old weight version",
+    "take the standing replicas out of service, give them the full weights, and let them serve again only after their "
+    "digests agree",
+    "look in the log of those replicas for the first failed or skipped publication",
+)
+"""What it is called, what to do, and what to look at next."""
 
 
 EVICTED = "training/off_policy/evicted_samples"
