@@ -322,10 +322,9 @@ class Search:
     def _bounded(self, joined: Candidate, beaten_s: float) -> Candidate:
         """`joined` under the staleness bound: followed step by step where it fits and may be below `beaten_s`."""
         account, layout = joined.account, joined.rollout_layout
-        if account.fits and self.request.lend_switch_s:
-            return replace(joined, account=within_bound(self.request, account, layout))
         least_s = least_step_s(self.request, account, layout)
-        if account.fits and least_s < beaten_s:
+        # With lent GPUs a step may be shorter than that.
+        if account.fits and (self.request.lend_switch_s or least_s < beaten_s):
             return replace(joined, account=within_bound(self.request, account, layout))
         return replace(joined, account=stretched(account, least_s))
 
