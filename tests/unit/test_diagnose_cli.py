@@ -50,6 +50,24 @@ def test_the_verdict_comes_first_on_one_screen_of_80_columns(
     assert "could not be judged" in out
 
 
+def test_what_could_not_be_judged_is_folded_to_names_by_what_the_log_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer that logs a reward and a length alone leaves nearly every rule without its signals."""
+    log = tmp_path / "log.jsonl"
+    rows = ({"step": step, "mean_reward": 0.4 + step % 7 / 50, "len": 300.0} for step in range(60))
+    log.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    _, out, _ = run(capsys, str(log))
+    told = json.loads(run(capsys, str(log), "--json")[1])["not_judged"]
+    folded = out.partition("could not be judged (--all")[2].partition("\n\n")[0]
+    text = " ".join(folded.split())
+    assert "no device memory: oom_in_sync, late_oom_with_length, fragmentation" in text
+    assert len(told) > 10 and all(item["rule"] in text for item in told)
+    assert len(folded.splitlines()) <= 8
+    _, in_full, _ = run(capsys, str(log), "--all")
+    assert all(item["collect"] in " ".join(in_full.split()) for item in told)
+
+
 def test_a_run_that_is_well_says_so_with_the_four_signals(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

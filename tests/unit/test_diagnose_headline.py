@@ -213,7 +213,7 @@ def test_the_top_of_a_score_is_the_best_that_an_answer_ever_got() -> None:
 def test_only_where_a_log_may_be_verls_its_reader_is_told_how_verl_logs_it(
     format: str, is_told: bool
 ) -> None:
-    text = to_text(diagnose(run(format, leave_out=(GAP,))))
+    text = to_text(diagnose(run(format, leave_out=(GAP,))), tells_all=True)
     assert "could not be judged" in text
     assert ("(verl" in text) == is_told
 

@@ -40,6 +40,9 @@ def command(
     hours: Annotated[
         float, typer.Option("--hours", help="How far back to ask a Prometheus server; above 0.")
     ] = 24.0,
+    tells_all: Annotated[
+        bool, typer.Option("--all", help="Also say what to log for each rule that could not be judged.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     html: Annotated[
         Path | None, typer.Option("--html", help="Also write a page with the series around each change.")
@@ -82,7 +85,7 @@ def command(
     if as_json:
         typer.echo(json.dumps(diagnosis.to_json(), allow_nan=False))
     else:
-        typer.echo(to_text(diagnosis), nl=False)
+        typer.echo(to_text(diagnosis, tells_all=tells_all), nl=False)
 
 
 def _with_other_logs(diagnosis: Diagnosis, folder: Path, format: str | None) -> Diagnosis:

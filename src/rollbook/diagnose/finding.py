@@ -9,6 +9,19 @@ from typing import Any, Literal
 Area = Literal["data", "version", "async", "implementation"]
 """The order of the decision tree: cheap and frequent causes first."""
 
+Lack = Literal[
+    "environments",
+    "rewards by source",
+    "filter of flat groups",
+    "gap of trainer and engine",
+    "versions or ages of samples",
+    "seconds of whole steps",
+    "seconds of generation",
+    "seconds of the trainer's stages",
+    "device memory",
+]
+"""What a log has nothing of."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
@@ -54,6 +67,7 @@ class NotJudged:
     """A rule that lacked its signals."""
 
     rule: str
+    lacks: Lack
     missing: tuple[str, ...]
     collect: str
     """What to switch on so that the next log can be judged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from rollbook.diagnose.finding import Diagnosis, Evidence, Finding, OtherRun
+from rollbook.diagnose.finding import Diagnosis, Evidence, Finding, NotJudged, OtherRun
 from rollbook.diagnose.rules.wording import in_full, num
 from rollbook.diagnose.states import MOVES
 from rollbook.observe.numbers import counted
@@ -18,8 +18,13 @@ AREA_NAMES = {
 }
 
 
-def to_text(diagnosis: Diagnosis, *, width: int = 80) -> str:
-    """The whole report, verdict first."""
+def to_text(diagnosis: Diagnosis, *, width: int = 80, tells_all: bool = False) -> str:
+    """The whole report, verdict first.
+
+    Args:
+        width: columns of the terminal.
+        tells_all: say of each rule that could not be judged what to log for it, instead of naming it.
+    """
     lines = _header(diagnosis, width)
     for i, finding in enumerate(diagnosis.findings):
         lines += _finding(finding, width, is_first=i == 0)
@@ -35,9 +40,7 @@ def to_text(diagnosis: Diagnosis, *, width: int = 80) -> str:
         lines += ["", "what follows from it:"]
         lines += [f"  step {f.step:>6}  {f.title}"[:width] for f in diagnosis.consequences]
     if diagnosis.not_judged:
-        lines += ["", "could not be judged, for want of a signal:"]
-        for missing in diagnosis.not_judged:
-            lines += _block(f"  {missing.rule}:", missing.collect, width)
+        lines += ["", *(_how_to_collect if tells_all else _not_judged)(diagnosis.not_judged, width)]
     if diagnosis.notes:
         lines += ["", "about the log:"]
         for note in diagnosis.notes:
@@ -90,7 +93,7 @@ def headline(diagnosis: Diagnosis) -> tuple[str, str]:
     but = f", but look at {_quoted(moved)}, which moved" if moved else ""
     limited = f"; what limits the run: {diagnosis.states[0].title}" if diagnosis.states else ""
     if len(missing) == len(diagnosis.signals):
-        return "NOT JUDGED", "too little was logged to judge the system (the list below says what to collect)"
+        return "NOT JUDGED", "too little was logged to judge the system"
     if diagnosis.verdict == "not_judged":
         says = f"nothing wrong shows in what was logged, but that is too little: {_without(missing)}"
         return "NOT JUDGED", says + but + limited
@@ -132,6 +135,25 @@ def _signals(diagnosis: Diagnosis, width: int) -> list[str]:
     lines = ["the four signals:"]
     for signal in diagnosis.signals:
         lines += _block(f"  {signal.verdict:<13} {signal.name}:", signal.says, width)
+    return lines
+
+
+def _not_judged(missing: Sequence[NotJudged], width: int) -> list[str]:
+    """The rules' names by what the log lacks."""
+    rules: dict[str, list[str]] = {}
+    for item in missing:
+        rules.setdefault(item.lacks, []).append(item.rule)
+    says = " · ".join(f"no {lack}: {', '.join(names)}" for lack, names in rules.items())
+    return ["could not be judged (--all says what to log for it):", *_block(" ", says, width)]
+
+
+def _how_to_collect(missing: Sequence[NotJudged], width: int) -> list[str]:
+    rules: dict[str, list[str]] = {}
+    for item in missing:
+        rules.setdefault(item.collect, []).append(item.rule)
+    lines = ["could not be judged, for want of a signal:"]
+    for collect, names in rules.items():
+        lines += _block(f"  {', '.join(names)}:", collect, width)
     return lines
 
 

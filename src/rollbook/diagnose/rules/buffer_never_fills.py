@@ -35,7 +35,10 @@ def judge(view: View) -> Finding | NotJudged | None:
         return stalled
     if excess is None:
         return NotJudged(
-            rule=RULE, missing=("timing_s/gen",), collect="log the seconds the trainer waits for samples"
+            rule=RULE,
+            missing=("timing_s/gen",),
+            lacks="seconds of generation",
+            collect="log the seconds the trainer waits for samples",
         )
     if (late := _deadlines(view)) is not None:
         return late

@@ -58,6 +58,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=("failures/frac", "env/turn_s/mean", "env/num_active", "num_turns/mean"),
+            lacks="environments",
             collect="only for jobs with environments: log failures by class, seconds a turn, and active sandboxes",
         )
     if not is_agentic and failure_kinds_of(view).main in ("reward", "timeout", "engine", "out_of_memory"):

@@ -66,6 +66,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=("training/logprob_gap/mean or training/rollout_probs_diff_mean or rollout_corr/kl",),
+            lacks="gap of trainer and engine",
             collect=collect_gap(view),
         )
     rise = gap.rise

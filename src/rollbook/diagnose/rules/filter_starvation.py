@@ -36,6 +36,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=(DROPPED[0], KEPT[0]),
+            lacks="filter of flat groups",
             collect="only with a filter of flat groups (DAPO): log how many samples it drops",
         )
     lasting = _for_good(view, dropped, kept, starved)

@@ -27,6 +27,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return said or NotJudged(
             rule=RULE,
             missing=(memory.ALLOCATED, memory.RESERVED),
+            lacks="device memory",
             collect="log allocated and reserved device memory each step",
         )
     view.derive(HELD, view.values[kept] - view.values[used])

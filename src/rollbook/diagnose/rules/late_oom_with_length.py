@@ -22,6 +22,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=(memory.ALLOCATED,),
+            lacks="device memory",
             collect="log peak device memory a step, and keep the console log (the error is written there)",
         )
     evidence: list[Evidence] = []

@@ -28,6 +28,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=("training/rollout_probs_diff_mean or rollout_corr/kl",),
+            lacks="gap of trainer and engine",
             collect=f"losses are not finite and the gap was not logged: {collect_gap(view)}",
         )
     rise = gap.rise

@@ -40,6 +40,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=("training/rollout_probs_diff_mean or rollout_corr/kl", "replica/*/weight_version"),
+            lacks="gap of trainer and engine",
             collect=collect_gap(view),
         )
     told = _told_by_versions(view)

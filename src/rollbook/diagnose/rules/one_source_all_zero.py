@@ -40,6 +40,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return sudden or NotJudged(
             rule=RULE,
             missing=("reward/<source>/mean", "reward/<source>/zero_frac"),
+            lacks="rewards by source",
             collect="log the mean reward by data source (verl: data_source of the reward manager; "
             "validation by source)",
         )

@@ -21,6 +21,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=(memory.ALLOCATED, "memory/switch/allocated_bytes"),
+            lacks="device memory",
             collect="log device memory at the hand-over, and keep the console log (the error is written there)",
         )
     evidence: list[Evidence] = []

@@ -52,6 +52,7 @@ def judge(view: View) -> Finding | NotJudged | None:
             else NotJudged(
                 rule=RULE,
                 missing=("env/num_leased", "env/queue_depth", "env/turn_s/mean"),
+                lacks="environments",
                 collect="only for jobs with environments: log leases not returned, queue depth and seconds a turn",
             )
         )

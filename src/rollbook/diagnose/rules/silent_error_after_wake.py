@@ -34,6 +34,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=("critic/rewards/mean", "training/rollout_probs_diff_mean"),
+            lacks="gap of trainer and engine",
             collect="log rewards and the gap",
         )
     if (early := _in_first_steps(view)) is not None:

@@ -34,6 +34,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=(f"{STALENESS}/mean",),
+            lacks="versions or ages of samples",
             collect="log how many versions old the trained samples are (needed in asynchronous modes only)",
         )
     rise = versions.rise

@@ -49,6 +49,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=("timing_s/gen", "response_length/max", "response_length/p99"),
+            lacks="seconds of generation",
             collect="log the seconds of generation and the longest responses of each step",
         )
     best: Finding | None = None

@@ -30,6 +30,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=("replica/*/weight_version", f"{STALENESS}/max"),
+            lacks="versions or ages of samples",
             collect="log the weight version of every replica, or of every sample (verl V1 does in its async modes)",
         )
     evidence: list[Evidence] = []
