@@ -172,6 +172,16 @@ def test_a_prometheus_server_is_read_by_its_url(prometheus: str, capsys: pytest.
     assert answer["verdict"] == "dead_sandbox_pool"
 
 
+@pytest.mark.parametrize("where", ["train.log", "localhost:9090"])
+def test_a_server_that_is_no_url_is_told_apart_from_a_file(
+    where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, where, "--format", "prometheus")
+    assert code != 0
+    assert f"reads a server, and '{where}' is no URL" in err
+    assert "http://localhost:9090" in err
+
+
 class FastRun(BaseHTTPRequestHandler):
     """A server with a run of forty steps of five seconds an hour ago, read at the times that a query asks for."""
 

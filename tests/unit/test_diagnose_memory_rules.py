@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from diagnose_runs import ALLOCATED, RESERVED, noisy, run_of
 from rollbook.diagnose.readers.table import load
@@ -40,6 +41,26 @@ def test_the_last_peak_tells_whether_growing_memory_is_full() -> None:
     assert (
         diagnose(run_of({**lengths, ALLOCATED: peak, RESERVED: peak + 1})).verdict == "late_oom_with_length"
     )
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+@pytest.mark.parametrize("is_memory_logged", [True, False])
+def test_running_out_of_memory_is_dated_by_the_foot_of_the_climb_and_not_by_the_crash(
+    is_memory_logged: bool, power: float
+) -> None:
+    """Answers grow from step 41 on, steadily or imperceptibly at first; the error stands at the end of 120 steps."""
+    climb = np.clip((T - 40) / 79, 0, 1) ** power
+    values = {
+        f"response_length/{k}": noisy(v * (1 + 2 * climb), 8, 0.03)
+        for k, v in (("mean", 800.0), ("max", 3e3))
+    }
+    if is_memory_logged:
+        values |= {ALLOCATED: np.maximum.accumulate(50 + 27 * climb), RESERVED: 55 + 24 * climb}
+    said = Event(kind="out_of_memory", step=120, text="CUDA out of memory. Tried to allocate 2 GiB")
+    finding = diagnose(run_of(values, events=(said,))).findings[0]
+    assert finding.rule == "late_oom_with_length"
+    assert abs(finding.step - 41) <= 12
+    assert finding.evidence[0].step == 120  # where it crashed
 
 
 def test_memory_and_lengths_that_both_stand_until_they_step_go_together() -> None:

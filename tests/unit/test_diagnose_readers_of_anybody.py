@@ -350,6 +350,13 @@ def test_what_a_program_logged_and_got_over_ends_nothing(tmp_path: Path) -> None
     assert judged(tmp_path, f"{steps}{TRACE}KeyboardInterrupt\n").is_well
 
 
+@pytest.mark.parametrize("text", ["KeyboardInterrupt\n", "ValueError:\n", "^CKeyboardInterrupt\n"])
+def test_the_name_of_an_error_alone_is_a_text_that_holds_one(tmp_path: Path, text: str) -> None:
+    diagnosis = judged(tmp_path, text)
+    assert diagnosis.verdict == "run_stopped"
+    assert text.strip().removeprefix("^C") in diagnosis.findings[0].title
+
+
 def test_a_hand_over_every_third_step_is_no_stall(tmp_path: Path) -> None:
     seconds = [66 + i % 4 if i % 3 == 0 else 10 + 0.1 * (i % 5) for i in range(40)]
     line = "step:{} | mean_reward=0.{} | step_time_seconds={}\n"

@@ -260,6 +260,41 @@ def _describe(
     return Change(int(known[at]), kind, before, after, noise, abs(after - before) / noise)
 
 
+CLIMBED = 0.8
+"""Share of a climb that tells its foot: how it ends, levelling off or not, says nothing of where it began."""
+_BENDS = (1.0, 1.5, 2.0)
+"""Powers of the steps since the foot: a climb is steady from its first step on, or begins imperceptibly."""
+
+
+def foot_of_climb(values: Series) -> int:
+    """Position from which a series that ends high has climbed: the foot of the best fit of a constant and a power of
+    the steps since then. A split finds where a climb stands out of the noise, which is later.
+
+    Args:
+        values: [n] float64, at least 12 of them finite; on a logarithmic scale where the noise grows with the level.
+
+    >>> foot_of_climb(np.maximum(np.arange(100.0) - 40, 0) ** 2)
+    40
+    """
+    known = np.flatnonzero(np.isfinite(values))
+    clean = without_spikes(values[known])
+    smooth = running_median(clean, 7)
+    low, high = np.quantile(smooth, (0.02, 0.98))
+    n = max(12, int(np.flatnonzero(smooth >= low + CLIMBED * (high - low))[0]) + 1)
+    clean, t = clean[:n] - clean[:n].mean(), np.arange(n, dtype=np.float64)
+    best, foot = -np.inf, 0
+    for at in np.unique(np.linspace(0, n - 3, 60).astype(np.intp)).tolist():
+        since = np.maximum(t - at, 0.0) / (n - 1 - at)
+        for power in _BENDS:
+            climb = since**power
+            climb -= climb.mean()
+            along = float(climb @ clean)
+            explains = along**2 / float(climb @ climb)
+            if along > 0.0 and explains > best:
+                best, foot = explains, at
+    return int(known[foot])
+
+
 def spearman(a: Series, b: Series) -> float:
     """Rank correlation of two series where both have values; 0 with fewer than 8 of them, or where one stands still.
 

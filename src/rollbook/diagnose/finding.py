@@ -15,9 +15,8 @@ Lack = Literal[
     "filter of flat groups",
     "gap of trainer and engine",
     "versions or ages of samples",
-    "seconds of whole steps",
     "seconds of generation",
-    "seconds of the trainer's stages",
+    "seconds of stages",
     "device memory",
 ]
 """What a log has nothing of."""

@@ -309,7 +309,7 @@ class EndWatcher:
         if (is_error or is_bare) and self.is_in_a_sample:
             self._is_fatal, self._frames = self._was_fatal, set()
             return "more"
-        if is_error or (is_bare and self._is_fatal):
+        if is_error or (is_bare and (self._is_fatal or self._newest is None)):
             self.error(text)
             self.wants_next = self._sees_all and self._words.endswith(":")
         elif self._newest is None and (failed := _FAILED.search(text)) is not None:
@@ -351,6 +351,7 @@ class EndWatcher:
     def _without_prefix(self, line: str) -> str:
         """A line without its rank; before the first step also without a logger's words, in which a program reports what
         ended it: later on they tell of what it got over."""
+        line = line.removeprefix("^C")  # a terminal's echo
         if line.startswith("[rank"):
             line = _RANK.sub("", line)
         if self._newest is None and ("ERROR" in line or "CRITICAL" in line or "FATAL" in line):

@@ -152,7 +152,13 @@ def load(
     Raises:
         DataError: nothing there, an unknown format, or no step in it.
     """
-    if where.startswith(("http://", "https://")) or format == "prometheus":
+    is_url = where.startswith(("http://", "https://"))
+    if format == "prometheus" and not is_url:
+        raise DataError(
+            f"--format prometheus reads a server, and {where!r} is no URL",
+            "give it as http://localhost:9090, say; to read a file leave --format out",
+        )
+    if is_url:
         from rollbook.diagnose.readers import prometheus
 
         rows = prometheus.read(where, hours=hours)

@@ -77,7 +77,7 @@ def judge(view: View) -> Finding | NotJudged | None:
             else NotJudged(
                 rule=RULE,
                 missing=("timing_s/update_actor", "timing_s/old_log_prob", "timing_s/update_weights"),
-                lacks="seconds of the trainer's stages",
+                lacks="seconds of stages",
                 collect="log the seconds of each trainer stage, and keep the console log (the watchdog writes there)",
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose.changes import spearman
+from rollbook.diagnose.changes import foot_of_climb, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, share
@@ -17,7 +17,6 @@ RULE = "late_oom_with_length"
 def judge(view: View) -> Finding | NotJudged | None:
     said = [e for e in view.events("out_of_memory") if e.fields.get("stage") != "sync"]
     used = memory.allocated(view)
-    length = _grown_with(view, used)
     if used is None and not said:
         return NotJudged(
             rule=RULE,
@@ -25,59 +24,82 @@ def judge(view: View) -> Finding | NotJudged | None:
             lacks="device memory",
             collect="log peak device memory a step, and keep the console log (the error is written there)",
         )
-    evidence: list[Evidence] = []
-    step = view.step_at(view.n - 1)
+    grown = _memory_grows(view, used)
     if said:
-        step = said[0].step if said[0].step is not None else step
+        end = said[0].step if said[0].step is not None else view.step_at(view.n - 1)
         told = next((e for e in said if e.step == said[0].step and "Tried to allocate" in e.text), said[0])
-        evidence.append(Evidence(metric="log", step=step, says=told.text[:300]))
-    grown, _ = view.trend(length)
-    fuller, steadiness = view.trend(used)
+        words = Evidence(metric="log", step=end, says=told.text[:300])
+        lengths = grown or _lengths_grow(view, end)
+        return _finding(view, 0.97 if grown else 0.8 if lengths else 0.7, end, (words, *lengths))
+    end = view.step_at(view.n - 1)
     capacity = memory.device_gib(view)
-    is_full = capacity is not None and used is not None and memory.is_full(view, used, capacity)
-    grows = grown >= 1.3 and fuller >= 1.12 and steadiness >= 0.7 and not _at_once(view, used)
-    if used is not None and grows and length is not None:
-        first, last = view.level(used, 0, max(3, view.n // 10)), view.last(used, 3)
-        short, long = view.level(length, 0, max(3, view.n // 10)), view.last(length, 3)
-        of = f" of {num(capacity)}" if capacity else ""
-        evidence.append(
-            Evidence(
-                metric=used, step=step, before=first, after=last, says=f"{num(first)} to {num(last)}{of} GiB"
-            )
-        )
-        says = f"{num(short)} to {num(long)}: memory follows it"
-        evidence.append(Evidence(metric=length, step=step, before=short, after=long, says=says))
-    if said and grows:
-        confidence = 0.97
-    elif said:
-        confidence = 0.7
-    elif grows and is_full and not _lives_with_it(view, used, capacity):
-        confidence = 0.85
-    elif (
-        not _lives_with_it(view, used, capacity)
-        and (brim := _ends_at_the_brim(view, used, capacity)) is not None
-    ):
-        confidence = 0.78
-        evidence += brim
-    elif grows and view.run.seams and any(seam.num_replaced for seam in view.run.seams) and fuller >= 1.3:
-        confidence = 0.6
-    else:
+    if used is None or capacity is None:
         return None
-    has_grown = len(evidence) > bool(said)
+    fits = _lives_with_it(view, used, capacity)
+    if grown and not fits and memory.is_full(view, used, capacity):
+        return _finding(view, 0.85, end, grown)
+    if not fits and (brim := _ends_at_the_brim(view, used, capacity)):
+        return _finding(view, 0.78, end, (*grown, *brim))
+    restarts = any(seam.num_replaced for seam in view.run.seams)
+    if grown and restarts and view.trend(used)[0] >= 1.3:
+        return _finding(view, 0.6, end, grown)
+    return None
+
+
+def _finding(view: View, confidence: float, end: int, evidence: tuple[Evidence, ...]) -> Finding:
+    """The finding, dated by where the lengths began to climb; by its end where they did not."""
+    measures = ["response_length/mean", *(item.metric for item in evidence)]
+    climbing = next((m for m in measures if m in _LENGTHS and view.trend(m)[0] >= GROWN), None)
+    foot = end if climbing is None else view.step_at(foot_of_climb(np.log(view.values[climbing])))
+    is_of_memory = any(item.metric not in ("log", *_LENGTHS) for item in evidence)
     return Finding(
         rule=RULE,
         title="memory grows with the responses until a long batch does not fit"
-        if has_grown
-        else "device memory ran out: a batch did not fit",
+        if is_of_memory
+        else f"device memory ran out: a batch did not fit{', as the responses grew' * (len(evidence) > 1)}",
         area="implementation",
         confidence=share(confidence),
-        step=step,
-        evidence=tuple(evidence),
+        step=min(foot, end),
+        evidence=evidence,
         action="pack micro batches by a token budget, split long sequences over ranks (context "
-        "parallelism), or cap the "
-        "response length; plan for the longest batch, not the mean",
+        "parallelism), or cap the response length; plan for the longest batch, not the mean",
         next_check="peak memory against the tokens of the largest micro batch, step by step"
-        + ("" if has_grown else ": whether it grew with the responses, the log does not say"),
+        + ("" if is_of_memory else ": whether it grew with the responses, the log does not say"),
+    )
+
+
+_LENGTHS = ("response_length/mean", "perf/total_num_tokens", "global_seqlen/max", "response_length/max")
+GROWN = 1.3
+"""Late length over the early one from which on the responses grew."""
+
+
+def _memory_grows(view: View, used: str | None) -> tuple[Evidence, ...]:
+    """Memory that grows with the lengths, and both of them; nothing where it does not."""
+    length = _grown_with(view, used)
+    fuller, steadiness = view.trend(used)
+    if used is None or length is None or view.trend(length)[0] < GROWN:
+        return ()
+    if fuller < 1.12 or steadiness < 0.7 or _at_once(view, used):
+        return ()
+    capacity = memory.device_gib(view)
+    of = f" of {num(capacity)}" if capacity else ""
+    return (_ends(view, used, f"{of} GiB"), _ends(view, length, ": memory follows it"))
+
+
+def _lengths_grow(view: View, end: int) -> tuple[Evidence, ...]:
+    """Responses that had grown when memory ran out, where memory itself was not logged, or does not show it."""
+    length = "response_length/mean"
+    grown, steadiness = view.trend(length)
+    had_grown = grown >= GROWN and steadiness >= 0.5 and end >= view.step_at(view.n - 1)
+    return (_ends(view, length, " when it ran out"),) if had_grown else ()
+
+
+def _ends(view: View, metric: str, says: str) -> Evidence:
+    """What a series was at first and at last."""
+    first, last = view.level(metric, 0, max(3, view.n // 10)), view.last(metric, 3)
+    step = view.step_at(view.n - 1)
+    return Evidence(
+        metric=metric, step=step, before=first, after=last, says=f"{num(first)} to {num(last)}{says}"
     )
 
 
@@ -96,10 +118,8 @@ STILL_GROWS = 0.02
 """Share of the device by which it must have grown over those steps to be on its way out all the same."""
 
 
-def _lives_with_it(view: View, used: str | None, capacity: float | None) -> bool:
+def _lives_with_it(view: View, used: str, capacity: float) -> bool:
     """Whether memory came near the brim long ago and hardly moved since: what has fitted for so long will fit."""
-    if used is None or capacity is None:
-        return False
     values = view.values[used]
     known = values[np.isfinite(values)]
     below = np.flatnonzero(known < known[-1] - STILL_GROWS * capacity)
@@ -110,24 +130,24 @@ BRIM = 0.93
 """Share of the device that the peak of the last steps must reach, as the highest of the run."""
 
 
-def _ends_at_the_brim(view: View, used: str | None, capacity: float | None) -> list[Evidence] | None:
+def _ends_at_the_brim(view: View, used: str, capacity: float) -> tuple[Evidence, ...]:
     """The log ends with the highest peak of memory, at the size of the device, in the step of the longest responses:
     the next batch as long did not fit. Whether lengths grew steadily or came in spells does not matter."""
     length = view.first("response_length/max", "response_length/mean")
-    if used is None or capacity is None or length is None or view.count(used) < 20:
-        return None
+    if length is None or view.count(used) < 20:
+        return ()
     peaks, lengths = view.values[used], view.values[length]
     both = np.isfinite(peaks) & np.isfinite(lengths)
     if both.sum() < 20:
-        return None
+        return ()
     peaks, lengths = peaks[both], lengths[both]
     last, longest = float(peaks[-2:].max()), float(lengths[-2:].max())
     coupled = max(spearman(peaks, lengths), spearman(peaks, np.maximum.accumulate(lengths)))
     usual = float(np.median(lengths[: len(lengths) // 2]))
     if last < max(BRIM * capacity, float(peaks.max())) or longest < 0.97 * float(lengths.max()):
-        return None
+        return ()
     if coupled < 0.6 or longest < 1.4 * usual:
-        return None
+        return ()
     step = view.step_at(view.n - 1)
     says = f"the log ends at the highest peak of all, {num(last)} of {num(capacity)} GiB"
     with_length = (
@@ -135,18 +155,17 @@ def _ends_at_the_brim(view: View, used: str | None, capacity: float | None) -> l
     )
     with_length += f"{num(coupled)})"
     before = float(np.median(peaks[: len(peaks) // 2]))
-    return [
+    return (
         Evidence(metric=used, step=step, before=before, after=last, says=says),
         Evidence(metric=length, step=step, before=usual, after=longest, says=with_length),
-    ]
+    )
 
 
 def _grown_with(view: View, used: str | None) -> str | None:
     """The measure of length that grew most, of those that memory goes with."""
-    lengths = ("response_length/mean", "perf/total_num_tokens", "global_seqlen/max", "response_length/max")
     together = (
         m
-        for m in lengths
+        for m in _LENGTHS
         if used is not None
         and view.has(m)
         and _goes_with(view.values[used], np.fmax.accumulate(view.values[m]))
@@ -154,10 +173,8 @@ def _grown_with(view: View, used: str | None) -> str | None:
     return max(together, key=lambda m: view.trend(m)[0], default=None)
 
 
-def _at_once(view: View, used: str | None) -> bool:
+def _at_once(view: View, used: str) -> bool:
     """Whether most of the growth of memory came within three steps: that is a hand-over's, not the lengths'."""
-    if used is None:
-        return False
     values = view.values[used]
     known = np.flatnonzero(np.isfinite(values))
     values = values[known]

@@ -34,7 +34,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return NotJudged(
             rule=RULE,
             missing=("timing_s/step", "host/object_store_spilled_bytes"),
-            lacks="seconds of whole steps",
+            lacks="seconds of stages",
             collect="log the seconds of the whole step beside its stages, and what the object store spills",
         )
     evidence: list[Evidence] = []
