@@ -55,7 +55,9 @@ def stacked(parameter: str, names: Sequence[str], shape: tuple[int, ...], *, row
     }
 
 
-def fused_engine(dtype: torch.dtype = torch.bfloat16, *, is_tied: bool = True) -> MappedWeights:
+def fused_engine(
+    dtype: torch.dtype = torch.bfloat16, *, is_tied: bool = True, device: str = "cpu"
+) -> MappedWeights:
     """An engine with fused q, k, v and gate, up, stacked experts, a padded vocabulary and a tied head."""
     tensors = tiny_tensors(dtype=dtype)
     shape = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -73,20 +75,20 @@ def fused_engine(dtype: torch.dtype = torch.bfloat16, *, is_tied: bool = True) -
         places |= stacked("w13", names, (FFN, HIDDEN), rows=rows)
     names = [layer + f"mlp.experts.{i}.down_proj.weight" for i in range(EXPERTS)]
     places |= stacked("w2", names, (HIDDEN, FFN), rows=slice(0, HIDDEN))
-    parameters = {
-        "embed": torch.zeros(16, HIDDEN, dtype=dtype),
-        "ln": torch.zeros(HIDDEN, dtype=dtype),
-        "router": torch.zeros(EXPERTS, HIDDEN, dtype=dtype),
-        "model.norm.weight": torch.zeros(HIDDEN, dtype=dtype),
-        "qkv": torch.zeros(HEADS + 2 * KV, HIDDEN, dtype=dtype),
-        "w13": torch.zeros(EXPERTS, 2 * FFN, HIDDEN, dtype=dtype),
-        "w2": torch.zeros(EXPERTS, HIDDEN, FFN, dtype=dtype),
+    sizes = {
+        "embed": (16, HIDDEN),
+        "ln": (HIDDEN,),
+        "router": (EXPERTS, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "qkv": (HEADS + 2 * KV, HIDDEN),
+        "w13": (EXPERTS, 2 * FFN, HIDDEN),
+        "w2": (EXPERTS, HIDDEN, FFN),
     }
     if not is_tied:
-        parameters["lm_head.weight"] = torch.zeros(VOCAB, HIDDEN, dtype=dtype)
+        sizes["lm_head.weight"] = (VOCAB, HIDDEN)
         places["lm_head.weight"] = Place(parameter="lm_head.weight", shape=(VOCAB, HIDDEN))
     return MappedWeights(
-        parameters,
+        {name: torch.zeros(size, dtype=dtype, device=device) for name, size in sizes.items()},
         places,
         dropped=["lm_head.weight"] if is_tied else [],
         padding={"embed": [(slice(VOCAB, 16),)]},

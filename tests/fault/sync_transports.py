@@ -9,22 +9,28 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import torch
 from sync_engine import StepEngine
-from sync_fakes import FakeSource, fused_engine, tiny_tensors
+from sync_fakes import FakeSource, fused_engine, live_digests, tiny_tensors
+from sync_faults import Fault
 
+from rollbook.errors import SyncError
 from rollbook.sync.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
 from rollbook.sync.config import SyncConfig
+from rollbook.sync.digest import digest
 from rollbook.sync.disk import DiskReceiver, DiskSender
 from rollbook.sync.inproc import InprocPort
 from rollbook.sync.publisher import Publisher
 from rollbook.sync.remote import RemotePort, ReplicaServer
 from rollbook.sync.shm import ShmReceiver, ShmSender
 from rollbook.sync.transport import InlineReceiver, InlineSender, Receiver, Sender
+from rollbook.weights import Bucket, Manifest
 
 CONFIG = SyncConfig.model_construct(**{**SyncConfig().model_dump(), "bucket_bytes": 300, "delta": True})
+FULL = CONFIG.model_copy(update={"delta": False})
 
 Pair = tuple[Sender, list[Receiver]]
 
@@ -42,15 +48,17 @@ async def disk(source: FakeSource, folder: Path, num_replicas: int = 2) -> Pair:
     return sender, [DiskReceiver(str(folder)) for _ in range(num_replicas)]
 
 
-async def broadcast(source: FakeSource, folder: Path, num_replicas: int = 2) -> Pair:
+async def broadcast(
+    source: FakeSource, folder: Path, num_replicas: int = 2, backend: Literal["gloo", "nccl"] = "gloo"
+) -> Pair:
     size = num_replicas + 1
 
     def join(rank: int) -> BroadcastGroup:
         return BroadcastGroup.create(
-            "gloo",
+            backend,
             rank=rank,
             size=size,
-            device=torch.device("cpu"),
+            device=torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank),
             deadline_s=20,
             file=str(folder / "store"),
         )
@@ -112,8 +120,11 @@ async def linked(
     *,
     port: type[InprocPort] = InprocPort,
     remote: type[RemotePort] = RemotePort,
+    devices: tuple[str, str] = ("cpu", "cpu"),
 ) -> AsyncIterator[Link]:
-    source, engine = FakeSource(tiny_tensors()), StepEngine(fused_engine(is_tied=False))
+    """`devices`: of the trainer and of the engine."""
+    source = FakeSource({name: tensor.to(devices[0]) for name, tensor in tiny_tensors().items()})
+    engine = StepEngine(fused_engine(is_tied=False, device=devices[1]))
     sender, receivers = await transport(source, folder, 1)
     theirs = port(engine)
     server = ReplicaServer(theirs, receivers[0], max_payload_bytes=1024)
@@ -132,3 +143,34 @@ async def linked(
 def frame(header: object, payload: bytes = b"", *, text: bytes | None = None) -> bytes:
     body = json.dumps(header).encode() if text is None else text
     return struct.pack("<4sIQ", b"RBW1", len(body), len(payload)) + body + payload
+
+
+class BehindTransport(InprocPort):
+    """An engine's port that does a fault to what the transport brought."""
+
+    fault: Fault
+
+    async def open(self, manifest: Manifest) -> None:
+        await super().open(self.fault.manifest(manifest) if self.fault.is_on else manifest)
+
+    async def receive(self, bucket: Bucket) -> None:
+        await self.fault.passed(bucket, super().receive)
+
+
+async def refused_then_taken(
+    publisher: Publisher, source: FakeSource, engine: StepEngine, fault: Fault
+) -> None:
+    """Version 1 is taken, 2 is refused while the fault is on and 1 goes on serving, then 2 is proven, sent whole."""
+    assert (await publisher.publish(1)).committed == (0,)
+    before = live_digests(engine.live)
+    source.step()
+    fault.is_on = True
+    with pytest.raises(SyncError, match=f"version 2 was not published.*({fault.told})"):
+        await publisher.publish(2)
+    assert (engine.version, live_digests(engine.live)) == (1, before)
+    await engine.step_once()
+    fault.is_on = False
+    report = await publisher.publish(2)
+    assert report.committed == (0,) and report.base_version is None, "after any doubt everything is sent"
+    assert live_digests(engine.live) == {n: digest(tensor) for n, tensor in source.tensors.items()}
+    assert engine.version == 2

@@ -11,28 +11,25 @@ from pathlib import Path
 
 import pytest
 from sync_engine import StepEngine
-from sync_fakes import FakeSource, fused_engine, live_digests, tiny_tensors
+from sync_fakes import FakeSource, fused_engine, tiny_tensors
 from sync_faults import OF_BUCKETS, OF_MANIFESTS, Duplicated, Fault, Missing, Reordered
-from sync_transports import CONFIG, Pair, broadcast, disk, inline, linked, shm
+from sync_transports import (
+    FULL,
+    BehindTransport,
+    Pair,
+    broadcast,
+    disk,
+    inline,
+    linked,
+    refused_then_taken,
+    shm,
+)
 
-from rollbook.errors import SyncError
-from rollbook.sync.digest import digest
-from rollbook.sync.inproc import InprocPort
 from rollbook.sync.publisher import Publisher
 from rollbook.sync.remote import RemotePort
 from rollbook.weights import Bucket, Manifest
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class BehindTransport(InprocPort):
-    fault: Fault
-
-    async def open(self, manifest: Manifest) -> None:
-        await super().open(self.fault.manifest(manifest) if self.fault.is_on else manifest)
-
-    async def receive(self, bucket: Bucket) -> None:
-        await self.fault.passed(bucket, super().receive)
 
 
 class BeforeTransport(RemotePort):
@@ -43,27 +40,6 @@ class BeforeTransport(RemotePort):
 
     async def receive(self, bucket: Bucket) -> None:
         await self.fault.passed(bucket, super().receive)
-
-
-async def refused_then_taken(
-    publisher: Publisher, source: FakeSource, engine: StepEngine, fault: Fault
-) -> None:
-    assert (await publisher.publish(1)).committed == (0,)
-    before = live_digests(engine.live)
-    source.step()
-    fault.is_on = True
-    with pytest.raises(SyncError, match=f"version 2 was not published.*({fault.told})"):
-        await publisher.publish(2)
-    assert (engine.version, live_digests(engine.live)) == (1, before)
-    await engine.step_once()
-    fault.is_on = False
-    report = await publisher.publish(2)
-    assert report.committed == (0,) and report.base_version is None, "after any doubt everything is sent"
-    assert live_digests(engine.live) == {n: digest(tensor) for n, tensor in source.tensors.items()}
-    assert engine.version == 2
-
-
-FULL = CONFIG.model_copy(update={"delta": False})
 
 
 @pytest.mark.parametrize("transport", [inline, shm, disk, broadcast])
