@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from rollbook.errors import EngineError
 from rollbook.rollout.engine import GenerateRequest, KVPolicy, Response
-from rollbook.rollout.native.pages import CopyPages, PageOperation, ZeroPages, merged
+from rollbook.rollout.native.pages import (
+    CopyPages,
+    PageOperation,
+    PagePool,
+    PrefixCache,
+    ZeroPages,
+    merged,
+)
 from rollbook.rollout.native.scheduler import Scheduler
 from rollbook.rollout.native.sequences import StepPlan
 from rollbook.types import FinishReason, SamplingParams
@@ -419,3 +426,27 @@ def test_merged_page_operations_do_what_the_single_ones_do(script: list[PageOper
 
     assert carried_out(merged(script)) == carried_out(script)
     assert len(merged(script)) <= len(script)
+
+
+def test_an_admission_of_many_sequences_is_one_clearing_and_one_copy() -> None:
+    """Each sequence clears its own pages and copies a prompt into them; no sequence touches another's."""
+    script: list[PageOperation] = []
+    for first in range(10, 1000, 3):
+        script += [ZeroPages((first, first + 1)), CopyPages((0, 1), (first, first + 1))]
+    cleared, copied = merged(script)
+    assert isinstance(cleared, ZeroPages) and len(cleared.pages) == 2 * 330
+    assert isinstance(copied, CopyPages) and copied.sources == (0, 1) * 330
+
+
+def test_free_and_cached_pages_are_remembered_once_however_often_they_come_back() -> None:
+    pool = PagePool(40)
+    cache = PrefixCache(pool, page_tokens=2)
+    for turn in range(100):
+        held = [cache.make_way(pool.take_lowest()) for _ in range(4)]
+        while pool.num_free < 4:
+            cache.evict(1)
+        cache.keep(np.arange(8, dtype=np.int32) + 8 * turn, held)
+        pool.give_back(held)
+        pool.operations.clear()
+    assert len(cache) > 30
+    assert max(len(pool._lowest), len(pool._highest), len(cache._lowest)) <= pool.num_pages

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import OrderedDict
+from collections.abc import Container
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -35,22 +36,73 @@ PageOperation = ZeroPages | CopyPages
 
 
 def merged(operations: Items[PageOperation]) -> list[PageOperation]:
-    """The same effect in fewer operations: neighbors of one kind become one where their order doesn't matter."""
+    """The same effect in few operations: all that may be cleared at once, and then all that may be copied at once.
+
+    Pages are cleared before the copies that were asked for earlier where these neither read nor write them.
+    """
     result: list[PageOperation] = []
+    cleared: list[int] = []
+    sources: list[int] = []
+    targets: list[int] = []
+    read: set[int] = set()
+    written: set[int] = set()
+
+    def close() -> None:
+        if cleared:
+            result.append(ZeroPages(tuple(cleared)))
+        if targets:
+            result.append(CopyPages(tuple(sources), tuple(targets)))
+        for pages in (cleared, sources, targets, read, written):
+            pages.clear()
+
     for operation in operations:
-        last = result[-1] if result else None
-        if isinstance(operation, ZeroPages) and isinstance(last, ZeroPages):
-            result[-1] = ZeroPages(last.pages + operation.pages)
-        elif (
-            isinstance(operation, CopyPages)
-            and isinstance(last, CopyPages)
-            and not set(last.targets) & {*operation.sources, *operation.targets}
-            and not set(last.sources) & set(operation.targets)
-        ):
-            result[-1] = CopyPages(last.sources + operation.sources, last.targets + operation.targets)
-        else:
-            result.append(operation)
+        if isinstance(operation, ZeroPages):
+            if not (read.isdisjoint(operation.pages) and written.isdisjoint(operation.pages)):
+                close()
+            cleared += operation.pages
+            continue
+        touched = (operation.sources, operation.targets)
+        if not (all(map(written.isdisjoint, touched)) and read.isdisjoint(operation.targets)):
+            close()
+        sources += operation.sources
+        targets += operation.targets
+        read.update(operation.sources)
+        written.update(operation.targets)
+    close()
     return result
+
+
+class _Pages:
+    """Pages by their number from one end of the pool. A page that is taken from elsewhere stays until it comes up, and
+    stands here once however often it comes back meanwhile."""
+
+    def __init__(self, pages: Items[int] = (), *, highest_first: bool = False) -> None:
+        self._sign = -1 if highest_first else 1
+        self._heap = sorted(self._sign * page for page in pages)
+        self._held = set(pages)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, page: int) -> None:
+        if page not in self._held:
+            self._held.add(page)
+            heapq.heappush(self._heap, self._sign * page)
+
+    def first(self, wanted: Container[int]) -> int | None:
+        """The first page that is among `wanted`, or None."""
+        while self._heap and self._sign * self._heap[0] not in wanted:
+            self._drop_first()
+        return self._sign * self._heap[0] if self._heap else None
+
+    def take_first(self, wanted: Container[int]) -> int:
+        page = self.first(wanted)
+        assert page is not None, "the caller knows that there is one"
+        self._drop_first()
+        return page
+
+    def _drop_first(self) -> None:
+        self._held.remove(self._sign * heapq.heappop(self._heap))
 
 
 class PagePool:
@@ -60,8 +112,8 @@ class PagePool:
         self.num_pages = num_pages
         self.operations: list[PageOperation] = []
         self._free = set(range(num_pages))
-        self._lowest = list(range(num_pages))
-        self._highest = [-page for page in reversed(range(num_pages))]
+        self._lowest = _Pages(range(num_pages))
+        self._highest = _Pages(range(num_pages), highest_first=True)
 
     @property
     def num_free(self) -> int:
@@ -69,20 +121,20 @@ class PagePool:
 
     def lowest_free(self) -> int | None:
         """The free page nearest the start, still free."""
-        return self._peek(self._lowest, 1)
+        return self._lowest.first(self._free)
 
     def take_lowest(self) -> int:
-        return self._take(self._lowest, 1)
+        return self._taken(self._lowest.take_first(self._free))
 
     def take_highest(self) -> int:
-        return self._take(self._highest, -1)
+        return self._taken(self._highest.take_first(self._free))
 
     def give_back(self, pages: Items[int]) -> None:
         for page in pages:
             assert page not in self._free, f"page {page} given back twice"
             self._free.add(page)
-            heapq.heappush(self._lowest, page)
-            heapq.heappush(self._highest, -page)
+            self._lowest.add(page)
+            self._highest.add(page)
 
     def zero(self, pages: Items[int]) -> None:
         if pages:
@@ -92,16 +144,7 @@ class PagePool:
         if sources:
             self.operations.append(CopyPages(tuple(sources), tuple(targets)))
 
-    def _peek(self, heap: list[int], sign: int) -> int | None:
-        # A page taken from one end stays in the other end's heap until it comes up there.
-        while heap and sign * heap[0] not in self._free:
-            heapq.heappop(heap)
-        return sign * heap[0] if heap else None
-
-    def _take(self, heap: list[int], sign: int) -> int:
-        page = self._peek(heap, sign)
-        assert page is not None, "the caller checks num_free"
-        heapq.heappop(heap)
+    def _taken(self, page: int) -> int:
         self._free.remove(page)
         return page
 
@@ -139,8 +182,7 @@ class PrefixCache:
         self._children: dict[int, list[bytes]] = {}
         """Tokens of a page's children, sorted: the two beside a text share the longest beginning with it."""
         self._key_of: dict[int, PageKey] = {}
-        self._lowest: list[int] = []
-        """Heap of cached pages; one that left the cache stays in it until it comes up."""
+        self._lowest = _Pages()
         self._next_id = 1
 
     def __len__(self) -> int:
@@ -215,11 +257,9 @@ class PrefixCache:
 
         So what runs keeps to the start of the pool even when the cache fills all the rest.
         """
-        while self._lowest and self._lowest[0] not in self._key_of:
-            heapq.heappop(self._lowest)
-        if not self._lowest or self._lowest[0] > page:
+        freed = self._lowest.first(self._key_of)
+        if freed is None or freed > page:
             return page
-        freed = heapq.heappop(self._lowest)
         key = self._key_of.pop(freed)
         self._place(key, _CachedPage(self._by_key[key].node_id, page))
         self.pool.copy([freed], [page])
@@ -228,7 +268,7 @@ class PrefixCache:
     def _place(self, key: PageKey, held: _CachedPage) -> None:
         self._by_key[key] = held
         self._key_of[held.page] = key
-        heapq.heappush(self._lowest, held.page)
+        self._lowest.add(held.page)
 
     def _nearest_child(self, parent_id: int, wanted: bytes) -> bytes:
         siblings = self._children.get(parent_id, [])

@@ -481,9 +481,12 @@ class Scheduler:
         end = self._page_layout(np.flatnonzero(self.slots.is_ready))[0].size
         if end <= num_used + num_used // 4 + 8:
             return
-        held = sorted((page for s in self.slots.sequences if s for page in s.pages), reverse=True)
+        pages, width = self.slots.pages, self.slots.pages.shape[1]
+        held = pages[np.arange(width) < self.slots.num_pages[:, None]]
+        num_moves = min(MAX_MOVES_PER_STEP, held.size)
+        farthest = np.sort(np.partition(held, -num_moves)[-num_moves:])[::-1]
         sources, targets = [], []
-        for page in held[:MAX_MOVES_PER_STEP]:
+        for page in farthest.tolist():
             hole = self.pool.lowest_free()
             if hole is None or hole > page:
                 break
