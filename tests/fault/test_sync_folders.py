@@ -59,7 +59,7 @@ def test_a_folder_on_the_disk_is_made_and_known_by_its_whole_path(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = run_tiny(tmp_path, num_steps=1, **{"sync.transport": "disk", "sync.disk_dir": "a/w"})
-    assert (tmp_path / "a" / "w" / "v1").is_dir()
+    assert list((tmp_path / "a" / "w").glob("rollbook-*/v1"))
     written = load_config(run.folder / "config.toml", [], RunConfig)
     assert written.sync.disk_dir == str(tmp_path / "a" / "w"), "a resume from elsewhere writes there, too"
 

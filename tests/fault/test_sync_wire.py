@@ -117,9 +117,33 @@ async def test_disk_writes_a_version_anew_when_it_is_published_again(remote: Rem
     """A file that was damaged is not announced once more."""
     publisher = await remote.connect(await disk(remote.source, tmp_path))
     await publisher.publish(1)
-    for path in (tmp_path / "v1").iterdir():
+    for path in tmp_path.glob("rollbook-*/v1/*"):
         path.write_bytes(b"")
     assert (await publisher.resync(1)).committed == (1,)
+
+
+async def test_disk_touches_nothing_but_what_it_wrote(tmp_path: Path) -> None:
+    """The shared folder may be a user's, or another run's; only folders of trainers that are gone are removed."""
+    mine = [tmp_path / f"v{version}" / "precious" for version in range(4)]
+    for path in mine:
+        path.parent.mkdir()
+        path.touch()
+    one, other, later = remotes = Remote(), Remote(), Remote()
+    try:
+        beside = [await each.connect(await disk(each.source, tmp_path)) for each in (one, other)]
+        for version in (1, 2, 3):
+            for remote, publisher in zip((one, other), beside, strict=True):
+                assert (await publisher.publish(version)).committed == (0, 1)
+                remote.source.step()
+        assert sorted(p.name for p in tmp_path.glob("rollbook-*/v*")) == ["v2", "v2", "v3", "v3"]
+        await one.close()
+        await (await later.connect(await disk(later.source, tmp_path))).publish(4)
+        left = sorted(p.name for p in tmp_path.glob("rollbook-*/v*"))
+        assert left == ["v2", "v3", "v4"], "those of the one that is gone were removed"
+    finally:
+        for remote in remotes:
+            await remote.close()
+    assert all(path.exists() for path in mine)
 
 
 async def test_a_replica_that_fails_amid_broadcasts_ends_them_and_not_the_publications(
@@ -368,7 +392,14 @@ def test_paths_outside_the_shared_folders_are_refused(tmp_path: Path) -> None:
     outside.write_bytes(b"x" * 64)
     inner = tmp_path / "inner"
     inner.mkdir()
-    for name in ("../outside.safetensors", str(outside), "v1/../../outside.safetensors", ""):
+    own = "rollbook-0123456789abcdef"
+    for name in (
+        "../outside.safetensors",
+        str(outside),
+        f"{own}/v1/../../../outside.safetensors",
+        "v1/bucket_0.safetensors",
+        "",
+    ):
         with pytest.raises(SyncError, match="is not a bucket's file"):
             DiskReceiver(str(inner)).take(bucket, {"file": name})
         with pytest.raises(SyncError, match="is not a slot of shared memory"):
@@ -421,8 +452,9 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_holds_other_tensors_than_the_message_says_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    (tmp_path / "v1").mkdir()
-    save_file({"w": torch.arange(4)}, tmp_path / "v1" / "bucket_0.safetensors")
+    name_below = "rollbook-0123456789abcdef/v1/bucket_0.safetensors"
+    (tmp_path / name_below).parent.mkdir(parents=True)
+    save_file({"w": torch.arange(4)}, tmp_path / name_below)
     for name, num_bytes, told in (
         ("w", 8, "holds 32 bytes of w, the message says 8"),
         ("v", 32, "not hold v"),
@@ -430,7 +462,7 @@ def test_a_file_that_holds_other_tensors_than_the_message_says_is_refused(tmp_pa
         entry = BucketEntry(name=name, offset_bytes=0, num_bytes=num_bytes)
         bucket = Bucket(weight_version=1, bucket_idx=0, entries=(entry,), data=None)
         with pytest.raises(SyncError, match=told):
-            DiskReceiver(str(tmp_path)).take(bucket, {"file": "v1/bucket_0.safetensors"})
+            DiskReceiver(str(tmp_path)).take(bucket, {"file": name_below})
 
 
 def test_messages_round_trip() -> None:

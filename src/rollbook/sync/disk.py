@@ -1,19 +1,22 @@
 """Buckets as safetensors files in a folder that trainer and engines share.
 
-    <folder>/v<version>/bucket_<idx>.safetensors      written aside, flushed, renamed when whole
+    <folder>/rollbook-<id>/v<version>/bucket_<idx>.safetensors      written aside, flushed, renamed when whole
 
 A tensor that travels whole and plain keeps its Hugging Face name, so that any loader can read the folder; a part is
 called `name@<offset>` and a delta `name@<offset>+<encoding>`. The reader maps the file and never copies it. Which
-version is proven is said over the connection, not by the files; the folders of the two newest versions stay.
+version is proven is said over the connection, not by the files. A trainer writes into a folder of its own and touches
+nothing else; the two newest versions stay there until another trainer of this host begins beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -31,8 +34,13 @@ from rollbook.sync.transport import Once, Receiver, Sender, settled, wait_until_
 from rollbook.sync.wire import MAX_HEADER_BYTES, Json, field
 from rollbook.weights import Bucket, BucketEntry, TensorSpec
 
-FILE_NAME = re.compile(r"v[0-9]+/bucket_[0-9]+\.safetensors")
+OWN_FOLDER = re.compile(r"rollbook-[0-9a-f]{16}")
+"""What one trainer writes into."""
+FILE_NAME = re.compile(OWN_FOLDER.pattern + r"/v[0-9]+/bucket_[0-9]+\.safetensors")
 """The only paths a message may name, below the shared folder."""
+LOCK = "lock"
+"""File of an own folder, locked while its trainer lives; it says on which boot of which host that is."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class DiskSender(Sender):
@@ -41,7 +49,10 @@ class DiskSender(Sender):
     is_quick = False
 
     def __init__(self, folder: str, specs: Iterable[TensorSpec]) -> None:
-        self._folder = Path(folder)
+        self._shared = Path(folder)
+        self._own: Path | None = None
+        """Made with the first bucket."""
+        self._lock = -1
         self._specs = {spec.name: spec for spec in specs}
         self._buffers = SlotBuffers()
         self._once = Once()
@@ -65,28 +76,65 @@ class DiskSender(Sender):
             if entry_name(entry, spec.num_bytes) == entry.name:
                 data = data.view(getattr(torch, spec.dtype)).view(spec.shape)
             tensors[entry_name(entry, spec.num_bytes)] = data
-        path = self._folder / f"v{bucket.weight_version}" / f"bucket_{bucket.bucket_idx}.safetensors"
-        if bucket.bucket_idx == 0:
-            self._remove_old(bucket.weight_version)
-        aside = path.with_suffix(".partial")
+        name = f"v{bucket.weight_version}/bucket_{bucket.bucket_idx}.safetensors"
+        aside: Path | None = None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            own = self._own_folder()
+            if bucket.bucket_idx == 0:
+                _remove_old_versions(own, bucket.weight_version)
+            path = own / name
+            path.parent.mkdir(exist_ok=True)
+            aside = path.with_suffix(".partial")
             save_file(tensors, aside)
             flushed(aside)
             aside.rename(path)
         except (OSError, SafetensorError) as error:
-            with contextlib.suppress(OSError):
-                aside.unlink()
+            if aside is not None:
+                with contextlib.suppress(OSError):
+                    aside.unlink()
             raise SyncError(
-                f"bucket {bucket.bucket_idx} cannot be written to {path}: {error}",
+                f"bucket {bucket.bucket_idx} cannot be written to {(self._own or self._shared) / name}: {error}",
                 "make room in sync.disk_dir, or name another folder that trainer and engines share",
             ) from error
-        return f"{path.parent.name}/{path.name}"
+        return f"{own.name}/{name}"
 
-    def _remove_old(self, weight_version: int) -> None:
-        versions = sorted(int(p.name[1:]) for p in self._folder.glob("v*") if p.name[1:].isdigit())
-        for old in [v for v in versions if v < weight_version][:-1]:
-            shutil.rmtree(self._folder / f"v{old}", ignore_errors=True)
+    def _own_folder(self) -> Path:
+        """Raises OSError."""
+        if self._own is None:
+            self._shared.mkdir(parents=True, exist_ok=True)
+            _remove_orphans(self._shared)
+            name = f"rollbook-{secrets.token_hex(8)}"
+            aside = self._shared / f"{name}.partial"  # not an own folder before it is locked
+            aside.mkdir()
+            self._lock = os.open(aside / LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.write(self._lock, BOOT_ID.read_bytes())
+            with contextlib.suppress(
+                OSError
+            ):  # a file system without locks: nobody can take it for an orphan either
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._own = aside.rename(self._shared / name)
+        return self._own
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_old_versions(own: Path, weight_version: int) -> None:
+    versions = sorted(int(p.name[1:]) for p in own.glob("v*") if p.name[1:].isdigit())
+    for old in [v for v in versions if v < weight_version][:-1]:
+        shutil.rmtree(own / f"v{old}", ignore_errors=True)
+
+
+def _remove_orphans(shared: Path) -> None:
+    """Folders of trainers of this host that are gone; what runs on another one cannot be seen from here."""
+    for own in shared.iterdir():
+        if OWN_FOLDER.fullmatch(own.name):
+            with contextlib.suppress(OSError), (own / LOCK).open("rb") as lock:
+                if lock.read() == BOOT_ID.read_bytes():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(own, ignore_errors=True)
 
 
 class DiskReceiver(Receiver):
