@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from rollbook.controller import calibrate, expectation
 from rollbook.controller.calibrate import Rehearsal, TypicalWork
 from rollbook.controller.objective import PolicyObjective
 from rollbook.ledger.fit import fit_call, fit_decode, fit_pass, fit_train
-from rollbook.ledger.hardware import MachineSpec
+from rollbook.ledger.hardware import MachineSpec, PassFit, TrainFit
 from rollbook.observe.run_dir import read_json_lines
 from rollbook.rollout.engine import EngineStats
 from tiny_run import TinyRun
@@ -187,7 +188,7 @@ def test_a_line_through_all_and_few_splits_the_host_into_base_and_share() -> Non
         num_scored=64,
         num_sequences=(64, 4),
         pack_s=(1e-3 + 64e-5, 1e-3 + 4e-5),
-        forward_s=0.1,
+        forwards_s={"proximal": 0.1},
         advantage_s=(64e-5, 4e-5),
         report_s=(64 * 40e-6 + 64 * 100e-6, 64 * 40e-6 + 4 * 100e-6),
         sync_s=0.02,
@@ -201,6 +202,25 @@ def test_a_line_through_all_and_few_splits_the_host_into_base_and_share() -> Non
     assert (made.host.advantage_base_s, made.host.advantage_s) == pytest.approx((0.0, 1e-5), abs=1e-9)
     assert (made.host.report_s, made.host.report_trained_s) == pytest.approx((40e-6, 100e-6))
     assert (made.digest_bytes_per_s, made.sync_base_s) == pytest.approx((5e8, 0.03))
+
+
+def test_each_forward_is_scaled_by_its_own_rehearsal() -> None:
+    """The critic's values took 1.5 times as long as its fit says, the reference, which is as large as the policy, 1.1
+    times; what has no rehearsal, an update, stays as it was measured."""
+    fit = PassFit(per_micro_batch_s=0.01, tokens_per_s=1e5)
+    policy = TrainFit(
+        per_micro_batch_s=0.03,
+        tokens_per_s=3e4,
+        forward_tokens_per_s=1e5,
+        forward_per_micro_batch_s=0.01,
+        optimizer_s_per_param=0.0,
+        error_frac=0.1,
+    )
+    machine = replace(MACHINE, train=policy, passes={"values": fit, "critic": fit})
+    scaled = expectation._with_forwards(machine, {"values": 1.5, "reference": 1.1})
+    assert scaled.passes == {"values": fit.scaled(1.5), "critic": fit}
+    assert scaled.train == policy.with_forwards_scaled(1.1)
+    assert expectation._with_forwards(machine, {"values": 1.5}).train == policy
 
 
 def test_host_work_is_measured_at_the_sizes_that_filters_leave(
@@ -219,18 +239,22 @@ def test_host_work_is_measured_at_the_sizes_that_filters_leave(
     assert {rehearsal.num_sequences for rehearsal in seen} == {(16, 4)}
 
 
-def test_rehearsals_tell_of_every_group_that_a_filter_leaves_out_and_write_a_token_once(
+def test_rehearsals_tell_of_every_group_that_a_filter_leaves_out_and_write_no_text_of_tokens(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 8 groups 6 are left out of each rehearsal's second step, as a filter would leave them; one folder holds
-    all of them, so the text of a token is written in the first alone, as in a run."""
+    """Of 8 groups 6 are left out of each rehearsal's second step, as a filter would leave them. The text of a token,
+    which a run writes once, is no part of what each step costs; and the collector looks at new objects alone, as
+    after a run's first step."""
+    frozen: list[int] = []
     events: list[dict[str, Any]] = []
     folders: set[Any] = set()
     plain = calibrate.rehearse
 
     async def rehearse(controller: Any, groups: Any, recorder: Any) -> Rehearsal | None:
         found = await plain(controller, groups, recorder)
+        frozen.append(gc.get_freeze_count())
         folders.add(recorder.path)
+        assert recorder.run_dir.tokens.path.stat().st_size == 0
         events[:] = read_json_lines(recorder.run_dir.events.path)
         return found
 
@@ -240,7 +264,7 @@ def test_rehearsals_tell_of_every_group_that_a_filter_leaves_out_and_write_a_tok
     evicted = [event for event in events if event["kind"] == "eviction"]
     num_rehearsals = sum(event["kind"] == "span" and event["name"] == "step" for event in events) // 2
     assert len(folders) == 1 and num_rehearsals > calibrate.FEW_REPEATS
-    assert len(evicted) == 6 * num_rehearsals
+    assert len(evicted) == 6 * num_rehearsals and min(frozen) > 0
     assert not any(event.get("reason") == "flat" and event["step"] == 0 for event in evicted)
     assert not folders.pop().exists() and (run.folder / "metrics.jsonl").exists()
 

@@ -273,8 +273,8 @@ class Rehearsal:
     more than the others: a line from one group would say that a quarter costs less than it does."""
     pack_s: tuple[float, float]
     """With all groups, and with a quarter."""
-    forward_s: float
-    """All forward passes before the update, over all groups."""
+    forwards_s: dict[str, float]
+    """Each forward pass before the update, over all groups, by stage."""
     advantage_s: tuple[float, float]
     report_s: tuple[float, float]
     """What lies between the stages and after them. All groups were generated in both."""
@@ -288,8 +288,7 @@ async def rehearse(controller: Controller, groups: Sequence[Group], recorder: Re
     methods and spans. None where no group can be trained.
 
     Args:
-        recorder: of a scratch folder; what is reported goes there. The same one for every rehearsal: what a run writes
-            once (the text of a token) does not cost each of its steps.
+        recorder: of a scratch folder; what is reported goes there.
     """
     unfiltered = controller.config.algorithm.filter.model_copy(update={"drop_flat": False})
     trainable = [group for group in groups if train_sequences([group], unfiltered)]
@@ -298,7 +297,8 @@ async def rehearse(controller: Controller, groups: Sequence[Group], recorder: Re
     forwards = [stage for stage, _ in controller.forward_passes()]
     numbers: list[int] = []
     pack_s, advantage_s, report_s = [], [], []
-    forward_s = sync_s = probe_s = 0.0
+    forwards_s: dict[str, float] = {}
+    sync_s = probe_s = 0.0
     num_bytes = 0
     with _reporting_to(controller, recorder):
         for step, trained in enumerate((trainable, trainable[: max(len(trainable) // 4, 1)])):
@@ -318,7 +318,7 @@ async def rehearse(controller: Controller, groups: Sequence[Group], recorder: Re
             assert span.duration_s is not None
             pack_s.append(recorder.seconds_of(["pack"]))
             advantage_s.append(recorder.seconds_of(["adv"]))
-            forward_s = forward_s or recorder.seconds_of(forwards)
+            forwards_s = forwards_s or {stage: recorder.seconds_of([stage]) for stage in forwards}
             stages_s = recorder.seconds_of(["pack", *forwards, "adv"]) + published_s
             report_s.append(span.duration_s - stages_s)
             numbers.append(len(batch.sequences))
@@ -326,7 +326,7 @@ async def rehearse(controller: Controller, groups: Sequence[Group], recorder: Re
         num_scored=sum(len(group.scored) for group in groups),
         num_sequences=(numbers[0], numbers[1]),
         pack_s=(pack_s[0], pack_s[1]),
-        forward_s=forward_s,
+        forwards_s=forwards_s,
         advantage_s=(advantage_s[0], advantage_s[1]),
         report_s=(report_s[0], report_s[1]),
         sync_s=sync_s,
@@ -389,10 +389,11 @@ def _taken(groups: Sequence[Group], trained: Sequence[Group]) -> Taken:
 
 @contextmanager
 def scratch_recorder(controller: Controller) -> Iterator[Recorder]:
-    """A recorder whose run directory is thrown away afterwards."""
+    """A recorder whose run directory is thrown away afterwards. It writes no text of tokens: a run writes that of each
+    token once, so it is no cost of its steps."""
     held = controller.recorder
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(Path(folder) / "trial", num_gpus=held.num_gpus, decode=held.decode)
+        recorder = Recorder(Path(folder) / "trial", num_gpus=held.num_gpus)
         try:
             yield recorder
         finally:

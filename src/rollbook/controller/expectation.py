@@ -8,8 +8,9 @@ first step would generate them.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 
 from rollbook.controller.calibrate import (
     FEW_REPEATS,
+    MANY_REPEATS,
     ROUNDS_S,
     Rehearsal,
     TypicalWork,
@@ -31,7 +33,7 @@ from rollbook.controller.calibrate import (
     scratch_recorder,
     with_rehearsals,
 )
-from rollbook.controller.evaluate import response_lengths
+from rollbook.controller.evaluate import evaluation_values, response_lengths
 from rollbook.controller.rollout import Member
 from rollbook.controller.switching import Half
 from rollbook.errors import ConfigError
@@ -238,6 +240,8 @@ def _entry_json(entry: Entry, share: float) -> dict[str, Any]:
 async def make_plan(controller: Controller) -> Plan:
     """Measure what is not given, and predict; where the parts compute makes no difference."""
     config = controller.config
+    gc.collect()  # as after a run's first step: later collections look at what a step made alone
+    gc.freeze()
     announce(controller, "responses of a sample")
     sample = (await _sample(controller, seed=0)).groups
     for group in sample:
@@ -348,7 +352,8 @@ async def _evaluation(
     controller: Controller, model: ModelSpec, machine: MachineSpec, work: StepWork
 ) -> tuple[Evaluation, Entry]:
     """A rollout of the held-out prompts, all asked for at once and nothing computed meanwhile: other prompts than the
-    steps', fewer answers to each, sampled otherwise. Some of them, all where that is short, are asked a few times."""
+    steps', fewer answers to each, sampled otherwise. Some of them, all where that is short, are asked and judged as
+    often as there is time for."""
     evaluator = controller.evaluator
     asked = replace(
         work,
@@ -363,15 +368,18 @@ async def _evaluation(
     ratios: list[float] = []
     lengths: list[int] = []
     began_s = time.perf_counter()
-    while not ratios or (len(ratios) < FEW_REPEATS and time.perf_counter() - began_s < ROUNDS_S):
+    while not ratios or (len(ratios) <= MANY_REPEATS and time.perf_counter() - began_s < ROUNDS_S):
         await forget_prefixes(controller)
         asked_s = time.perf_counter()
-        lengths = response_lengths(await evaluator.answer(controller.router, every=every))
+        answers = await evaluator.answer(controller.router, every=every)
+        evaluation_values(answers)
         elapsed_s = time.perf_counter() - asked_s
+        lengths = response_lengths(answers)
         if not lengths:  # every one of them failed
             return Evaluation(work=asked, ratio=1.0), _as_evaluation(entire)
         ratios.append(elapsed_s / sum(rollout_of(model, machine, asked, lengths)))
-    evaluation = Evaluation(work=asked, ratio=float(np.median(ratios)))
+    # The first is the warm-up, where there was time for more.
+    evaluation = Evaluation(work=asked, ratio=float(np.median(ratios[1:] or ratios)))
     drawn = draw_lengths(
         LengthDistribution.from_samples(lengths, max_tokens=work.lengths.max_tokens), asked.num_sequences, 0
     )
@@ -517,7 +525,8 @@ async def _rehearsed(
     whole = min(controller.config.run.groups_per_step, len(controller.train_prompts))
     is_short = bool(sample.groups) and sample.elapsed_s * whole / len(sample.groups) <= SAMPLE_S
     size = whole if is_short else SAMPLE_GROUPS
-    ratios, prefill_ratios, forward_ratios, beyond_s, rehearsals = [], [], [], [], []
+    ratios, prefill_ratios, beyond_s, rehearsals = [], [], [], []
+    forwards: list[dict[str, float]] = []
     assert machine.decode is not None
     decoding = replace(machine, decode=machine.decode.without_prefill())
     with scratch_recorder(controller) as recorder:
@@ -537,13 +546,13 @@ async def _rehearsed(
                 prefill_ratios.append(sample.prefill_s / (engine_s - decode_s))
             beyond_s.append((sample.elapsed_s - sample.engine_s) / (len(sample.groups) * work.group_size))
             rehearsals.append(rehearsal)
-            forward_ratios.append(rehearsal.forward_s / _forward_s(model, machine, work, rehearsal, lengths))
+            forwards.append(_forward_ratios(model, machine, work, rehearsal, lengths))
     if not rehearsals:
         return machine
     every = max(controller.config.observe.trajectories_every_steps, 1)
     machine = with_rehearsals(machine, rehearsals, reports_every=every)
-    if controller.remote_teacher is None and all(ratio > 0 for ratio in forward_ratios):
-        machine = _with_forwards(machine, float(np.median(forward_ratios)))
+    medians = {stage: float(np.median([each[stage] for each in forwards])) for stage in forwards[0]}
+    machine = _with_forwards(machine, {stage: ratio for stage, ratio in medians.items() if ratio > 0})
     assert machine.decode is not None
     return replace(
         machine,
@@ -555,10 +564,10 @@ async def _rehearsed(
     )
 
 
-def _forward_s(
+def _forward_ratios(
     model: ModelSpec, machine: MachineSpec, work: StepWork, rehearsal: Rehearsal, lengths: Sequence[int]
-) -> float:
-    """Seconds that the forwards before an update should take over the sequences of a rehearsal."""
+) -> dict[str, float]:
+    """By how much longer each forward before an update took over the sequences of a rehearsal than it should."""
     rehearsed = replace(
         work,
         num_groups=max(round(rehearsal.num_sequences[0] / work.group_size), 1),
@@ -566,12 +575,21 @@ def _forward_s(
         lengths=LengthDistribution.from_samples(lengths, max_tokens=work.lengths.max_tokens),
     )
     stages = stages_after_rollout(model, machine, rehearsed)
-    passes = [stages[name].seconds for name in FORWARDS if name in stages]
-    return sum(passes) or float("inf")  # no forward, no ratio
+    return {
+        name: rehearsal.forwards_s[name] / stages[name].seconds
+        for name in FORWARDS
+        if name in stages and name in rehearsal.forwards_s
+    }
 
 
-def _with_forwards(machine: MachineSpec, ratio: float) -> MachineSpec:
-    """`machine` with forwards `ratio` times as long; updates as they were measured."""
+def _with_forwards(machine: MachineSpec, ratios: Mapping[str, float]) -> MachineSpec:
+    """`machine` with each forward as many times as long: the policy's, and those of other networks; updates as they
+    were measured."""
     assert machine.train is not None
-    passes = {name: fit.scaled(ratio) if name in FORWARDS else fit for name, fit in machine.passes.items()}
-    return replace(machine, train=machine.train.with_forwards_scaled(ratio), passes=passes)
+    passes = {name: fit.scaled(ratios.get(name, 1.0)) for name, fit in machine.passes.items()}
+    of_policy = [ratio for name, ratio in ratios.items() if name not in passes]
+    if not of_policy:
+        return replace(machine, passes=passes)
+    return replace(
+        machine, train=machine.train.with_forwards_scaled(float(np.mean(of_policy))), passes=passes
+    )
