@@ -290,6 +290,16 @@ def test_starvation_stops_with_the_counts_or_trains_what_there_is() -> None:
             assert buffer.failures == {"reward": 2}
 
 
+def test_a_large_step_may_lose_half_of_its_groups_without_being_starved() -> None:
+    """Dynamic sampling on a task that is half learned; what is left to 64 losses would end it in its first step."""
+    buffer = make(groups_per_step=256)
+    for n in range(511):
+        group_id = buffer.admit(prompt(n), now_s=0.0)
+        buffer.finish(group(group_id, version=0), drop_reason="flat" if n % 2 else None, refill=True)
+    assert buffer.num_refills == 255 and not buffer.is_starved
+    assert len(buffer.take().groups) == 256
+
+
 def test_a_starved_step_uses_up_the_places_of_a_whole_one_and_its_losses_are_its_own() -> None:
     buffer = make(groups_per_step=2, max_refills_per_step=0, on_starvation="train_partial")
     for step, reason in enumerate(("reward", "timeout")):
@@ -469,3 +479,28 @@ def test_a_group_that_is_in_no_state_stops_the_run_at_the_next_transition() -> N
     buffer.counts[GroupState.RUNNING] -= 1
     with pytest.raises(AssertionError, match="2 groups admitted, but .* accounted for"):
         buffer.admit(prompt(1), now_s=0.0)
+
+
+def test_a_groups_tokens_are_looked_at_a_few_times_however_many_others_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The buffer is asked after each group that ends: with thousands under way it must not look at all of them."""
+    looks = 0
+    staleness_steps = GroupBuffer.staleness_steps
+
+    def counted(self: GroupBuffer, group: Group) -> int:
+        nonlocal looks
+        looks += 1
+        return staleness_steps(self, group)
+
+    monkeypatch.setattr(GroupBuffer, "staleness_steps", counted)
+    config = BufferConfig(max_staleness_steps=3, order="arrival", when_stale="drop")
+    buffer = GroupBuffer(config, 100)
+    ids = [buffer.admit(prompt(n), now_s=0.0) for n in range(buffer.capacity())]
+    assert len(ids) == 400
+    for group_id in reversed(ids):
+        buffer.finish(group(group_id, version=0))
+        if buffer.is_ready():
+            buffer.take()
+    assert buffer.step == 4
+    assert looks <= 10 * len(ids)

@@ -22,6 +22,7 @@ for what is about to be.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -191,7 +192,11 @@ class GroupBuffer:
 
     @property
     def is_starved(self) -> bool:
-        return self.num_refills > self.config.max_refills_per_step
+        return self.num_refills > self._max_refills
+
+    @property
+    def _max_refills(self) -> int:
+        return self.config.max_refills(self.groups_per_step)
 
     def admit(self, prompt: Prompt, *, now_s: float) -> int:
         """Give `prompt` a place and a group id. Call only with `capacity() > 0`."""
@@ -228,6 +233,7 @@ class GroupBuffer:
             entry.finish_idx = self._num_finished
             self._num_finished += 1
             self._move(entry, GroupState.FINISHED)
+            self._drop_if_stale(entry)
         self.check()
 
     def fail(self, group_id: int, reason: str) -> None:
@@ -291,6 +297,8 @@ class GroupBuffer:
         self.num_refills = 0
         self._lost.clear()
         self._flat_scores.clear()
+        for entry in [e for e in self._entries.values() if e.state is GroupState.FINISHED]:
+            self._drop_if_stale(entry)
         self._forget_old_versions()
         self.check()
         return taken
@@ -304,42 +312,43 @@ class GroupBuffer:
             goes_on = f". As buffer.on_starvation is 'train_partial', the step {trains} and the run goes on"
         return StarvedError(
             f"step {self.step} has {num_groups} of {self.groups_per_step} groups and lost {self.num_refills} "
-            f"(buffer.max_refills_per_step is {self.config.max_refills_per_step}): {lost}; {self.num_admitted} "
+            f"(buffer.max_refills_per_step is {self._max_refills}): {lost}; {self.num_admitted} "
             f"groups were admitted in all{goes_on}",
             _starved_remedy(self._lost),
         )
 
     def _choose(self) -> list[Entry] | None:
-        """Entries of the next step, or None while they are not all there."""
-        if self.config.order == "arrival" and self.config.when_stale == "drop":
-            self._drop_stale()
-        entries = list(self._entries.values())
+        """Entries of the next step, or None while they are not all there. Asked after each group that ends: while these
+        are too few, their number tells."""
         wanted = self.groups_per_step
         if self.is_starved or self.is_last_step:
-            wanted = min(wanted, len(entries))
+            wanted = min(wanted, len(self._entries))
+        if len(self._entries) - self.num_running < wanted:
+            return None
+        entries = self._entries.values()
         if self.config.order == "admission":
-            chosen = entries[:wanted]
-            is_complete = len(chosen) == wanted and all(e.state is not GroupState.RUNNING for e in chosen)
-            return chosen if is_complete else None
-        expiring = [e for e in entries if self._expires(e)]
+            chosen = list(itertools.islice(entries, wanted))
+            return None if any(e.state is GroupState.RUNNING for e in chosen) else chosen
+        expiring = itertools.takewhile(self._expires, entries)  # in the order of admission the first ones
         if self.config.when_stale == "wait" and any(e.state is GroupState.RUNNING for e in expiring):
             return None
         done = [e for e in entries if e.state is not GroupState.RUNNING]
         done.sort(key=lambda e: (not self._expires(e), e.finish_idx))
-        return done[:wanted] if len(done) >= wanted else None
+        return done[:wanted]
 
     def _expires(self, entry: Entry) -> bool:
         """Whether the group may be used at this step and not at the next."""
         return self.step + 1 - entry.admitted_step > self.config.max_staleness_steps
 
-    def _drop_stale(self) -> None:
-        for entry in list(self._entries.values()):
-            if entry.state is GroupState.FINISHED and entry.drop_reason is None:
-                assert entry.group is not None
-                if self.staleness_steps(entry.group) > self.config.max_staleness_steps:
-                    self._evict(entry, "stale")
-                    self._release(entry, "stale")
-        self.check()
+    def _drop_if_stale(self, entry: Entry) -> None:
+        """Where the config says so, a finished group leaves as soon as it is too old: when it ends, or when a step is
+        taken."""
+        if self.config.when_stale != "drop" or entry.drop_reason is not None:
+            return
+        assert entry.group is not None
+        if self.staleness_steps(entry.group) > self.config.max_staleness_steps:
+            self._evict(entry, "stale")
+            self._release(entry, "stale")
 
     # ---- inside ------------------------------------------------------------------------------------------
 

@@ -8,6 +8,11 @@ from pydantic import Field, model_validator
 
 from rollbook.section import Section
 
+REFILLS_PER_GROUP = 10
+"""Where nine of ten groups are flat, a step still gets its own."""
+MIN_REFILLS = 64
+"""Of a small step: that few prompts in a row may be flat by chance."""
+
 
 class BufferConfig(Section):
     """The buffer between generation and training."""
@@ -24,8 +29,9 @@ class BufferConfig(Section):
     it and takes it first (`wait`)."""
     refill_failed: bool = True
     """A group that failed is replaced by a new prompt, so that every step trains `groups_per_step` groups."""
-    max_refills_per_step: int = Field(default=64, ge=0)
-    """Groups that may be replaced (failed, flat, stale) while one step is collected. Beyond it the run is starved."""
+    max_refills_per_step: int | None = Field(default=None, ge=0)
+    """Groups that may be replaced (failed, flat, stale) while one step is collected. Beyond it the run is starved.
+    Empty: ten times as many as a step has, and at least 64."""
     on_starvation: Literal["stop", "train_partial"] = "stop"
     """When refills run out: end the run with a finding, or train the groups there are."""
     max_running_groups: int = Field(default=0, ge=0)
@@ -34,6 +40,16 @@ class BufferConfig(Section):
     """Seconds from admission after which a group's unfinished trajectories are failed as timeouts."""
     step_deadline_s: float = Field(default=3600.0, gt=0)
     """Seconds a step may wait for its groups; then the run stops and names the trajectories it waited for."""
+
+    def max_refills(self, groups_per_step: int) -> int:
+        """`max_refills_per_step`, or what stands for it.
+
+        >>> BufferConfig().max_refills(256), BufferConfig(max_refills_per_step=5).max_refills(256)
+        (2560, 5)
+        """
+        if self.max_refills_per_step is not None:
+            return self.max_refills_per_step
+        return max(REFILLS_PER_GROUP * groups_per_step, MIN_REFILLS)
 
     @model_validator(mode="after")
     def _has_effect(self) -> Self:

@@ -105,7 +105,7 @@ def _job(config: RunConfig, path: Path) -> Job:
         transport=config.sync.transport,
         bucket_bytes=config.sync.bucket_bytes,
         micro_batch_tokens=config.trainer.micro_batch_tokens,
-        max_refills_per_step=config.buffer.max_refills_per_step,
+        max_refills_per_step=config.buffer.max_refills(config.run.groups_per_step),
         group_deadline_s=config.buffer.group_deadline_s,
         step_deadline_s=config.buffer.step_deadline_s,
         max_failure_frac=config.run.max_failure_frac,
