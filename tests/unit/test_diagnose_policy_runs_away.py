@@ -56,3 +56,17 @@ def test_older_weights_are_a_restart_though_the_policy_soon_learns_again() -> No
             "actor/entropy": noisy((0.8 - 0.1 * steps / n) * (1 + 0.22 * came), 5, 0.01, n=n),
         }
         assert diagnose(run_of(lost, n=n)).verdict == verdict
+
+
+def test_ratios_of_single_tokens_that_explode_are_a_state_and_no_alarm() -> None:
+    """In four of 42 steps the loss is a thousand times what it is in the others; a sum over tokens is large in all."""
+    leaps = np.isin(T, (5, 12, 26, 33))
+    loss = np.where(leaps, -20.0, 0.01)
+    norms = noisy(np.where(leaps, 900.0, 0.5), 4, 0.1, n=N)
+    diagnosis = diagnose(run_of({"actor/pg_loss": loss, "actor/grad_norm": norms}, n=N))
+    assert diagnosis.verdict == "well"
+    state = next(state for state in diagnosis.states if state.name == "ratios_explode")
+    assert (state.step, [item.metric for item in state.evidence]) == (6, ["actor/pg_loss", "actor/grad_norm"])
+    for other in (np.where(T == 5, -20.0, 0.01), noisy(-20.0, 4, 0.5, n=N)):
+        states = diagnose(run_of({"actor/pg_loss": other}, n=N)).states
+        assert "ratios_explode" not in {state.name for state in states}

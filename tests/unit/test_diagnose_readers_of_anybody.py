@@ -527,3 +527,53 @@ def test_a_part_of_the_reward_that_is_full_is_no_reward_at_its_top(prefix: str, 
     for these, states in ((rows, []), (full, ["reward_saturates"])):
         text = "".join(json.dumps(row) + "\n" for row in these)
         assert [state.name for state in judged(tmp_path, text, "log.jsonl").states] == states
+
+
+def _entries(log: Path, *last: dict[str, object], of_verl: bool = False) -> Diagnosis:
+    numbers = [{"mean_reward": 0.3 + step % 5 / 50, "loss": 0.1, "grad_norm": 0.2} for step in range(40)]
+    rows = ({"step": i, "data": row} if of_verl else {"step": i, **row} for i, row in enumerate(numbers))
+    log.write_text("\n".join(map(json.dumps, (*rows, *last))) + "\n")
+    return diagnose(load(str(log)))
+
+
+@pytest.mark.parametrize("of_verl", [False, True])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"step": 40, "error": "ValueError: batch is empty"},
+        {"event": "crash", "traceback": f"{TRACE}ValueError: batch is empty"},
+        {"level": "ERROR", "message": "ValueError: batch is empty", "time": 1.7e9},
+    ],
+)
+def test_an_error_in_a_field_of_the_last_entry_ended_the_run(
+    tmp_path: Path, entry: dict[str, object], of_verl: bool
+) -> None:
+    diagnosis = _entries(tmp_path / "log.jsonl", entry, of_verl=of_verl)
+    assert diagnosis.verdict == "run_stopped"
+    assert "batch is empty" in diagnosis.findings[0].title
+
+
+def test_an_error_in_a_field_that_more_steps_follow_or_that_is_a_samples_ends_nothing(tmp_path: Path) -> None:
+    error = {"step": 40, "error": "ValueError: batch is empty"}
+    after = {"step": 41, "mean_reward": 0.3, "loss": 0.1}
+    assert _entries(tmp_path / "log.jsonl", error, after).findings == ()
+    assert _entries(tmp_path / "log.jsonl", {"step": 40, "message": "ValueError: none"}).findings == ()
+    rows = [
+        {"step": i // 4, "reward": i * i % 7 % 2, "loss": 0.1, "error": "TypeError: x"} for i in range(80)
+    ]
+    (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    assert diagnose(load(str(tmp_path / "samples.jsonl"))).findings == ()
+
+
+def test_memory_that_ran_out_in_a_field_of_an_error_is_told_as_such(tmp_path: Path) -> None:
+    words = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert _entries(tmp_path / "log.jsonl", {"exception": words}).verdict == "late_oom_with_length"
+
+
+def test_one_step_far_from_its_own_policy_is_a_note(tmp_path: Path) -> None:
+    line = "model.py:660 - step 1: {'train/loss': 0.1, 'train/pg_loss': 0.0, 'train/ppo_kl': -0.2}\n"
+    assert any("train/ppo_kl is -0.2 nats" in note for note in judged(tmp_path, line).notes)
+    ppo = "{'objective/scores': -1.35, 'policy/approxkl_avg': 26.2, 'loss/policy_avg': 0.3, 'val/ratio': 0.00093}\n"
+    assert any("0.00093 and not near 1" in note for note in judged(tmp_path, ppo).notes)
+    near = ppo.replace("26.2", "0.01").replace("0.00093", "0.98")
+    assert not any("too few to judge, but" in note for note in judged(tmp_path, near).notes)

@@ -262,7 +262,7 @@ def _describe(
 
 CLIMBED = 0.8
 """Share of a climb that tells its foot: how it ends, levelling off or not, says nothing of where it began."""
-_BENDS = (1.0, 1.5, 2.0)
+_BENDS = (0.7, 1.0, 1.5, 2.0)
 """Powers of the steps since the foot: a climb is steady from its first step on, or begins imperceptibly."""
 
 

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 
+from rollbook.diagnose import exploding_ratios
 from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.finding import Evidence, State
 from rollbook.diagnose.rules.wording import num, of_break
@@ -61,6 +62,7 @@ def judge(view: View) -> list[State]:
         state
         for state in (
             _learning_rate_too_high(view),
+            exploding_ratios.judge(view),
             _lengths_explode(view),
             _entropy_collapse(view),
             _cut_off(view),

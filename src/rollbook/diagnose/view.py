@@ -21,6 +21,8 @@ from rollbook.diagnose.spells import Spells, find_spells
 
 T = TypeVar("T")
 
+LEAP_SCORE = 8.0
+"""Standard errors by which the first values of a ramp are off those before, from which on it began at one step."""
 MAX_POINTS = 20_000
 """A longer run is looked at in blocks of steps, each by its median."""
 
@@ -182,6 +184,15 @@ class View:
 
     def fall(self, metric: str | None, *, log: bool = False) -> Break | None:
         return self._break(metric, -1, log)
+
+    def foot(self, found: Break) -> int:
+        """Position from which a ramp climbs, before it stands out of the noise; that of the break where it is none, or
+        begins with a leap."""
+        leap = self.contrast(found.metric, found.idx, width=4, log=True)
+        if not found.is_ramp or (leap is not None and leap.score >= LEAP_SCORE):
+            return found.idx
+        values = self.values[found.metric][: found.end_idx]
+        return min(changes.foot_of_climb(np.log(np.maximum(values, 1e-12))), found.idx)
 
     def begins(self, metric: str | None, least: float) -> int | None:
         """Position from which most steps have at least `least` of what none before them had: what never happened needs

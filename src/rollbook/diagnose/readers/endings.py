@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from rollbook.diagnose.readers.text import TroubleWatcher, plain
@@ -398,6 +398,14 @@ class EndWatcher:
         return Event(kind="run_failed", step=step, text=words, fields=dict(fields)) if words else None
 
 
+_OF_ERRORS = re.compile(
+    r"(?:.*[/_.])?(?:error|exception|traceback|exc(?:_info|_text)?|stack_?trace|err)(?:_?(?:msg|message|text|str))?",
+    re.IGNORECASE,
+)
+"""Fields of an entry that hold an error's words."""
+_LEVELS, _MESSAGES = ("level", "levelname", "severity"), ("message", "msg", "event", "text")
+_GRAVE = frozenset({"error", "critical", "fatal"})
+_RAISED = "Traceback (most recent call last):"
 _NUMBERS_TELL = ("xit", "returncode")
 """Lines with these words say other things with other numbers."""
 MAX_SHAPES = 20_000
@@ -435,6 +443,19 @@ class LineWatcher:
                 self._told.clear()
             self._told[shape] = (says, event.kind if event is not None else "")
         return event if event is not None and self._is_one_more(event.kind, step) else None
+
+    def watch_fields(self, entry: Mapping[str, object], step: int | None) -> Iterator[Event]:
+        """Events of what an entry of JSON says in its fields of errors: what stands there was raised."""
+        is_error = any(str(entry.get(name)).lower() in _GRAVE for name in _LEVELS)
+        for name, text in entry.items():
+            if not isinstance(text, str) or not (
+                _OF_ERRORS.fullmatch(name) or (is_error and name in _MESSAGES)
+            ):
+                continue
+            self.ending.watch(_RAISED)
+            for line in text.splitlines():
+                if event := self.watch(plain(line), step):
+                    yield event
 
     def _is_one_more(self, kind: str, step: int | None) -> bool:
         """Whether an event of a kind is not one too many for its step."""

@@ -65,10 +65,29 @@ def _few(run: RunSeries) -> str:
         least = f"{cut.min():.0%}" + " or more" * bool(cut.max() > cut.min())
         part = "all" if cut.min() >= 0.995 else least
         shown.append(f"{part} of the answers are cut off at the limit")
+    shown += _far_from_the_sampler(run)
     if not shown:
         return ""
     where = "the step" if run.num_steps == 1 else f"all {run.num_steps} steps"
     return f"{counted(run.num_steps, 'step')}: too few to judge, but in {where} {'; '.join(shown)}"
+
+
+FAR_NATS = 0.1
+"""KL of a step from which on its logprobs are not those of the policy that sampled: ten times what a bold one has."""
+NEAR_ONE = (0.5, 2.0)
+"""Where the mean ratio of new and old policy lies in any update that changes little."""
+
+
+def _far_from_the_sampler(run: RunSeries) -> list[str]:
+    """Distances of the policy to itself at the start of the step that no update brings about."""
+    shown = []
+    kl = _known(run, "actor/ppo_kl")
+    if kl is not None and np.abs(kl).min() >= FAR_NATS:
+        shown.append(f"actor/ppo_kl is {kl[0]:.3g} nats: the old logprobs are not this policy's")
+    ratio = _known(run, "val/ratio")
+    if ratio is not None and ((ratio < NEAR_ONE[0]) | (ratio > NEAR_ONE[1])).all():
+        shown.append(f"val/ratio, of new and old policy, is {ratio[0]:.3g} and not near 1")
+    return shown
 
 
 def _known(run: RunSeries, metric: str) -> Series | None:

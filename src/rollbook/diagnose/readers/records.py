@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rollbook.diagnose.readers.endings import LineWatcher
 from rollbook.diagnose.readers.text import lines, number, open_binary
 from rollbook.diagnose.readers.words import meant, tells_a_run
 from rollbook.diagnose.series import Event, Row
@@ -57,7 +58,7 @@ def recognizes(head: str) -> float:
     """0 to 0.4: any format of its own goes before; least for rows of samples, of whose steps the means are read."""
     start = head.lstrip()
     if start[:1] in ("{", "["):
-        entries = _of_document(start) or list(itertools.islice(_of_lines(start.splitlines()), 200))
+        entries = _of_document(start) or list(itertools.islice(of_lines(start.splitlines()), 200))
     else:
         entries = list(itertools.islice(_of_table(start.splitlines()), 200))
     return 0.0 if not are_a_run(entries) else 0.1 if _are_samples(entries) else 0.4
@@ -83,7 +84,7 @@ def read(path: Path) -> Iterator[Row | Event]:
             entries = list(whole_of_list(document)) or None
             if entries:
                 yield CUT_LIST
-    yield from rows(_of_lines(lines(path)) if entries is None else entries)
+    yield from rows(of_lines(lines(path)) if entries is None else entries)
 
 
 def _is_of_lines(path: Path) -> bool:
@@ -145,7 +146,7 @@ def whole_of_list(text: str) -> Iterator[Entry]:
             return
 
 
-def _of_lines(texts: Iterable[str]) -> Iterator[Entry]:
+def of_lines(texts: Iterable[str]) -> Iterator[Entry]:
     """Objects, one a line or each over several lines; what is no object is left out."""
     held: list[str] = []
     for text in texts:
@@ -365,7 +366,7 @@ def rows(items: Iterable[Entry | Event]) -> Iterator[Row | Event]:
     head = list(itertools.islice(items, HEAD_ENTRIES))
     entries = [item for item in head if isinstance(item, dict)]
     key = step_key(entries)
-    made = _Rows(key, _repeats(entries, key))
+    made = _Rows(key, repeats(entries, key))
     for item in itertools.chain(head, items):
         if isinstance(item, Event):
             yield item
@@ -401,7 +402,7 @@ def _count(value: Any) -> int | None:
     )
 
 
-def _repeats(entries: list[Entry], key: str | None) -> bool:
+def repeats(entries: list[Entry], key: str | None) -> bool:
     """Whether most steps have several entries with the same names, one after the other."""
     if key is None:
         return False
@@ -424,6 +425,8 @@ class _Rows:
     _most: int = 1
     _told: set[str] = field(default_factory=set)
     """Metrics that have had a number."""
+    watcher: LineWatcher = field(default_factory=LineWatcher)
+    """Of errors that stand in fields; in rows of samples they are the samples'."""
 
     def add(self, entry: Entry) -> Iterator[Row | Event]:
         found = _count(entry.get(self.key)) if self.key is not None else None
@@ -438,6 +441,10 @@ class _Rows:
         }
         self._told.update(name for name, value in data.items() if value == value)
         self._num += 1
+        if not self.repeats:
+            if data and (ended := self.watcher.ending.step(step)):
+                yield ended
+            yield from self.watcher.watch_fields(entry, self._step)
         if not data:
             return
         if not self.repeats:
@@ -463,6 +470,8 @@ class _Rows:
 
     def rest(self) -> Iterator[Row | Event]:
         yield from self._mean()
+        if ended := self.watcher.ending.event(self._step):
+            yield ended
         if self.repeats:
             says = f"a step has up to {counted(self._most, 'row')} of the same metrics: their means are read"
             yield Event(kind="note", text=says)

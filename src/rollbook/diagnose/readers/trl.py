@@ -8,6 +8,7 @@ ms-swift writes "global_step/max_steps": "1/547" instead; a notebook's table beg
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
-from rollbook.diagnose.readers.records import CUT_LIST, whole_of_list
+from rollbook.diagnose.readers.records import CUT_LIST, of_lines, repeats, whole_of_list
 from rollbook.diagnose.readers.text import (
     TROUBLE_BYTES,
     dict_pairs,
@@ -52,6 +53,8 @@ def recognizes(head: str) -> float:
         head,
         re.MULTILINE,
     )
+    if history and repeats(list(itertools.islice(of_lines(head.splitlines()), 200)), "step"):
+        return 0.0  # a row a sample
     is_list = (
         head.lstrip().startswith("[") and re.search(r'"reward"\s*:', head) and re.search(r'"step"\s*:', head)
     )
@@ -96,6 +99,7 @@ def read(path: Path) -> Iterator[Row | Event]:
                 if event := watcher.ending.step(step):
                     yield event
                 yield row
+            yield from watcher.watch_fields(entry, step or None)
         elif "{'" in line and any(f"'{key}'" in line for key in _TRAIN_KEYS):
             data = dict_pairs(line[line.index("{'") :])
             if "train_runtime" in data or not data:

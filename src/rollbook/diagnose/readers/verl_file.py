@@ -10,7 +10,9 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from rollbook.diagnose.readers.endings import LineWatcher
 from rollbook.diagnose.readers.text import lines, number
 from rollbook.diagnose.series import Event, Row
 from rollbook.observe.numbers import counted
@@ -25,14 +27,24 @@ def read(path: Path) -> Iterator[Row | Event]:
     """Rows in the order of the file. A line that is not whole is an event, never an error."""
     num_damaged = 0
     last_damaged = False
+    newest: int | None = None
+    watcher = LineWatcher()
     for text in lines(path):
         if not text.strip():
             continue
-        row = parse_line(text)
-        last_damaged = row is None
-        num_damaged += row is None
+        entry = _object(text)
+        row = None if entry is None else _row(entry)
+        last_damaged = entry is None or (row is None and "data" in entry)
+        num_damaged += last_damaged
         if row is not None:
+            newest = row.step
+            if ended := watcher.ending.step(newest):
+                yield ended
             yield row
+        if entry is not None:
+            yield from watcher.watch_fields(entry, newest)
+    if ended := watcher.ending.event(newest):
+        yield ended
     if last_damaged:
         num_damaged -= 1
         yield Event(kind="truncated", text="the last line is cut short")
@@ -40,14 +52,16 @@ def read(path: Path) -> Iterator[Row | Event]:
         yield Event(kind="damaged", text=f"{counted(num_damaged, 'line')} not whole and left out")
 
 
-def parse_line(text: str) -> Row | None:
-    """One line, or None when it is damaged. Python's JSON reader takes NaN and Infinity as they are."""
+def _object(text: str) -> dict[str, Any] | None:
+    """The object of a line; Python's JSON reader takes NaN and Infinity as they are."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict):
-        return None
+    return value if isinstance(value, dict) else None
+
+
+def _row(value: dict[str, Any]) -> Row | None:
     step = number(value.get("step"))
     data = value.get("data")
     if step is None or step != step or not isinstance(data, dict) or not step.is_integer():

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollbook.diagnose.changes import running_median
+from rollbook.diagnose.changes import foot_of_climb
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, of_contrast, share
@@ -58,7 +58,7 @@ def _grows(view: View, used: str, kept: str) -> Finding | None:
         or _is_one_piece(view, part, grown)
     ):
         return None
-    idx = _left_at(view, view.level(HELD, 0, part), late)
+    idx = foot_of_climb(view.values[HELD])
     slower = view.rise("timing_s/update_actor")
     per_token = view.rise("timing_per_token_ms/update_actor")
     evidence = [
@@ -102,14 +102,6 @@ def _is_full_and_waits(view: View, kept: str) -> bool:
     seconds, steadiness = view.trend("timing_s/update_actor")
     is_full = capacity is not None and view.last(kept) >= BRIM * capacity
     return is_full and seconds >= RETRIES * max(length, 1.0) ** 1.5 and steadiness >= 0.6
-
-
-def _left_at(view: View, first: float, late: float) -> int:
-    """Where what is held leaves a tenth of its way up for good."""
-    known = np.flatnonzero(np.isfinite(view.values[HELD]))
-    smooth = running_median(view.values[HELD][known], 7)
-    low = np.flatnonzero(smooth <= first + 0.1 * (late - first))
-    return int(known[min(int(low[-1]) + 1, len(known) - 1)]) if len(low) else 0
 
 
 def _is_one_piece(view: View, start: int, grown: float) -> bool:

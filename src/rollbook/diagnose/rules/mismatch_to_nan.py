@@ -38,15 +38,14 @@ def judge(view: View) -> Finding | NotJudged | None:
         return None
     if not grew and not (gap.num_bad > gap.num_fine or gap.num_bad_late > gap.num_fine_late):
         return None
+    begun = view.step_at(view.foot(rise)) if rise is not None and grew else nan_step
     evidence = [] if stopped is None else [stopped.evidence()]
     if policy.nan_step is not None:
         says = f"not finite from step {policy.nan_step} on: {', '.join(policy.nan_metrics)}"
         evidence.append(Evidence(metric=policy.nan_metrics[0], step=policy.nan_step, says=says))
     if rise is not None and grew:
         says = f"trainer and engine disagree {num(rise.peak_ratio)} times as much before that"
-        evidence.insert(
-            0, Evidence(metric="gap", step=rise.step, before=1.0, after=rise.peak_ratio, says=says)
-        )
+        evidence.insert(0, Evidence(metric="gap", step=begun, before=1.0, after=rise.peak_ratio, says=says))
     for metric in ("rollout_corr/chi2_token", "rollout_corr/rollout_is_max", "actor/grad_norm"):
         found = view.rise(metric)
         if found is not None and found.idx <= nan_idx and found.peak_ratio >= 2:
@@ -56,10 +55,9 @@ def judge(view: View) -> Finding | NotJudged | None:
         title="a growing mismatch of engine and trainer ended in NaN",
         area="implementation",
         confidence=share(0.93 if grew else 0.7),
-        step=rise.step if rise is not None and grew else nan_step,
+        step=begun,
         evidence=tuple(evidence),
-        action="go back to a checkpoint before step "
-        f"{rise.step if rise is not None and grew else nan_step}, truncate "
-        "the importance weights and mask what lies far outside, then bring both sides to the same numerics",
+        action=f"go back to a checkpoint before step {begun}, truncate the importance weights and mask what lies far "
+        "outside, then bring both sides to the same numerics",
         next_check="does the gap at staleness 0 grow in a run with the learning rate at 0? Then it is the engine",
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose.changes import running_median, spearman
+from rollbook.diagnose.changes import foot_of_climb, running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, share
 from rollbook.diagnose.series import Series
@@ -68,18 +68,6 @@ NO_GENERATION = "perf/non_generation_time/mean"
 """Seconds of a sample in which nothing was generated for it (slime): its tools, its environment and its score."""
 SAMPLES_WAIT = 1.5
 """Growth of the seconds of a sample or a step from which on sandboxes are waited for."""
-LEFT = 0.1
-"""Share of a growth by which the first level has been left."""
-
-
-def _left_at(view: View, metric: str) -> int:
-    """Position at which a series that grows leaves its first level for good."""
-    known = np.flatnonzero(np.isfinite(view.values[metric]))
-    smooth = running_median(view.values[metric][known], 7)
-    part = max(3, len(known) // 8)
-    first, last = float(np.median(smooth[:part])), float(np.median(smooth[-part:]))
-    low = np.flatnonzero(smooth <= first + LEFT * (last - first))
-    return int(known[min(int(low[-1]) + 1, len(known) - 1)]) if len(low) else 0
 
 
 def _told(view: View) -> Finding | None:
@@ -99,7 +87,7 @@ def _told(view: View) -> Finding | None:
         ratio, steadiness = view.trend(metric)
         if metric is None or ratio < SAMPLES_WAIT or steadiness < 0.75:
             continue
-        begun = _left_at(view, metric)
+        begun = foot_of_climb(view.values[metric])
         says = f"grows to {num(ratio)} times, step by step: samples wait for sandboxes ({of})"
         evidence.append(Evidence(metric=metric, step=view.step_at(begun), says=says))
         step = min(step, view.step_at(begun))
@@ -133,7 +121,7 @@ def _weighed(view: View, *, is_agentic: bool) -> Finding | None:
             continue
         points += worth
         env |= metric.startswith("env/")
-        idx = _onset(view, metric)
+        idx = foot_of_climb(view.values[metric])
         begin = min(begin, idx)
         early, late = view.level(metric, 0, max(3, view.n // 8)), view.last(metric, max(3, view.n // 8))
         evidence.append(
@@ -157,11 +145,10 @@ def _weighed(view: View, *, is_agentic: bool) -> Finding | None:
         ratio, steadiness = view.trend(excess)
         if ratio >= 1.2 and steadiness >= 0.7 and _is_gradual(view, excess) and not _trainer_slows(view):
             points += 1.2
-            begin = min(begin, _onset(view, excess) or begin)
+            if not evidence:  # else what is measured of the pool tells it better than what waits for it
+                begin = foot_of_climb(view.values[excess])
             says = f"generation takes {num(ratio)} times what the lengths explain"
-            evidence.append(
-                Evidence(metric="timing_s/gen", step=view.step_at(min(begin, view.n - 1)), says=says)
-            )
+            evidence.append(Evidence(metric="timing_s/gen", step=view.step_at(begin), says=says))
     if points < (2.5 if env else 2.2) or len(evidence) < (1 if unreturned else 2):
         return None
     late_failures = [m for m in ENV_FAILURES if view.trend(m)[0] >= 2 and view.last(m) > 0]
@@ -324,14 +311,6 @@ def _gap_moves(view: View) -> bool:
     """Whether engine and trainer part: then the policy, or the engine, changed too."""
     found = gap_of(view)
     return found is not None and found.overall_ratio >= 1.6
-
-
-def _onset(view: View, metric: str) -> int:
-    """Where a growth begins; 0 when it is there from the start. The logarithm of a straight ramp bends, which dates it
-    too early: the later of the two scales stands."""
-    return max(
-        (rise.idx for log in (True, False) if (rise := view.rise(metric, log=log)) is not None), default=0
-    )
 
 
 def _grows_every_step(view: View, metric: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollbook.diagnose.changes import running_median
+from rollbook.diagnose.changes import foot_of_climb
 from rollbook.diagnose.signs.rewards import Moved, reward_decline
 from rollbook.diagnose.view import View, once
 
@@ -23,8 +23,5 @@ def length_growth(view: View) -> Moved | None:
     cut = view.level(clip, view.n - tenth) - view.level(clip, 0, tenth)
     if not (np.isfinite(cut) and cut >= 0.15) and reward_decline(view) is None:
         return None
-    values = view.values[metric]
-    known = np.flatnonzero(np.isfinite(values))
-    smooth = running_median(values[known], 7)
-    low = np.flatnonzero(smooth <= first + 0.1 * (last - first))
-    return Moved(metric, view.step_at(int(known[low[-1]]) if len(low) else 0), first, last)
+    foot = foot_of_climb(np.log(np.maximum(view.values[metric], 1.0)))
+    return Moved(metric, view.step_at(foot), first, last)
