@@ -174,6 +174,36 @@ async def test_what_is_asked_after_the_reader_has_ended_is_answered_with_an_erro
         connection.ask({"do": "version"}).result(5)
 
 
+async def test_no_collective_is_begun_for_a_bucket_whose_announcement_was_lost() -> None:
+    """Its replicas would not come, and a device waits in the collective until its deadline."""
+    begun: list[Bucket] = []
+
+    class Sender(InlineSender):
+        def transfer(self, bucket: Bucket) -> None:
+            begun.append(bucket)
+
+    class Lost(Gone):
+        closed = threading.Event()
+
+        def send(self, header: Any, payload: Any = None) -> None:
+            raise BrokenPipeError
+
+        def receive(self) -> Any:
+            self.closed.wait()
+            raise EOFError
+
+        def close(self) -> None:
+            self.closed.set()
+
+    lost: Any = Lost()
+    port, connection = RemotePort(0, Sender(), port=1), _Connection(lost, "replica 0")
+    entry = BucketEntry(name="w", offset_bytes=0, num_bytes=8)
+    bucket = Bucket(weight_version=1, bucket_idx=0, entries=(entry,), data=torch.zeros(8, dtype=torch.uint8))
+    with pytest.raises(SyncError, match="the connection to replica 0 ended"):
+        port._begin(bucket, connection).result(5)
+    assert not begun
+
+
 # ---- a bucket that is announced before its copies end
 
 

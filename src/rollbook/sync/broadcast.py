@@ -10,7 +10,10 @@ group is built anew (`BroadcastGroup.create`).
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -27,6 +30,12 @@ from rollbook.sync.wire import Json, field
 from rollbook.weights import Bucket
 
 TRAINER_RANK = 0
+
+WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # the group's collectives are given up; 3, the default, ends the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""How torch treats an NCCL collective that some rank never came to, when the group's deadline is over."""
 
 
 class Collective(Protocol):
@@ -63,6 +72,8 @@ class BroadcastGroup:
         """Meet the other ranks; blocks until all `size` are there.
 
         Args:
+            deadline_s: for the meeting, and for each collective. Over NCCL one that is not complete by then is given
+                up on the device, and what it should have brought does not stand its digests.
             file: path of a file that does not exist yet, for ranks of one host; else `host` and `port` of rank 0.
         """
         timeout = timedelta(seconds=deadline_s)
@@ -72,7 +83,7 @@ class BroadcastGroup:
         if backend == "nccl":
             from torch.distributed import ProcessGroupNCCL  # CUDA builds only
 
-            with torch.cuda.device(device):
+            with torch.cuda.device(device), _environment(WATCHDOG):
                 options = ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 return cls(ProcessGroupNCCL(store, rank, size, options), device, rank)
@@ -109,6 +120,21 @@ class BroadcastGroup:
             self.group.broadcast([data], options).wait()
             queued: torch.cuda.Event = self._stream.record_event()
             return queued
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """The process's environment with these variables: torch reads them when a group is made, for that group."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class BroadcastSender(Sender):

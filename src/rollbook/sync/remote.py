@@ -328,7 +328,9 @@ class RemotePort:
             if connection is None or connection.has_ended:
                 raise _ended(f"replica {self.replica_id}", EOFError("it was given up"))
             answered = connection.ask(message, self.sender.payload(bucket))
-            arriving = _both(answered, self.sender.transfer(bucket))
+            # A replica that may not have read of the bucket does not come to its collective.
+            transferred = None if connection.has_ended else self.sender.transfer(bucket)
+            arriving = _both(answered, transferred)
         except BaseException:
             self.sender.missed(bucket)
             raise
