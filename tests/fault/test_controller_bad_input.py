@@ -268,6 +268,8 @@ def test_every_contradiction_is_reported_at_once(refused: Any) -> None:
         "buffer.max_staleness_steps": 1,
     }
     assert "buffer.max_running_groups is 2" in refused(**narrow)[0]
+    unmeasured = {"algorithm.entropy_coef": 0.1, "trainer.measure_entropy": False}
+    assert "the bonus is of the entropy that is measured" in refused(**unmeasured)[1]
 
 
 # ---- rewards

@@ -63,6 +63,12 @@ def test_flatness_is_judged_by_the_raw_score_by_default() -> None:
         ({"kl": {"placement": "loss", "estimator": "k1", "coef": 0.1}}, "expected gradient of zero"),
         ({"distill": {"placement": "loss"}}, "no effect"),
         ({"estimator": "none"}, "nothing would be learned"),
+        (
+            {"name": "distill", "kl": {"placement": "reward", "coef": 0.1}},
+            "reads no reward; use kl.placement",
+        ),
+        ({"name": "distill", "overlong": {"buffer_frac": 0.2}}, "overlong.buffer_frac has no effect"),
+        ({"name": "distill", "scale": "batch_std"}, "reads no reward; use scale = 'none'"),
         ({"estimator": "gae"}, "group_std"),
         ({"dual_clip": 0.9}, "above 1"),
         ({"loss": "cispo", "dual_clip": 3.0}, "no effect"),
@@ -79,6 +85,10 @@ def test_flatness_is_judged_by_the_raw_score_by_default() -> None:
         (
             {"correction": {"reject": {"statistic": "token", "estimator": "k1", "lower_nats": 0.0}}},
             "lower_nats is 0.0: where behavior and proximal policy agree",
+        ),
+        (
+            {"correction": {"reject": {"statistic": "sequence_max", "estimator": "k1", "lower_nats": -0.1}}},
+            "'sequence_max', which is at least 0",
         ),
         ({"correction": {"reject": {"upper_nats": 1.0}}}, "nothing would be rejected"),
         ({"correction": {"reject": {"statistic": "token"}}}, "nothing would be rejected"),

@@ -156,6 +156,11 @@ class RejectConfig(Section):
             raise ValueError(
                 f"correction.reject.lower_nats with estimator {self.estimator}: it is never negative; use k1"
             )
+        if self.lower_nats is not None and self.statistic == "sequence_max":
+            raise ValueError(
+                f"correction.reject.lower_nats is {self.lower_nats} with statistic 'sequence_max', which is at least "
+                "0: nothing would be rejected; leave it out, or use sequence_mean or token"
+            )
         if self.lower_nats is not None and self.upper_nats is not None and self.lower_nats >= self.upper_nats:
             raise ValueError(f"correction.reject bounds {bounds} leave nothing between them; swap them")
         for name, excludes in (
@@ -299,11 +304,8 @@ class AlgorithmConfig(Section):
             )
         if self.dual_clip and self.loss != "clip":
             raise ValueError(f"algorithm.dual_clip has no effect with loss {self.loss!r}; set it to 0")
-        if self.estimator == "none" and self.distill.placement == "none":
-            raise ValueError(
-                "algorithm.estimator is 'none' without a distill term: nothing would be learned; "
-                "choose an estimator or set [algorithm.distill]"
-            )
+        if self.estimator == "none":
+            self._check_without_reward()
         if self.scale == "group_std" and self.estimator not in ("group_mean", "leave_one_out"):
             raise ValueError(
                 f"algorithm.scale 'group_std' has no effect with estimator {self.estimator!r}; "
@@ -312,6 +314,23 @@ class AlgorithmConfig(Section):
         if self.proximal == "behavior" and self.correction.is_on:
             self._check_bypass()
         return self
+
+    def _check_without_reward(self) -> None:
+        if self.distill.placement == "none":
+            raise ValueError(
+                "algorithm.estimator is 'none' without a distill term: nothing would be learned; "
+                "choose an estimator or set [algorithm.distill]"
+            )
+        for what, is_set, instead in (
+            ("kl.placement 'reward'", self.kl.placement == "reward", "use kl.placement = 'loss'"),
+            ("overlong.buffer_frac", self.overlong.buffer_frac > 0, "set it to 0"),
+            ("scale 'batch_std'", self.scale == "batch_std", "use scale = 'none'"),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"algorithm.{what} has no effect with estimator 'none', which reads no reward; {instead}, or "
+                    "choose another estimator"
+                )
 
     def _check_bypass(self) -> None:
         if self.correction.changes_mask:

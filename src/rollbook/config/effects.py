@@ -79,6 +79,9 @@ LOADED = Needs("model.path", lambda c: c.model.path is not None)
 CRITIC = Needs("algorithm.estimator = 'gae'", lambda c: c.algorithm.needs_values)
 
 ONLY_WITH: Mapping[str, Needs] = {
+    "run.max_turns": Needs(
+        "an environment that answers a response: those of `data.sources` end after one", lambda c: False
+    ),
     "rollout.pause_mode": Needs(
         "run.schedule = 'colocate_async'", lambda c: c.run.schedule == "colocate_async"
     ),

@@ -208,6 +208,11 @@ class RunConfig(Section):
                 f"trainer.num_mini_batches is {mini_batches} and a step has {num_sequences} sequences",
                 "use fewer mini batches or more sequences",
             )
+        if self.algorithm.entropy_coef and not self.trainer.measure_entropy:
+            yield (
+                f"algorithm.entropy_coef is {self.algorithm.entropy_coef:g} and trainer.measure_entropy is false",
+                "the bonus is of the entropy that is measured: set measure_entropy = true, or entropy_coef = 0",
+            )
         has_teacher = self.teacher is not None or self.teacher_endpoint is not None
         if self.algorithm.needs_teacher and not has_teacher:
             yield (
