@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import pickle
+import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from sync_fakes import FakeSource, fused_engine, live_digests, manifest_of, pack
 from sync_transports import CONFIG, Pair, Remote, broadcast, disk, frame, inline, shm
 
 from rollbook.errors import ConfigError, SyncError
+from rollbook.sync import remote as remote_module
 from rollbook.sync import wire
 from rollbook.sync.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
 from rollbook.sync.digest import digest
@@ -340,6 +343,7 @@ async def test_pickles_are_answered_with_an_error_and_never_loaded(remote: Remot
         (frame({"protocol": 1}), frame({"do": "version"})),
         (frame({"protocol": 1, "token": "wrong"}), frame({"do": "version"})),
         (frame({"protocol": 1, "token": None}), frame({"do": "version"})),
+        (frame({"protocol": 1, "token": "half a pair: \ud800"}), frame({"do": "version"})),
         (frame({"do": "version"}),),
     ],
 )
@@ -350,6 +354,36 @@ async def test_nothing_is_answered_without_the_token(
     answer = await exchange(remote.addresses[0], *messages)
     assert b"token" in answer
     assert b"weight_version" not in answer
+
+
+async def test_a_stranger_makes_the_server_hold_neither_bytes_nor_threads(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has not shown the token gets a greeting's room, and a greeting's time."""
+    await remote.connect(await inline(remote.source, tmp_path), token="s3cret")
+    for message in (struct.pack("<4sIQ", b"RBW1", 2, 1000), struct.pack("<4sIQ", b"RBW1", 1 << 20, 0)):
+        assert b"the limits are 65536 and 0" in await exchange(remote.addresses[0], message)
+    monkeypatch.setattr(remote_module, "CONNECT_S", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", remote.addresses[0])
+    assert await reader.read() == b"", "it was hung up"
+    writer.close()
+    assert (await remote.publisher.publish(1)).committed == (0, 1)
+
+
+async def test_a_connection_that_cannot_be_accepted_is_not_the_last_one(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")] * 2
+
+    def scarce(self: socket.socket) -> tuple[socket.socket, Any]:
+        if failures:
+            raise failures.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", scarce)
+    monkeypatch.setattr(remote_module, "ACCEPT_AGAIN_S", 0.0)
+    publisher = await remote.connect(await inline(remote.source, tmp_path), token="s3cret")
+    assert (await publisher.publish(1)).committed == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ PROTOCOL = 1
 MAX_IN_FLIGHT = 8
 """Requests of one connection that may wait for their answers; a publisher has a few buckets on their way."""
 CONNECT_S = 30.0
-"""Longest wait for a connection and its greeting."""
+"""Longest wait for a connection and its greeting, on both sides."""
+ACCEPT_AGAIN_S = 0.2
+"""How long a server that could not accept a connection waits before it tries again."""
 SEND_S = 120.0
 """Longest wait for the other side to make room for a part of a message."""
 CLOSE_S = 5.0
@@ -92,6 +94,7 @@ class ReplicaServer:
         self._in_order = asyncio.Lock()
         self._threads: set[threading.Thread] = set()
         self._channels: set[Channel] = set()
+        self._is_closed = threading.Event()
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listen; returns the port number.
@@ -107,6 +110,7 @@ class ReplicaServer:
         return int(self._listener.getsockname()[1])
 
     async def close(self) -> None:
+        self._is_closed.set()
         if self._listener is not None:
             with contextlib.suppress(OSError):  # wakes whoever accepts
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -132,10 +136,13 @@ class ReplicaServer:
         return thread
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the listener was closed
-            while True:
+        while not self._is_closed.is_set():
+            try:
                 connection, _ = listener.accept()
-                self._run(self._serve, Channel(connection, max_payload_bytes=self._max_payload_bytes))
+            except OSError:  # it was closed; else one connection failed, or no file was left for it
+                self._is_closed.wait(ACCEPT_AGAIN_S)
+                continue
+            self._run(self._serve, Channel(connection, greeting_s=CONNECT_S))
 
     def _serve(self, channel: Channel) -> None:
         """One connection, from its greeting to its end."""
@@ -144,6 +151,7 @@ class ReplicaServer:
         answering = self._run(self._answer, channel, answers)
         try:
             answers.put(self._greeted(channel.receive()))
+            channel.trust(max_payload_bytes=self._max_payload_bytes)
             while True:
                 answers.put(self._carried_out(channel.receive(), channel))
         except (EOFError, OSError):
@@ -377,7 +385,7 @@ class RemotePort:
                 plain = socket.create_connection(self._address, timeout=CONNECT_S)
             except OSError as error:
                 raise _ended(where, error) from error
-            channel = Channel(plain, max_payload_bytes=0)
+            channel = Channel(plain, greeting_s=CONNECT_S)
             try:
                 channel.send({"protocol": PROTOCOL, "token": self._token})
                 answer: dict[str, Any] = channel.receive().header
@@ -395,7 +403,7 @@ class RemotePort:
             except BaseException:
                 channel.close()
                 raise
-            plain.settimeout(None)
+            channel.trust(max_payload_bytes=0)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
             self._connection = _Connection(channel, where)
             return self._connection

@@ -31,6 +31,8 @@ MAGIC = b"RBW1"
 PREFIX = struct.Struct("<4sIQ")
 MAX_HEADER_BYTES = 64 << 20
 """A manifest of 100,000 tensors takes about 15 MB."""
+MAX_GREETING_BYTES = 1 << 16
+"""Of a header from whom nothing is known yet."""
 ERRORS: dict[str, type[RunError]] = {
     kind.__name__: kind for kind in (SyncError, DeadlineError, EngineError, RunError)
 }
@@ -50,15 +52,25 @@ class Frame:
 
 
 class Channel:
-    """Frames over one connected socket: one thread reads, any may write."""
+    """Frames over one connected socket: one thread reads, any may write. Until `trust` only a greeting is read.
 
-    def __init__(self, connection: socket.socket, *, max_payload_bytes: int) -> None:
+    Args:
+        greeting_s: longest wait for it; then the other side counts as gone.
+    """
+
+    def __init__(self, connection: socket.socket, *, greeting_s: float) -> None:
         self._connection = connection
         self._incoming = cast(BufferedReader, connection.makefile("rb", buffering=1 << 16))
-        self._max_payload_bytes = max_payload_bytes
+        self._max_header_bytes, self._max_payload_bytes = MAX_GREETING_BYTES, 0
+        connection.settimeout(greeting_s)
         self._writing = threading.Lock()
         with contextlib.suppress(OSError):  # not TCP
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def trust(self, *, max_payload_bytes: int) -> None:
+        """Who is there has shown the token: longer messages are read, and waited for."""
+        self._max_header_bytes, self._max_payload_bytes = MAX_HEADER_BYTES, max_payload_bytes
+        self._connection.settimeout(None)
 
     def send(self, header: Json, payload: Tensor | None = None) -> None:
         """
@@ -84,10 +96,10 @@ class Channel:
                 f"a message begins with {magic!r}, not {MAGIC!r}",
                 "something else talks to this port; only rollbook's sync messages are accepted",
             )
-        if header_bytes > MAX_HEADER_BYTES or payload_bytes > self._max_payload_bytes:
+        if header_bytes > self._max_header_bytes or payload_bytes > self._max_payload_bytes:
             raise SyncError(
                 f"a message announces {header_bytes} bytes of header and {payload_bytes} of payload; the limits are "
-                f"{MAX_HEADER_BYTES} and {self._max_payload_bytes}",
+                f"{self._max_header_bytes} and {self._max_payload_bytes}",
                 "use the same sync.bucket_bytes on both sides",
             )
         text = self._exactly(header_bytes)
@@ -146,7 +158,11 @@ def require_token(host: str, token: str) -> None:
 
 
 def tokens_match(expected: str, presented: object) -> bool:
-    return isinstance(presented, str) and hmac.compare_digest(expected.encode(), presented.encode())
+    if not isinstance(presented, str):
+        return False
+    return hmac.compare_digest(
+        expected.encode(), presented.encode(errors="replace")
+    )  # JSON may hold half a pair
 
 
 # ---- typed fields
