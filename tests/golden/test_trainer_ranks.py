@@ -30,7 +30,7 @@ from rollbook.trainer.objective import MicroBatch, SupervisedObjective
 from rollbook.trainer.packing import deal_micro_batches
 from rollbook.trainer.parallel import ALONE, Ranks
 from rollbook.trainer.trainer import Trainer
-from rollbook.types import TrainSequence
+from rollbook.types import Floats, TrainSequence
 from trainer_ranks import on_ranks
 from trainer_tiny import groups, sequence, tiny_trainer
 
@@ -53,7 +53,7 @@ class Surrogate:
     """-ratio x advantage and an entropy term, reduced by one of the aggregations; notes the logprobs it saw."""
 
     mode: str
-    noted: dict[int, Tensor] = field(default_factory=dict)
+    noted: dict[int, Floats] = field(default_factory=dict)
     num_calls: int = 0
 
     def loss(
@@ -63,7 +63,7 @@ class Surrogate:
         self.num_calls += 1
         bounds = micro.cu_seqlens.tolist()
         for i, start, end in zip(micro.sequence_idx.tolist(), bounds, bounds[1:]):
-            self.noted.setdefault(i, logprobs.detach()[start:end])
+            self.noted.setdefault(i, logprobs.detach()[start:end].numpy())
         per_token = -torch.exp(logprobs - micro.behavior_logprobs) * micro.advantages - 0.1 * entropy
         loss = aggregate(per_token, micro.loss_mask, micro.cu_seqlens, mode=self.mode, counts=counts)
         return loss, {"loss": Total(loss.item())}
@@ -195,7 +195,7 @@ def one_step(trainer: Trainer) -> dict[str, Any]:
         "values": {n: v.result() for n, v in values.items() if not n.startswith("global_seqlen/")},
         "rank tokens": {n: v.result() for n, v in values.items() if n.startswith("global_seqlen/")},
         "logprobs": [s.proximal_logprobs for s in batch.sequences],
-        "noted": {i: row.float().numpy() for i, row in objective.noted.items()},
+        "noted": objective.noted,
         "state": trainer.state_dict(),
         "export": {name: tensor.clone() for name, tensor in trainer.export_weights()},
     }

@@ -106,7 +106,7 @@ class TrainerRank:
         """Optimizer updates: their readings, and what the objective noted."""
         values = getattr(self.trainer, method)(batch, objective, **keywords)
         noted = objective.noted if isinstance(objective, NotingObjective) else {}
-        return self._mine((values, {i: row.float().cpu().numpy() for i, row in noted.items()}))
+        return self._mine((values, noted))
 
     def _mine(self, answer: Any) -> Any:
         """Rank 0 answers for all."""

@@ -94,7 +94,7 @@ class RemoteTrainer(Trainer):
         assert before_step is None, "the ranks cannot call back"
         values, noted = self.call("update", "update", ray.put(batch), objective, {"lr": lr})
         if isinstance(objective, NotingObjective):
-            objective.noted.update({i: torch.tensor(row) for i, row in noted.items()})
+            objective.noted.update({i: row.copy() for i, row in noted.items()})
         return cast(Values, values)
 
     def update_critic(self, batch: TrainBatch, objective: CriticObjective) -> Values:

@@ -273,7 +273,7 @@ class Controller:
                 self.recorder.metrics(await self.compute(lambda: self.trainer.update_critic(batch, critic)))
         for idx in batch.mini_batches[0]:  # the others were seen by weights that had moved already
             if idx in objective.noted:
-                batch.sequences[idx].proximal_logprobs = objective.noted[idx].float().cpu().numpy()
+                batch.sequences[idx].proximal_logprobs = objective.noted[idx]
         self.recorder.metrics(self.gap(batch, taken, fresh))
 
     async def _publish(self, step: int, *, moved: bool) -> None:

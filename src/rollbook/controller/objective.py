@@ -16,6 +16,7 @@ from rollbook.algos.config import AlgorithmConfig
 from rollbook.algos.policy import PolicyTensors, ValueTensors, policy_objective, value_objective
 from rollbook.observe.values import Values
 from rollbook.trainer.objective import MicroBatch
+from rollbook.types import Floats
 
 
 @dataclass(slots=True)
@@ -25,7 +26,7 @@ class PolicyObjective:
     config: AlgorithmConfig
     proximal_is_current: bool
     """The on-policy shortcut is in force."""
-    noted: dict[int, Tensor] = field(default_factory=dict)
+    noted: dict[int, Floats] = field(default_factory=dict)
     """sequence_idx -> [n] logprobs before the update, on the shortcut."""
 
     def loss(
@@ -34,9 +35,9 @@ class PolicyObjective:
         proximal = micro.proximal_logprobs
         if self.proximal_is_current:
             proximal = logprobs.detach()
-            bounds = micro.cu_seqlens.tolist()
+            on_host, bounds = proximal.float().cpu().numpy(), micro.cu_seqlens.tolist()
             for idx, start, end in zip(micro.sequence_idx.tolist(), bounds, bounds[1:]):
-                self.noted.setdefault(idx, proximal[start:end])
+                self.noted.setdefault(idx, on_host[start:end])
         tensors = PolicyTensors(
             logprobs=logprobs,
             loss_mask=micro.loss_mask,

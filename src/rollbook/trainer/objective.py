@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rollbook.algos.aggregate import LossCounts
 from rollbook.observe.values import Ratio, Values
+from rollbook.types import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class Objective(Protocol):
 class NotingObjective(Protocol):
     """An objective that also keeps numbers of each token for its caller; ranks give each other theirs."""
 
-    noted: dict[int, Tensor]
+    noted: dict[int, Floats]
     """Index into the batch's sequences -> [n] float32."""
 
 

@@ -280,8 +280,7 @@ class Trainer:
             values = self._update(batch, share, predict, self.optimizer, "actor", lr, before_step)
         values |= self.expert_load.values()
         if isinstance(objective, NotingObjective) and not self.ranks.is_alone:
-            rows = {i: row.float().cpu().numpy() for i, row in objective.noted.items()}
-            objective.noted.update({i: torch.from_numpy(r) for i, r in self.ranks.exchange(rows).items()})
+            objective.noted.update(self.ranks.exchange(objective.noted))
         return values
 
     def update_critic(self, batch: TrainBatch, objective: CriticObjective) -> Values:
