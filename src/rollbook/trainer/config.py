@@ -17,11 +17,12 @@ class OptimizerFields(Section):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     schedule: ScheduleName = "constant"
-    """What the learning rate does after the warm-up: stay, or fall to `min_lr_frac` of the peak at the last update."""
+    """What the learning rate does after the warm-up: stay, or fall towards `min_lr_frac` of the peak, which the update
+    behind the last one would have."""
     warmup_updates: int = Field(default=0, ge=0)
     """Updates over which the learning rate rises linearly from 0 to the peak."""
     min_lr_frac: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the last update, as a share of the peak."""
+    """What the learning rate falls towards, as a share of the peak."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the mean of gradients."""
     beta2: float = Field(default=0.999, ge=0, lt=1)

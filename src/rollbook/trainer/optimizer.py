@@ -269,14 +269,15 @@ class AdamW:
         def pick(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensors[i] for i in chosen]
 
-        steps = [torch.tensor(float(self.num_updates), device=self.masters[i].device) for i in chosen]
+        # One copy to the device, read by all.
+        step = torch.tensor(float(self.num_updates), device=self.masters[chosen[0]].device)
         torch._fused_adamw_(
             pick(self.masters),
             pick(grads),
             pick(self.means),
             pick(self.mean_squares),
             [],
-            steps,
+            [step] * len(chosen),
             amsgrad=False,
             lr=lr,
             beta1=self.config.beta1,
