@@ -59,9 +59,10 @@ def make_rollout(
         buffer=GroupBuffer(BufferConfig(**config), groups_per_step),  # type: ignore[arg-type]
         stream=Prompts(),
         produce=produce,
-        judge=lambda group: None,
+        shape=lambda group: None,
+        drop_reason=lambda group: None,
         group_size=group_size,
-        refill_judged=False,
+        refill_dropped=False,
         min_scored=1,
         max_failure_frac=0.25,
         clock=lambda: 0.0,

@@ -300,17 +300,17 @@ def _rollout(
             on_turn=on_turn,
         )
 
-    def judge(group: Group) -> str | None:
+    def shape(group: Group) -> None:
         shape_rewards([group], config.algorithm.overlong, max_response_tokens=sampling.max_response_tokens)
-        return drop_reason(group, config.algorithm.filter)
 
     return Rollout(
         buffer=buffer,
         stream=stream,
         produce=produce,
-        judge=judge,
+        shape=shape,
+        drop_reason=lambda group: drop_reason(group, config.algorithm.filter),
         group_size=config.rollout.group_size,
-        refill_judged=config.algorithm.filter.refill,
+        refill_dropped=config.algorithm.filter.refill,
         min_scored=2 if config.algorithm.needs_group else 1,
         max_failure_frac=config.run.max_failure_frac,
         clock=time.monotonic,

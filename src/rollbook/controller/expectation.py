@@ -247,7 +247,7 @@ async def make_plan(controller: Controller) -> Plan:
     for group in sample:
         controller.rollout.note_rewards(group)
     lengths = [t.num_response_tokens for group in sample for t in group.scored]
-    kept = [controller.rollout.judge(group) is None for group in sample]
+    kept = [controller.rollout.drop_reason(group) is None for group in sample]
     if not lengths:
         raise ConfigError("no response of the sample could be scored", "look at the failures in events.jsonl")
     limit = config.rollout.max_response_tokens
@@ -487,7 +487,7 @@ async def _sample(controller: Controller, *, seed: int, most_groups: int = SAMPL
         members = [Member(group_id=group_id, member_idx=i, prompt=prompt) for i in range(size)]
         trajectories = await controller.rollout.run_members(members)
         group = Group(group_id=group_id, prompt=prompt, trajectories=tuple(trajectories))
-        controller.rollout.judge(group)
+        controller.rollout.shape(group)
         return group
 
     await forget_prefixes(controller)

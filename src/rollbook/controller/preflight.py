@@ -78,7 +78,8 @@ async def preflight(
             f"{failures[0].message}"
         )
     group = Group(group_id=TRIAL_GROUP, prompt=trajectory.prompt, trajectories=(trajectory,))
-    rollout.judge(group)
+    rollout.shape(group)
+    rollout.drop_reason(group)  # raises where the filters ask for a reward term that is not given
     recorder.event(
         "preflight",
         signals=wired_signals(trajectory, versions, publication),

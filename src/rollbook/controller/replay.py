@@ -376,7 +376,7 @@ class _Replay:
             )
         except RunError as error:
             return error.what
-        self.controller.rollout.judge(
+        self.controller.rollout.shape(
             Group(group_id=logged.group_id, prompt=prompt, trajectories=(produced,))
         )
         return produced

@@ -1,9 +1,9 @@
 """Keeps the buffer full, beside the step loop.
 
-    prompt stream ──► admit ──► members (agent loop on an engine) ──► score ──► judge ──► buffer
-         ▲              ▲                                                                   │
-         │              └── capacity: places left under the staleness bound ◄───────────────┤
-         └── acknowledged when trained, failed or evicted ◄──── collect() ◄─────────────────┘
+    prompt stream ──► admit ──► members (agent loop on an engine) ──► score ──► shape, filter ──► buffer
+         ▲              ▲                                                                           │
+         │              └── capacity: places left under the staleness bound ◄───────────────────────┤
+         └── acknowledged when trained, failed or evicted ◄──── collect() ◄─────────────────────────┘
 
 One task per group. It *takes* an admitted prompt, *gives* a finished or failed group, *waits for* slots of the
 engine, and is *freed by* its last member or by its deadline. Whatever happens inside (an exception, a
@@ -77,7 +77,10 @@ class Member:
 ProduceMember = Callable[[Member], Awaitable[Trajectory]]
 """Generates and scores one trajectory; raises RolloutError where it cannot."""
 
-JudgeGroup = Callable[[Group], str | None]
+ShapeGroup = Callable[[Group], None]
+"""Adds to the rewards of its members what depends on the algorithm: a length penalty. Does the same again when asked
+again."""
+DropReason = Callable[[Group], str | None]
 """Why a finished group is not worth training (flat, ...), or None."""
 
 
@@ -92,10 +95,11 @@ class Rollout:
     buffer: GroupBuffer
     stream: PromptStream
     produce: ProduceMember
-    judge: JudgeGroup
+    shape: ShapeGroup
+    drop_reason: DropReason
     group_size: int
-    refill_judged: bool
-    """Whether a group that `judge` turned down is replaced by another prompt."""
+    refill_dropped: bool
+    """Whether a group with a `drop_reason` is replaced by another prompt."""
     min_scored: int
     """Members with a reward that a group needs to be trained."""
     max_failure_frac: float
@@ -282,7 +286,8 @@ class Rollout:
         if len(group.scored) < self.min_scored:
             self.buffer.fail(group.group_id, Counter(kinds).most_common(1)[0][0])
         else:
-            self.buffer.finish(group, drop_reason=self.judge(group), refill=self.refill_judged)
+            self.shape(group)
+            self.buffer.finish(group, drop_reason=self.drop_reason(group), refill=self.refill_dropped)
         self._check_failure_rate(failures)
 
     def note_rewards(self, group: Group) -> None:

@@ -135,10 +135,10 @@ def loose_bound(site: Site) -> None:
 def skewed_filter(site: Site) -> None:
     """The filter takes four groups of five for flat."""
 
-    def around(judge: Callable[[Group], str | None]) -> Callable[[Group], str | None]:
+    def around(drop_reason: Callable[[Group], str | None]) -> Callable[[Group], str | None]:
         def skewed(group: Group) -> str | None:
-            return "flat" if site.is_on and group.group_id % 5 else judge(group)
+            return "flat" if site.is_on and group.group_id % 5 else drop_reason(group)
 
         return skewed
 
-    wrap(site.controller.rollout, "judge", around)
+    wrap(site.controller.rollout, "drop_reason", around)
