@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollbook.algos.config import CorrectionConfig, RejectConfig
-from rollbook.algos.correction import bounded, correct, kept_by_bounds, kept_by_divergence
+from rollbook.algos.correction import bounded, correct, kept_by_bounds, kept_by_divergence, mismatch
 from rollbook.algos.gap import LogprobGap, logprob_gap
 from rollbook.errors import DataError
 from rollbook.types import TrainSequence
@@ -270,3 +270,18 @@ def test_both_bounds_hold_a_weight_or_leave_it_out() -> None:
     config = CorrectionConfig(level="token", lower=0.5, upper=2.0)
     assert bounded(weights, config).tolist() == [0.5, 0.5, 1.0, 2.0, 2.0]
     assert kept_by_bounds(weights, config).tolist() == [False, True, True, True, False]
+
+
+def test_chi_squared_of_a_long_sequence_is_that_of_its_whole_ratio() -> None:
+    """Twelve tokens each 2.5 times as likely: 2.5^24 - 1, above the e^20 to which a sum of logs is clamped."""
+    long = sequence([0.5] * 12, [0.2] * 12)
+    values = mismatch([long], CorrectionConfig())
+    assert values["rollout_corr/chi2_seq"].result() == pytest.approx(2.5**24, rel=1e-4)
+
+
+def test_what_is_only_reported_is_not_corrected() -> None:
+    config = CorrectionConfig(level="token", mode="mask", upper=2.5)
+    one, other = (sequence([0.8, 0.2, 0.4], [0.2, 0.4, 0.2]) for _ in range(2))
+    assert mismatch([one], config) == correct([other], config)
+    assert one.importance_weights is None and one.loss_mask.sum() == 3
+    assert other.importance_weights is not None and other.loss_mask.sum() == 2

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -120,6 +121,19 @@ def kept_by_divergence(
     return kept
 
 
+@dataclass(frozen=True, slots=True)
+class _Correction:
+    """Of T tokens laid end to end."""
+
+    weights: Tensor
+    """[T] within the bounds."""
+    loss_mask: Tensor
+    """[T] bool, after rejection."""
+    starts: list[int]
+    """[B+1]."""
+    values: Values
+
+
 def correct(sequences: Sequence[TrainSequence], config: CorrectionConfig) -> Values:
     """Set each sequence's `importance_weights`, narrow its `loss_mask`, and report.
 
@@ -131,6 +145,25 @@ def correct(sequences: Sequence[TrainSequence], config: CorrectionConfig) -> Val
     """
     if not sequences:
         return {}
+    made = _correction(sequences, config)
+    for sequence, start, end in zip(sequences, made.starts, made.starts[1:]):
+        if config.level != "none":
+            sequence.importance_weights = made.weights[start:end].float().numpy()
+        if config.changes_mask:
+            sequence.loss_mask = made.loss_mask[start:end].numpy()
+    return made.values
+
+
+def mismatch(sequences: Sequence[TrainSequence], config: CorrectionConfig) -> Values:
+    """What `correct` reports, of sequences that are trained already: nothing is written.
+
+    Raises:
+        DataError: as `correct`.
+    """
+    return _correction(sequences, config).values if sequences else {}
+
+
+def _correction(sequences: Sequence[TrainSequence], config: CorrectionConfig) -> _Correction:
     cu_seqlens = torch.tensor(np.concatenate([[0], np.cumsum([s.num_tokens for s in sequences])]))
     action_mask = torch.from_numpy(np.concatenate([s.action_mask for s in sequences]))
     loss_mask = torch.from_numpy(np.concatenate([s.loss_mask for s in sequences]))
@@ -150,13 +183,7 @@ def correct(sequences: Sequence[TrainSequence], config: CorrectionConfig) -> Val
         values |= _weight_values(weights, applied, loss_mask, trained, config)
     if config.is_on:
         values |= _rejection_values(loss_mask, trained, cu_seqlens)
-    if config.level != "none" or config.changes_mask:
-        starts = cu_seqlens.tolist()
-        for sequence, start, end in zip(sequences, starts, starts[1:]):
-            if config.level != "none":
-                sequence.importance_weights = applied[start:end].float().numpy()
-            sequence.loss_mask = trained[start:end].numpy()
-    return values
+    return _Correction(applied, trained, cu_seqlens.tolist(), values)
 
 
 def _proximal(sequence: TrainSequence) -> Floats:
@@ -178,7 +205,7 @@ def _mismatch_values(proximal: Tensor, behavior: Tensor, mask: Tensor, cu_seqlen
     num_sequences = int(has_tokens.sum())
     logs = log_ratios(proximal, behavior, mask)
     sums = sequence_sums(logs, cu_seqlens)
-    squared_sequence = torch.exp((2 * sums).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))[has_tokens]
+    squared_sequence = torch.exp(2 * sums.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))[has_tokens]
 
     def mean_logprobs(logprobs: Tensor) -> Tensor:
         return (sequence_sums(logprobs.where(mask, 0.0), cu_seqlens) / counts.clamp(min=1))[has_tokens]

@@ -24,7 +24,7 @@ import torch
 
 from rollbook.algos.advantage import estimate_advantages
 from rollbook.algos.config import FilterConfig
-from rollbook.algos.correction import correct
+from rollbook.algos.correction import correct, mismatch
 from rollbook.algos.filters import train_sequences
 from rollbook.algos.gap import logprob_gap
 from rollbook.buffer.buffer import Taken
@@ -521,10 +521,11 @@ class Controller:
 
     def gap(self, batch: TrainBatch, taken: Taken, fresh: Sequence[TrainSequence]) -> Values:
         """Trainer against engine on the step's tokens; with proximal = "behavior" and several updates, on those of the
-        first, which alone saw the weights that began the step."""
+        first, which alone saw the weights that began the step. Where no forward gave the trainer's logprobs before the
+        updates, their mismatch is known, and reported, only now."""
         sequences = [s for s in batch.sequences if s.proximal_logprobs is not None]
         algorithm = self.config.algorithm
-        values: Values = {} if self.needs_proximal else correct(sequences, algorithm.correction)
+        values: Values = {} if self.needs_proximal else mismatch(sequences, algorithm.correction)
         report = logprob_gap(
             sequences,
             staleness=taken.staleness,
