@@ -605,6 +605,10 @@ def test_ctrl_c_ends_the_step_with_a_checkpoint_and_a_second_one_ends_at_once(
     effects = [event["effect"] for event in run.events_of("interrupted")]
     assert effects[0] == "ending after the step in progress, with a checkpoint"
     assert effects[1:] == ["stopping at once, without the step in progress"][: times - 1]
+    remedy = run.events_of("interrupted")[0]["remedy"]
+    assert remedy.endswith("then goes on from its newest checkpoint and repeats 2 steps"), (
+        "it was in its second"
+    )
     assert run.state["num_steps_done"] == num_steps_done
     assert len(run.metrics) == (2 if times == 1 else 1)
     cli_resume(run.folder, capsys)

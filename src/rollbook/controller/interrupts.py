@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
+from rollbook.observe.numbers import counted
 from rollbook.observe.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -101,10 +102,12 @@ class Interrupts:
             self._call(self._say, "closing the parts of the run", again)
         elif self.controller is not None and self.controller.is_stepping and not self.is_interrupted:
             self.is_interrupted = self.controller.is_stop_requested = True
+            repeated = counted(self.controller.num_steps_uncommitted + 1, "step")
             self._call(
                 self._say,
                 "ending after the step in progress, with a checkpoint",
-                f"again to stop at once: `rollbook train --resume {run}` then repeats that step",
+                f"again to stop at once: `rollbook train --resume {run}` then goes on from its newest checkpoint and "
+                f"repeats {repeated}",
             )
         else:
             was_stepping, self.is_interrupted = self.is_interrupted, True

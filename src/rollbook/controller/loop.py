@@ -421,6 +421,11 @@ class Controller:
             self.recorder.event("checkpoint", path=f"{path.parent.name}/{path.name}", num_bytes=size)
 
     @property
+    def num_steps_uncommitted(self) -> int:
+        """Steps done since the newest checkpoint: a run that is killed repeats them."""
+        return self.num_steps_done - (self.saver.newest_step or 0)
+
+    @property
     def is_complete(self) -> bool:
         """Every step was made, or every epoch of the data was consumed."""
         return self.num_steps_done >= self.config.run.num_steps or self.rollout.is_exhausted
