@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollbook.algos.aggregate import AGGREGATIONS, LossCounts, aggregate
+from rollbook.modeling.attention import packed_layout
 from rollbook.observe.values import Ratio, Values
 from rollbook.trainer.objective import MicroBatch, SupervisedObjective
 from rollbook.trainer.trainer import Trainer
@@ -221,6 +222,16 @@ def test_two_micro_batches_of_six_and_two_tokens_give_the_token_mean() -> None:
     assert loss.numerator == pytest.approx(1.5)
 
 
+def _by_definition(trainer: Trainer, member: TrainSequence, temperature: float) -> Tensor:
+    """[n - 1] ln p of tokens 1, 2, ...: log softmax of all logits over the temperature that sampled them."""
+    ids = torch.from_numpy(member.token_ids).long()
+    layout, positions = packed_layout([0, len(ids)]), torch.arange(len(ids))
+    with torch.no_grad():
+        hidden = trainer.model.hidden_states(ids[None], positions[None], packed=layout)[0]
+        logits = trainer.model.lm_head().logits(hidden)[:-1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, ids[1:, None])[:, 0]
+
+
 def _alone(trainer: Trainer, member: TrainSequence) -> np.ndarray:
     batch = trainer.make_batch([member], step=0, weight_version=0)
     trainer.fill_proximal(batch)
@@ -230,7 +241,8 @@ def _alone(trainer: Trainer, member: TrainSequence) -> np.ndarray:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
 def test_every_scoring_path_gives_the_same_logprobs(temperature: float) -> None:
-    """BR-061, BR-066: proximal, reference and current agree to 1e-5 before any update, packed or alone."""
+    """BR-061, BR-066: proximal, reference and current agree to 1e-5 before any update, packed or alone, and are
+    those of the distribution that the engine samples from."""
     trainer = tiny_trainer(temperature=temperature, with_reference=True)
     sequences = groups(3, 2)
     batch = trainer.make_batch(sequences, step=0, weight_version=0)
@@ -255,6 +267,10 @@ def test_every_scoring_path_gives_the_same_logprobs(temperature: float) -> None:
         np.testing.assert_allclose(member.proximal_logprobs, member.reference_logprobs, atol=1e-5)
         np.testing.assert_allclose(member.proximal_logprobs, seen[i].numpy(), atol=1e-5)
         np.testing.assert_allclose(member.proximal_logprobs, _alone(fresh, copy.deepcopy(member)), atol=1e-5)
+        defined = _by_definition(trainer, member, temperature).where(
+            torch.from_numpy(member.action_mask[1:]), 0.0
+        )
+        np.testing.assert_allclose(member.proximal_logprobs[1:], defined, atol=1e-5)
         assert not member.proximal_logprobs[~member.action_mask].any()
         assert (member.proximal_logprobs[member.action_mask] < 0).all()
 
