@@ -460,3 +460,28 @@ async def test_what_is_scored_without_a_worker_has_no_capacity() -> None:
     await scorer.start()
     await scorer.score("42", prompt())
     assert set(scorer.values()) == {"reward/score_s"}
+
+
+@pytest.mark.parametrize(
+    ("written", "options", "told"),
+    [
+        (
+            "(prompt, response, answer)",
+            {},
+            r"is called as own\(response, task\): missing a required argument: 'answer'",
+        ),
+        ("(response)", {}, r"is own\(response\) and is called as own\(response, task\): too many positional"),
+        ("(response, task)", {"scale": 2}, r"own\(response, task, scale=...\): got an unexpected keyword"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_told_how_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, options: dict[str, Any], told: str
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module = f"called_otherwise_{len(written)}"
+    (tmp_path / f"{module}.py").write_text(f"def own{written}:\n    return 1.0\n")
+    term = {"function": f"{module}:own", "options": options}
+    config = RewardConfig.model_validate({"terms": [term], "search_path": [str(tmp_path)]})
+    with pytest.raises(ConfigError, match=told) as refused:
+        Scorer(config)
+    assert "def own(response: str, task: dict, **options)" in refused.value.remedy

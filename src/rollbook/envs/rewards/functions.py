@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING
 
 from rollbook.envs.rewards.builtin import digits, exact, numeric
 from rollbook.envs.rewards.math_verify import math_verify
@@ -16,6 +18,9 @@ from rollbook.envs.rewards.reasoning_gym import prepare as prepare_reasoning_gym
 from rollbook.envs.rewards.reasoning_gym import reasoning_gym
 from rollbook.envs.rewards.result import Isolation
 from rollbook.errors import ConfigError, nearest_name
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 RewardFunction = Callable[..., object | Awaitable[object]]
 """`def reward(response: str, task: Mapping, **options) -> float | dict[str, float]`, plain or async.
@@ -71,6 +76,27 @@ def _not_found(name: str, module_name: str, folders: Sequence[str]) -> ConfigErr
     )
 
 
+def require_signature(name: str, function: RewardFunction, options: Mapping[str, JsonValue]) -> None:
+    """
+    Raises:
+        ConfigError: the function cannot be called as it will be.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of C code; its first call will tell
+        return
+    try:
+        signature.bind("", {}, **options)
+    except TypeError as error:
+        given = ", ".join(["response", "task", *(f"{option}=..." for option in options)])
+        own = name.rpartition(":")[2]
+        raise ConfigError(
+            f"reward function {name!r} is {own}{signature} and is called as {own}({given}): {error}",
+            f"write it as `def {own}(response: str, task: dict, **options)`: task holds the row's answer under "
+            "'answer' and its task_columns, options are those of the term; it returns a number, or a dict with 'score'",
+        ) from None
+
+
 def find_function(name: str, folders: Sequence[str] = ()) -> RewardFunction:
     """A built-in by name, or an import path `module:function`.
 
@@ -86,7 +112,7 @@ def find_function(name: str, folders: Sequence[str] = ()) -> RewardFunction:
     if not colon:
         raise ConfigError(
             f"reward function {name!r} is neither a built-in nor an import path",
-            nearest_name(name, REWARDS) + " An own function is written as 'module:function'.",
+            f"{nearest_name(name, [*REWARDS, 'judge'])} (an own function is written as 'module:function')",
         )
     try:
         module = importlib.import_module(module_name)

@@ -26,6 +26,7 @@ from rollbook.envs.rewards.functions import (
     add_search_path,
     find_function,
     prepare,
+    require_signature,
 )
 from rollbook.envs.rewards.process import ProcessPool
 from rollbook.envs.rewards.result import SCORE, Isolation, RewardResult, checked_score
@@ -57,6 +58,8 @@ class Term:
         if isolation == "auto":
             isolation = REWARDS[config.function].isolation if config.function in REWARDS else "thread"
         function = None if isolation == "process" else find_function(config.function, folders)
+        if function is not None:
+            require_signature(config.function, function, config.options)
         return cls(config, config.name or config.function.rpartition(":")[2], function, isolation)
 
     def applies_to(self, prompt: Prompt) -> bool:
