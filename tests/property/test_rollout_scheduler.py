@@ -24,7 +24,7 @@ from rollbook.rollout.native.pages import (
     merged,
 )
 from rollbook.rollout.native.scheduler import Scheduler
-from rollbook.rollout.native.sequences import StepPlan
+from rollbook.rollout.native.sequences import StepRows
 from rollbook.types import FinishReason, SamplingParams
 
 EOS = 0
@@ -57,7 +57,7 @@ class FakePool:
                     self.pages[page] = [None] * self.scheduler.page_tokens
         self.scheduler.pool.operations.clear()
 
-    def run(self, plan: StepPlan) -> None:
+    def run(self, plan: StepRows) -> None:
         scheduler, size = self.scheduler, self.scheduler.page_tokens
         known = [self._known(int(slot)) for slot in plan.slots]
         prefixes = [tuple(tokens) for tokens in known]
@@ -123,7 +123,7 @@ class Run:
         self.check_books()
         return True
 
-    def _note_versions(self, plan: StepPlan) -> None:
+    def _note_versions(self, plan: StepRows) -> None:
         size = self.scheduler.page_tokens
         for row, slot in enumerate(plan.slots):
             sequence = self.scheduler.slots.sequences[slot]

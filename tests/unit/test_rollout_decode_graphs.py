@@ -13,7 +13,7 @@ from rollout_tiny import generate, random_ids, request, running, tiny_model
 from rollbook.rollout.native.decode_graphs import DecodeGraphs, Sizes, coarse, padded, sizes_of, step_of
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.rollout.native.paged_attention import KVPool, LayerShape
-from rollbook.rollout.native.sequences import StepPlan
+from rollbook.rollout.native.sequences import StepRows
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def column(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-PLAN = StepPlan(
+PLAN = StepRows(
     token_ids=column(11, 12),
     positions=column(5, 2),
     write_pages=column(1, 2),
@@ -91,7 +91,7 @@ class Checked:
         graphs.records = False
         plain, padded_logits = runner._tensors, graphs.logits
 
-        def logits(plan: StepPlan, kv_pool: KVPool) -> torch.Tensor:
+        def logits(plan: StepRows, kv_pool: KVPool) -> torch.Tensor:
             wanted = runner.compute(*plain(plan, kv_pool))[: plan.num_decode]
             found = padded_logits(plan, kv_pool)
             assert torch.isfinite(found).all()

@@ -7,7 +7,8 @@
 
 `rollout.py` keeps generating beside this loop as far as the staleness bound admits; with a bound of 0 that is not
 at all, and the loop is synchronous. A schedule (`schedule.py`) says whether generation pauses while the trainer
-has the device. There is no other difference between the modes.
+has the device. Modes differ by these two alone; what is expected of a wait, which responses show the gap and who was
+idle follow from them.
 """
 
 from __future__ import annotations

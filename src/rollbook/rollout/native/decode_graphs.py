@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollbook.rollout.native.paged_attention import KVPool, PageBatch, StepTensors
-from rollbook.rollout.native.sequences import StepPlan
+from rollbook.rollout.native.sequences import StepRows
 
 Compute = Callable[[Tensor, Tensor, StepTensors], Tensor]
 """([1, R] ids, [1, R] positions, step) -> [R, V] logits."""
@@ -44,7 +44,7 @@ class Sizes:
         return 4 * self.num_rows + 3 * self.num_pages
 
 
-def sizes_of(plan: StepPlan, pool_pages: int) -> Sizes:
+def sizes_of(plan: StepRows, pool_pages: int) -> Sizes:
     """The graph that serves a plan without prefill."""
     return Sizes(coarse(plan.num_decode + 1), min(coarse(len(plan.page_owner)), pool_pages))
 
@@ -59,7 +59,7 @@ def coarse(number: int) -> int:
     return max(8, -(-number // step) * step)
 
 
-def padded(plan: StepPlan, sizes: Sizes, pool: KVPool, inputs: NDArray[np.int64]) -> None:
+def padded(plan: StepRows, sizes: Sizes, pool: KVPool, inputs: NDArray[np.int64]) -> None:
     """Write a plan without prefill into `inputs` [sizes.num_inputs]: ids, positions, where to write, starts of the page
     lists ([R] each), then owner, start and lists ([N] each)."""
     rows, pages, used = sizes.num_rows, sizes.num_pages, plan.num_decode
@@ -127,7 +127,7 @@ class DecodeGraphs:
         self.num_recorded = 0
         self.num_replayed = 0
 
-    def logits(self, plan: StepPlan, pool: KVPool) -> Tensor:
+    def logits(self, plan: StepRows, pool: KVPool) -> Tensor:
         """[num_decode, V] of a plan without prefill; valid until the next call."""
         sizes = sizes_of(plan, pool.num_pages)
         recorded = self._recorded.get(sizes)
@@ -151,7 +151,7 @@ class DecodeGraphs:
         self._recorded.clear()
         self._memory = self._logits = None
 
-    def _staged(self, plan: StepPlan, sizes: Sizes, pool: KVPool) -> Tensor:
+    def _staged(self, plan: StepRows, sizes: Sizes, pool: KVPool) -> Tensor:
         """The padded plan in page-locked memory. The copy of the step before is done: its tokens were waited for."""
         if self._staging is None or self._staging.numel() < sizes.num_inputs:
             pins = self._device.type == "cuda"

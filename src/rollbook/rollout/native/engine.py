@@ -2,7 +2,7 @@
 
 One thread per engine (`rollout/thread.py`) plans, runs and books steps without pause while there is work; between two
 steps it carries out what the event loop asked for (requests, pauses, weight publications). Nothing but that thread
-touches scheduler, model or pool.
+changes scheduler, model or pool; counters are read from the event loop, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollbook.rollout.native.mismatch import RoundedCopy
 from rollbook.rollout.native.model_runner import ModelRunner, engine_model
 from rollbook.rollout.native.sampling import Draws
 from rollbook.rollout.native.scheduler import Scheduler
-from rollbook.rollout.native.sequences import StepPlan
+from rollbook.rollout.native.sequences import StepRows
 from rollbook.rollout.stops import TextDecoder
 from rollbook.rollout.thread import Answer, Command, EngineThread, give_all
 from rollbook.weights import LiveWeights
@@ -361,7 +361,7 @@ class NativeEngine:
         give_all((self._pending.pop(item.request_id), item.error) for item in failed)
         return True
 
-    def _draws(self, plan: StepPlan) -> Draws:
+    def _draws(self, plan: StepRows) -> Draws:
         rows, slots = plan.slots, self._scheduler.slots
         token_idx = slots.first_token_idx[rows] + slots.num_response[rows]
         return Draws(

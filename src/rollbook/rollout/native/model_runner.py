@@ -30,7 +30,7 @@ from rollbook.rollout.native.paged_attention import (
     running_step,
 )
 from rollbook.rollout.native.sampling import Draws, sample
-from rollbook.rollout.native.sequences import PrefillSpan, StepPlan
+from rollbook.rollout.native.sequences import PrefillSpan, StepRows
 from rollbook.types import Floats
 
 Indices = NDArray[np.int64]
@@ -191,7 +191,7 @@ class ModelRunner:
                 sizes.append(size)
         return tuple(reversed(sizes))
 
-    def step(self, plan: StepPlan, draws: Draws) -> tuple[Indices, Floats]:
+    def step(self, plan: StepRows, draws: Draws) -> tuple[Indices, Floats]:
         """Run the planned rows; sample one token for each decoding row.
 
         Returns:
@@ -227,7 +227,7 @@ class ModelRunner:
             return next(size for size in self._row_sizes if size >= wanted)
         return few_sizes(wanted) if self._few_shapes else wanted
 
-    def _tensors(self, plan: StepPlan, pool: KVPool) -> tuple[Tensor, Tensor, StepTensors]:
+    def _tensors(self, plan: StepRows, pool: KVPool) -> tuple[Tensor, Tensor, StepTensors]:
         ids, positions, pages, offsets = plan.token_ids, plan.positions, plan.write_pages, plan.write_offsets
         num_padding = self._num_rows(plan.num_rows) - plan.num_rows
         if num_padding:

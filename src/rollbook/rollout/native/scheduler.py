@@ -27,7 +27,7 @@ from rollbook.rollout.native.sequences import (
     PrefillSpan,
     Sequence,
     SlotTable,
-    StepPlan,
+    StepRows,
 )
 from rollbook.rollout.stops import meets_stop_string
 from rollbook.types import FinishReason, Floats, Ids, KVStart, VersionRun
@@ -226,7 +226,7 @@ class Scheduler:
 
     # ---- one step
 
-    def plan(self) -> StepPlan | None:
+    def plan(self) -> StepRows | None:
         """The rows of the next step, or None when nothing can run. Carry out `pool.operations` before running it."""
         self._admit()
         self._extend_ready()
@@ -251,7 +251,7 @@ class Scheduler:
             token_ids = np.concatenate([token_ids, *span_ids])
             positions = np.concatenate([positions, span_positions])
             write_pages = np.concatenate([write_pages, span_pages])
-        return StepPlan(
+        return StepRows(
             token_ids=token_ids,
             positions=positions,
             write_pages=write_pages,
@@ -265,7 +265,7 @@ class Scheduler:
         )
 
     def commit(
-        self, plan: StepPlan, token_ids: Indices, logprobs: Floats
+        self, plan: StepRows, token_ids: Indices, logprobs: Floats
     ) -> tuple[list[Response], list[Failed]]:
         """Book what a step computed.
 
@@ -531,7 +531,7 @@ class Scheduler:
         return tuple(spans), token_ids
 
     def _page_layout(self, ready: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-        """(owner, start, lists, list starts) of the pages that the ready rows read, as in `StepPlan`."""
+        """(owner, start, lists, list starts) of the pages that the ready rows read, as in `StepRows`."""
         if self._layout is not None:
             return self._layout
         counts = self.slots.position[ready] // self.page_tokens + 1

@@ -75,7 +75,7 @@ class PrefillSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
+class StepRows:
     """The rows of one step: first the ready sequences (`num_decode`, one row each), then the prefill spans."""
 
     token_ids: Indices
