@@ -11,7 +11,17 @@ from rollbook.envs.env import Observation
 from rollbook.envs.rewards.result import RewardResult
 from rollbook.rollout.agent_loop import run_trajectory
 from rollbook.rollout.engine import GenerateRequest, Response
-from rollbook.types import FinishReason, Ids, KVStart, Prompt, SamplingParams, Trajectory, VersionRun
+from rollbook.types import (
+    Failure,
+    FailureKind,
+    FinishReason,
+    Ids,
+    KVStart,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+    VersionRun,
+)
 
 PROMPT = Prompt(prompt_id="p", prompt_ids=np.array([1, 2, 3], np.int32), source="test")
 
@@ -164,6 +174,18 @@ async def test_an_episode_cut_by_turns_or_context_is_scored_as_it_stands(
     assert trajectory.token_ids().tolist() == [1, 2, 3, 41, 42]
     assert trajectory.reward == 1.0
     assert env.is_closed
+
+
+async def test_a_scorers_failure_is_the_trajectorys_and_no_reward_of_zero() -> None:
+    failure = Failure(kind=FailureKind.TIMEOUT, message="gave no answer")
+
+    class FailingEnv(ScriptedEnv):
+        async def finish(self) -> RewardResult:
+            return RewardResult(reward=None, failure=failure)
+
+    trajectory = await play(ScriptedEngine(([41], 0, FinishReason.STOP)), FailingEnv())
+    assert (trajectory.reward, trajectory.failure) == (None, failure)
+    assert trajectory.num_response_tokens == 1, "what was sampled is on record"
 
 
 async def test_the_environment_is_closed_when_the_engine_fails() -> None:

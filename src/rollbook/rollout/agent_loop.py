@@ -41,7 +41,7 @@ async def run_trajectory(
         group_id, member_idx, seed: with the token index they decide what is sampled.
         sampling: of every response.
         max_turns: responses after which the episode ends whatever the environment says.
-        max_context_tokens: the model's context; an episode that fills it ends as truncated.
+        max_context_tokens: the model's context; an episode that fills it is scored as it stands.
         clock: seconds, for the trajectory's start and end.
         on_turn: told each turn's index, before it is sampled without and afterwards with its replica.
     Returns:
