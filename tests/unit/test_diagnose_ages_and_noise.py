@@ -60,3 +60,16 @@ def test_an_engine_far_off_whose_answers_change_and_lose_reward_samples_noise(
     )
     first = diagnose(run).findings[0]
     assert (first.rule == "silent_error_after_wake") is is_noise
+
+
+def test_the_largest_age_tells_of_stale_samples_where_it_is_all_there_is() -> None:
+    """It goes from 3 to 22 in some steps, and the gap with it; by a version a step it is one replica that stands."""
+    climb = np.clip((T - 60) / 6, 0, 1)
+    rng = np.random.default_rng(5)
+    oldest = np.round(3 + 19 * climb + rng.normal(0, 0.8, N))
+    apart = {DIFF: noisy(0.006 * (1 + 2 * climb), 2), KL: noisy(0.001 * (1 + 2 * climb) ** 2, 3, 0.1)}
+    assert diagnose(run_of(apart | {f"{STALENESS}/max": oldest})).verdict == "stale_samples"
+    stands = 3 + np.clip(T - 60, 0, None)
+    assert diagnose(run_of(apart | {f"{STALENESS}/max": stands})).verdict == "version_drift"
+    calm = {f"{STALENESS}/max": oldest, f"{STALENESS}/min": np.zeros(N)}
+    assert "stale_samples" not in [f.rule for f in diagnose(run_of(calm)).findings]

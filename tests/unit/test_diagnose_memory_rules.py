@@ -118,3 +118,41 @@ def test_an_error_alone_is_told_by_its_numbers_and_claims_no_growth(tmp_path: Pa
     assert "Tried to allocate 14.84 GiB" in finding.evidence[0].says
     assert "grows" not in finding.title
     assert "does not say" in finding.next_check
+
+
+def test_an_error_of_memory_that_steps_follow_without_a_restart_ended_nothing() -> None:
+    """A model's own program ran out of memory, or the trainer caught it; where the run goes back, it was the run's."""
+    words = "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
+    caught = Event(kind="out_of_memory", step=30, text=words)
+    assert diagnose(run_of({}, events=(caught,))).findings == ()
+    resumed = Event(kind="resumed", step=30, text="Resuming from global_step_20")
+    assert diagnose(run_of({}, events=(caught, resumed))).verdict == "late_oom_with_length"
+
+
+def test_one_crash_that_is_told_from_two_places_is_that_of_the_hand_over() -> None:
+    text = "CUDA out of memory. Tried to allocate 2 GiB"
+    places = ({"stage": "sync"}, {})
+    events = tuple(Event(kind="out_of_memory", step=120, text=text, fields=fields) for fields in places)
+    diagnosis = diagnose(run_of({}, events=events))
+    assert [f.rule for f in (*diagnosis.findings, *diagnosis.consequences)] == ["oom_in_sync"]
+
+
+def test_memory_that_long_responses_never_filled_is_not_theirs_at_the_end() -> None:
+    """Every seventh step has a response at the limit of 8,192 tokens, at 50 GiB; the last one leaps to 78."""
+    longest = np.where(T % 7 == 0, 8192.0, 4500.0)
+    peak = 49 + longest / 8192 + np.where(T >= 119, 28.0, 0.0)
+    lengths = {"response_length/max": longest, "response_length/mean": noisy(900 + 3 * T, 8, 0.02)}
+    verdict = diagnose(run_of({**lengths, ALLOCATED: peak, RESERVED: peak + 1})).verdict
+    assert verdict != "late_oom_with_length"
+
+
+def test_a_run_that_has_stood_at_the_brim_of_a_card_that_is_only_guessed_is_well() -> None:
+    """A policy that writes more takes 9 GiB more over 70 steps, up to 45.5 of what may be 48, and stays there."""
+    for since, verdict in ((75, "well"), (115, "late_oom_with_length")):
+        climb = np.clip((T - 5) / (since - 5), 0, 1)
+        peak = 36 + 9.5 * climb + np.random.default_rng(3).normal(0, 0.4, N)
+        lengths = {
+            f"response_length/{k}": noisy(v * (1 + 1.5 * climb), 8)
+            for k, v in (("mean", 450.0), ("max", 1600.0))
+        }
+        assert diagnose(run_of({**lengths, ALLOCATED: peak, RESERVED: peak + 2})).verdict == verdict

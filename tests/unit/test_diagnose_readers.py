@@ -505,3 +505,94 @@ def test_a_note_calls_a_metric_as_the_log_does(tmp_path: Path) -> None:
     log = "".join(f"{{'loss': 0.1, 'reward': 0.{i}, 'kl': nan, 'epoch': 0.{i}}}\n" for i in range(1, 5))
     notes = diagnose(load(str(_write(tmp_path / "trl.log", log)))).notes
     assert "NaN, null or infinite, and left out: kl in 4 steps, the first 1" in notes
+
+
+def test_prime_rl_tells_the_size_of_the_device_beside_its_peak(tmp_path: Path) -> None:
+    """Memory is all the trainer's line has of it, and what is reserved: it follows the lengths up to the brim."""
+    lines = []
+    for step in range(1, 121):
+        up = max(step - 60, 0) / 60
+        length, held, reward = 1000 + 2500 * up, 55 + 23 * up, 0.5 + step % 7 / 100
+        orchestrator = f"Time: 60.0s | Reward: {reward} | Seq. Length: {length:.1f} tokens/sample"
+        trainer = f"Time: 50.0s | Loss: 0.01 | Peak Mem.: {held:.1f}/79.1 GiB (70.0%)"
+        lines += [f"10:00:00 SUCCESS Step {step} | {line}\n" for line in (orchestrator, trainer)]
+    (tmp_path / "run.log").write_text("".join(lines))
+    run = load(str(tmp_path / "run.log"))
+    assert run.values["perf/device_memory_gb"].tolist() == [79.1] * 120
+    finding = diagnose(run).findings[0]
+    assert (finding.rule, abs(finding.step - 60) <= 5) == ("late_oom_with_length", True)
+    assert "of 79.1 GiB" in finding.evidence[0].says
+
+
+def test_skyrls_names_are_read_and_its_mean_of_ratios_is_no_gap(tmp_path: Path) -> None:
+    names = (
+        "trainer/global_step",
+        "reward/avg_raw_reward",
+        "generate/avg_num_tokens",
+        "async/staleness_mean",
+    )
+    names += (
+        "policy/rollout_train_prob_diff_mean",
+        "policy/rollout_train_logprobs_abs_diff_mean",
+        "timing/policy_train",
+    )
+    rows = [(i, 0.1 * i, 900, 1.5, 1.02, 0.012, 44.0) for i in range(1, 7)]
+    (tmp_path / "export.csv").write_text(
+        "\n".join(",".join(map(str, row)) for row in (("_step", *names), *((r[0], *r) for r in rows)))
+    )
+    run = load(str(tmp_path / "export.csv"))
+    assert run.values["training/off_policy/trajectory_staleness/mean"].tolist() == [1.5] * 6
+    assert run.values["training/logprob_gap/mean"].tolist() == [0.012] * 6
+    assert run.values["timing_s/update_actor"].tolist() == [44.0] * 6
+    assert "training/rollout_probs_diff_mean" not in run.values
+
+
+def test_memory_that_ran_out_while_an_engine_woke_up_is_read_in_the_words_of_its_saver(
+    tmp_path: Path,
+) -> None:
+    steps = "".join(
+        f"rollout {i}: {{'rollout/raw_reward': 0.{i}, 'rollout/response_len/mean': 900.0}}\n"
+        for i in range(1, 9)
+    )
+    died = (
+        '  File "/srv/sglang/scheduler.py", line 2711, in resume_memory_occupation\n'
+        "[torch_memory_saver.cpp] CUresult error: 2 (out of memory)  file=csrc/utils.h func=cu_mem_create line=57\n"
+        "ray.exceptions.RayActorError: The actor died unexpectedly before finishing this task.\n"
+    )
+    (tmp_path / "run.log").write_text(f"{steps}Traceback (most recent call last):\n{died}")
+    assert diagnose(load(str(tmp_path / "run.log"))).verdict == "oom_in_sync"
+
+
+def test_a_run_of_ours_that_somebody_stopped_is_well_and_its_repeated_steps_keep_their_times(
+    tmp_path: Path,
+) -> None:
+    """Steps 2 and 3 are run again after a stop; then a second stop cuts step 4."""
+    lives = ((0, (0, 1, 2, 3)), (100, (2, 3)))
+    events, rows = [], []
+    for begin, steps in lives:
+        events.append({"kind": "run_resumed" if begin else "run_started", "at_s": begin})
+        for i, step in enumerate(steps):
+            span = {
+                "kind": "span",
+                "name": "step",
+                "span_id": i,
+                "step": step,
+                "at_s": begin + 10 * i,
+                "duration_s": 10,
+            }
+            events.append(span)
+            rows.append({"step": step, "data": {"critic/rewards/mean": 0.1 * step + 0.001 * begin}})
+        events.append(
+            {"kind": "interrupted", "step": steps[-1] + 1, "at_s": begin + 50, "effect": "stopping at once"}
+        )
+        events.append(
+            {"kind": "step_failed", "step": steps[-1] + 1, "at_s": begin + 50, "error": "CancelledError"}
+        )
+    for name, items in (("events.jsonl", events), ("metrics.jsonl", rows)):
+        (tmp_path / name).write_text("".join(json.dumps(item) + "\n" for item in items))
+    run = load(str(tmp_path))
+    assert run.at_s.tolist() == [10, 20, 110, 120]
+    assert not any("clock" in note for note in run.notes)
+    diagnosis = diagnose(run)
+    assert "run_stopped" not in [f.rule for f in diagnosis.findings]
+    assert any("somebody stopped the run" in note and "stopping at once" in note for note in diagnosis.notes)

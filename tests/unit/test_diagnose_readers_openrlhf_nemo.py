@@ -135,3 +135,12 @@ def test_nemo_rl_that_goes_back_to_a_checkpoint_is_a_restart(tmp_path: Path) -> 
 )
 def test_words_alike_are_not_taken_for_their_formats(text: str, tmp_path: Path) -> None:
     assert detect(Path(_write(tmp_path / "run.log", text))) == "verl-console"
+
+
+def test_nemo_rl_tells_how_old_its_trajectories_are(tmp_path: Path) -> None:
+    blocks = [
+        _nemo_step(i, 100, 0.5).replace("\n\n\u23f1", f"\n  \u2022 Avg Trajectory Age: 1.{i} steps\n\n\u23f1")
+        for i in (1, 2)
+    ]
+    run = load(_write(tmp_path / "ray-driver.log", "".join(blocks)))
+    assert run.values["training/off_policy/trajectory_staleness/mean"].tolist() == [1.1, 1.2]

@@ -211,3 +211,18 @@ def test_steps_of_hours_that_no_timed_stage_explains_stall_at_something_outside(
     assert [(f.rule, f.step) for f in found] == [("collective_hang", 36)]
     assert "a rank, a service or the host" in found[0].title
     assert found[0].cost_s == pytest.approx(4 * 3600 + 36_000, rel=0.05)
+
+
+def test_samples_that_wait_ever_longer_outside_of_generation_leak() -> None:
+    """slime tells no seconds a call: those of a sample in which nothing is generated grow, step by step and then by a
+    leap, and the steps wait for them."""
+    waits = 11.0 + 0.25 * np.clip(T - 36, 0, None) + 24.0 * (T >= 76)
+    slow = {
+        "perf/non_generation_time/mean": noisy(waits, 31, 0.05),
+        "timing_s/gen": noisy(100.0 + 2.0 * (waits - 11.0), 10),
+        "timing_s/step": noisy(150.0 + 2.0 * (waits - 11.0), 14),
+    }
+    finding = diagnose(run_of(slow, format="slime")).findings[0]
+    assert finding.rule == "sandbox_leak"
+    assert 37 <= finding.step <= 60  # long before the leap
+    assert diagnose(run_of({"perf/non_generation_time/mean": noisy(11.0, 31, 0.05)}, format="slime")).is_well

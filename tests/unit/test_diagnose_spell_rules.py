@@ -637,3 +637,31 @@ def test_where_the_engines_logprobs_are_the_old_ones_gradients_tell_who_went_fir
     }
     age = _with_age(_noisy(1.8, 30) * np.where(T >= 147, 2.2, 1.0), np.full(N, 5.0), np.zeros(N))
     assert _diagnose({**away, **age}, without="timing_s/old_log_prob").verdict == verdict
+
+
+def test_memory_far_from_the_brim_explains_no_stall() -> None:
+    """The steps that stall hold a longer response, 3.5 % more memory for it, and half of the card stays free."""
+    stalls = 300.0 * np.isin(T, (66, 69, 79, 85, 89))
+    slow = {
+        "timing_s/update_actor": _noisy(6.3, 11) + stalls,
+        "timing_s/step": _noisy(40.0, 14, 0.01) + stalls,
+    }
+    held = {ALLOCATED: _noisy(41.0, 15, 0.002) * np.where(stalls > 0, 1.035, 1.0), RESERVED: np.full(N, 44.0)}
+    assert _diagnose(slow | held | {RESERVED: np.full(N, 60.0)}).verdict == "collective_hang"
+    full = {ALLOCATED: 1.9 * held[ALLOCATED], RESERVED: np.full(N, 80.0)}
+    assert _diagnose(slow | full).verdict != "collective_hang"
+
+
+def test_three_slow_steps_as_far_apart_as_each_other_are_a_schedule() -> None:
+    """Whole steps are all that is timed; two of three are a quarter of an hour. A step off, and they are stalls."""
+    keep = (
+        "timing_s/gen",
+        "timing_s/update_actor",
+        "timing_s/old_log_prob",
+        "timing_s/adv",
+        "timing_s/update_weights",
+    )
+    for third, verdict in ((130, "well"), (137, "collective_hang")):
+        seconds = _noisy(44.0, 14) + 650.0 * np.isin(T, (50, 90, third))
+        changed = {name: np.full(N, np.nan) for name in keep} | {"timing_s/step": seconds}
+        assert _diagnose(changed).verdict == verdict

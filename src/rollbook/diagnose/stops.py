@@ -131,9 +131,12 @@ def stop(view: View) -> Stop | None:
     """The error that ended the run, if one did and nothing came after it."""
     last_step = int(view.run.steps[-1])
     named: Stop | None = None
+    is_interrupted = False
     for event in view.run.events:
-        if event.kind in ("run_resumed", "run_started"):
-            named = None
+        if event.kind in ("run_resumed", "run_started", "interrupted"):
+            named, is_interrupted = None, event.kind == "interrupted"
+        if is_interrupted:
+            continue  # what fails then was stopped by somebody
         if event.kind not in ("step_failed", "run_failed") or not event.text:
             continue
         step = last_step if event.step is None else event.step
@@ -146,6 +149,16 @@ def stop(view: View) -> Stop | None:
         told_by = None if cause == "host_memory" else _rule_of(event.text)
         named = Stop(step, event.text, remedy, told_by, cause)
     return named
+
+
+def note(view: View) -> str:
+    """That somebody stopped the run, where it was not taken up again; empty where nobody did."""
+    kinds = ("run_resumed", "run_started", "interrupted")
+    last = next((event for event in reversed(view.run.events) if event.kind in kinds), None)
+    if last is None or last.kind != "interrupted":
+        return ""
+    step = int(view.run.steps[-1]) if last.step is None else last.step
+    return f"somebody stopped the run (Ctrl-C or a signal) in or after step {step}: {last.text}"
 
 
 def stopped_by(view: View, rule: str) -> Stop | None:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from rollbook.diagnose import cost, four_signals, states
+from rollbook.diagnose import cost, four_signals, states, stops
 from rollbook.diagnose.as_logged import as_logged
 from rollbook.diagnose.finding import Area, Diagnosis, Finding, NotJudged, OtherRun, State
 from rollbook.diagnose.rules import (
@@ -50,7 +50,6 @@ from rollbook.diagnose.rules import (
     version_drift,
 )
 from rollbook.diagnose.series import RunSeries
-from rollbook.diagnose.stops import stop
 from rollbook.diagnose.view import View
 
 Rule = Callable[[View], "Finding | NotJudged | None"]
@@ -115,10 +114,11 @@ EXPLAINS: dict[str, frozenset[str]] = {
         "filter_starvation": "buffer_never_fills tail_burst stale_samples",
         "stale_samples": "engine_mismatch missed_weight_sync mismatch_to_nan buffer_never_fills all_rejected",
         "buffer_never_fills": "stale_samples",
-        "mismatch_to_nan": "engine_mismatch missed_weight_sync run_stopped all_rejected not_finite",
+        "mismatch_to_nan": "engine_mismatch missed_weight_sync run_stopped all_rejected not_finite tail_burst"
+        " collective_hang buffer_never_fills",
         "engine_mismatch": "filter_starvation all_rejected not_finite",
         "no_update": "filter_starvation",
-        "not_finite": "run_stopped filter_starvation one_source_all_zero tail_burst",
+        "not_finite": "run_stopped filter_starvation one_source_all_zero tail_burst collective_hang",
         "late_oom_with_length": "oom_in_sync fragmentation tail_burst collective_hang run_stopped",
         "oom_in_sync": "collective_hang late_oom_with_length fragmentation discontinuity_after_resume run_stopped",
         "tail_burst": "buffer_never_fills late_oom_with_length stale_samples",
@@ -143,7 +143,7 @@ def diagnose(run: RunSeries) -> Diagnosis:
     view = View.of(run)
     judged = [rule(view) for rule in RULES.values()]
     found = [j for j in judged if isinstance(j, Finding) and j.confidence >= LEAST_CONFIDENCE]
-    ended = stop(view)
+    ended = stops.stop(view)
     if ended is not None and any(f.rule == ended.told_by for f in found):
         found = [f for f in found if f.rule != run_stopped.RULE]
     found = [f for f in found if f.rule != slow_generation.RULE] or found  # whose cause another one tells
@@ -172,7 +172,7 @@ def diagnose(run: RunSeries) -> Diagnosis:
         not_judged=tuple(_for_framework(run, j) for j in judged if isinstance(j, NotJudged)),
         notes=(
             *run.notes,
-            *filter(None, (replica_died.note(view),)),
+            *filter(None, (replica_died.note(view), stops.note(view))),
             *(cost.note(view, trifle) for trifle in trifles),
         ),
         renamed=run.renamed,

@@ -2,7 +2,8 @@
 
 Facts: the table is drawn with box characters, each line holds two or more pairs of name and value; averages
 end in /avg; `timeperf/...` are seconds; a step may have several tables ("Stats (1/2):"). Its workers say "Memory-Usage
-ppo update: memory allocated (GB): 36.73, memory reserved (GB): 41.47, ..." at points of the step, before that line.
+ppo update: memory allocated (GB): 36.73, memory reserved (GB): 41.47, device memory used/total (GB): 44.67/79.10" at
+points of the step, before that line.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from rollbook.diagnose.series import Event, Row
 
 _STEP = re.compile(r"Train step (\d+)/\d+ done")
 _CELL = re.compile(r"[│|┃]")
-_MEMORY = re.compile(r"Memory-Usage\b.*?\ballocated \(GB\): *(\d+\.?\d*).*?\breserved \(GB\): *(\d+\.?\d*)")
-_HELD = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
+_MEMORY = re.compile(
+    r"Memory-Usage\b.*?\ballocated \(GB\): *(\d+\.?\d*).*?\breserved \(GB\): *(\d+\.?\d*)"
+    r"(?:.*?\bused/total \(GB\): *[\d.]+/(\d+\.?\d*))?"
+)
+_HELD = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/device_memory_gb")
 
 
 def recognizes(head: str) -> float:
@@ -48,7 +52,8 @@ def read(path: Path) -> Iterator[Row | Event]:
                     data.setdefault(name, parsed)
         elif (usage := _MEMORY.search(line)) is not None:
             for name, value in zip(_HELD, usage.groups(), strict=True):
-                held[name] = max(held.get(name, 0.0), float(value))
+                if value is not None:
+                    held[name] = max(held.get(name, 0.0), float(value))
         else:
             if event := watcher.watch(line, step):
                 yield event

@@ -27,9 +27,9 @@ _DEATHS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
         (
             "device_memory",
-            "out of memory|OutOfMemoryError|ALLOC_FAILED",
+            "out of memory|OutOfMemoryError|ALLOC_FAILED|OUT_OF_MEMORY",
             r"(?:CUDA|cuda|NPU|HIP)(?: [Ee]rror:)? out of memory|torch\.(?:cuda\.)?OutOfMemoryError"
-            r"|CUBLAS_STATUS_ALLOC_FAILED",
+            r"|CUBLAS_STATUS_ALLOC_FAILED|CUresult error: 2 \(out of memory|CUDA_ERROR_OUT_OF_MEMORY",
         ),
         (
             "collective",

@@ -182,6 +182,35 @@ TINKER = {
 }
 """Of the Tinker cookbook's `metrics.jsonl`."""
 
+SKYRL = {
+    "reward/avg_raw_reward": "critic/rewards/mean",
+    "loss/avg_final_rewards": "critic/rewards/mean",
+    "generate/avg_num_tokens": "response_length/mean",
+    "generate/max_num_tokens": "response_length/max",
+    "generate/min_num_tokens": "response_length/min",
+    "policy/policy_loss": "actor/pg_loss",
+    "policy/policy_entropy": "actor/entropy",
+    "policy/policy_kl": "actor/kl_loss",
+    "policy/ppo_clip_ratio": "actor/pg_clipfrac",
+    "policy/raw_grad_norm": "actor/grad_norm",
+    "policy/grad_norm": "actor/grad_norm",
+    "policy/policy_lr": "actor/lr",
+    "policy/rollout_train_logprobs_abs_diff_mean": "training/logprob_gap/mean",
+    "policy/rollout_train_logprobs_abs_diff_max": "training/logprob_gap/max",
+    "async/staleness_mean": "training/off_policy/trajectory_staleness/mean",
+    "async/staleness_max": "training/off_policy/trajectory_staleness/max",
+    "async/staleness_min": "training/off_policy/trajectory_staleness/min",
+    "timing/step": "timing_s/step",
+    "timing/generate": "timing_s/gen",
+    "timing/wait_for_generation_buffer": "timing_s/gen",
+    "timing/fwd_logprobs_values_reward": "timing_s/old_log_prob",
+    "timing/policy_train": "timing_s/update_actor",
+    "timing/sync_weights": "timing_s/update_weights",
+    "timing/eval": "timing_s/testing",
+    "timing/save_checkpoints": "timing_s/save_checkpoint",
+}
+"""Of SkyRL, whose `rollout_train_prob_diff_mean` is a mean of ratios, near 1 or anything at all."""
+
 TRL_PPO = {
     "objective/scores": "critic/rewards/mean",
     "objective/kl": "actor/kl_loss",
@@ -205,6 +234,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"eval/([^/]+)-truncated_ratio"), r"val/\1/clip_ratio"),
     (re.compile(r"eval/([^/]+)"), r"val/\1/reward"),
     (re.compile(r"eval-rollout/reward"), "val/all/reward"),
+    (re.compile(r"eval/([^/]+)/avg_score"), r"val/\1/reward"),
 )
 EFFECTIVE = "batch/effective_frac"
 _ONE_MINUS = {"frac_reward_zero_std": EFFECTIVE}

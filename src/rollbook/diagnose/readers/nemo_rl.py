@@ -23,6 +23,7 @@ NAMES = {
     "Avg Reward": "critic/rewards/mean",
     "Avg Filtered Reward": "critic/rewards/mean",
     "Mean Generation Length": "response_length/mean",
+    "Avg Trajectory Age": "training/off_policy/trajectory_staleness/mean",
     "Accuracy": "val/all/reward",
     "Total step time": "timing_s/step",
     "generation": "timing_s/gen",
@@ -31,6 +32,7 @@ NAMES = {
     "policy_and_reference_logprobs": "timing_s/old_log_prob",
     "policy_training": "timing_s/update_actor",
     "prepare_for_generation/total": "timing_s/update_weights",
+    "prepare_for_generation/transfer_and_update_weights": "timing_s/update_weights",
     "weight_sync": "timing_s/update_weights",
     "advantage_calculation": "timing_s/adv",
     "checkpointing": "timing_s/save_checkpoint",
@@ -39,7 +41,7 @@ NAMES = {
 
 _STEP = re.compile(r"=====+ Step (\d+)/(\d+) =====+")
 _ITEM = re.compile(
-    r"^\s*(?:[•\-*] )\s*([A-Za-z][\w /()\-]*?): ([-+]?[\d.,]+(?:e[-+]?\d+)?|nan|inf)\s*(?:s\b|%|$|tokens\b)",
+    r"^\s*(?:[•\-*] )\s*([A-Za-z][\w /()\-]*?): ([-+]?[\d.,]+(?:e[-+]?\d+)?|nan|inf)\s*(?:s\b|%|$|(?:tokens|steps)\b)",
     re.I,
 )
 

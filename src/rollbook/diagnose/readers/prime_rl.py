@@ -17,6 +17,7 @@ from rollbook.diagnose.series import Event, Row
 
 _STEP = re.compile(r"SUCCESS\s+Step (\d+) \| (Time: .*)")
 _FIELD = re.compile(r"([A-Z][\w. -]*): ([-+.\w]+)(%?)")
+_OF_DEVICE = re.compile(r"Peak Mem\.: [\d.]+/([\d.]+) GiB")
 _NAMES = {
     "Reward": "critic/rewards/mean",
     "Seq. Length": "response_length/mean",
@@ -70,6 +71,8 @@ def _data(text: str) -> dict[str, float]:
         parsed = number(digits.group()) if digits is not None else None
         if parsed is None:
             continue
+        if name == "Peak Mem." and (of := _OF_DEVICE.search(text)) is not None:
+            data["perf/device_memory_gb"] = float(of.group(1))
         if name == "Time":
             data["timing_s/step"] = parsed
         elif name in _NAMES:

@@ -30,6 +30,7 @@ _KEPT = frozenset(
         "probe_failed",
         "nonfinite",
         "checkpoint",
+        "interrupted",
         "quarantined",
         "back_in_service",
     }
@@ -48,9 +49,14 @@ def read(path: Path, *, now_s: float | None = None) -> Iterator[Row | Event]:
     if (path / EVENTS).exists():
         for text in lines(path / EVENTS):
             log.add(text)
+    life, newest = 0, -1
     for item in verl_file.read(path / METRICS) if (path / METRICS).exists() else ():
-        if isinstance(item, Row) and item.at_s is None and item.step in log.ends:
-            yield Row(step=item.step, data=item.data, at_s=log.ends[item.step])
+        if isinstance(item, Row) and item.at_s is None:
+            life += item.step < newest  # the run was taken up again, and repeats steps
+            newest = item.step
+            life = next((i for i in range(life, len(log.lives)) if item.step in log.lives[i]), life)
+            at_s = log.lives[life].get(item.step) if life < len(log.lives) else None
+            yield Row(step=item.step, data=item.data, at_s=at_s)
         else:
             yield item
     yield from log.events
@@ -68,8 +74,8 @@ class _EventLog:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.ends: dict[int, float] = {}
-        """Step -> unix time at which it ended."""
+        self.lives: list[dict[int, float]] = [{}]
+        """Of each life of the run: step -> unix time at which it ended."""
         self.open_spans: dict[int, Event] = {}
         self._newest_step: int | None = None
 
@@ -84,6 +90,7 @@ class _EventLog:
         at_s = float(value["at_s"]) if isinstance(value.get("at_s"), int | float) else None
         if kind in ("run_started", "run_resumed"):
             self.open_spans.clear()
+            self.lives += [{}] if self.lives[-1] else []
             step = self._newest_step if step is None else step
         if kind == "span_open" and isinstance(value.get("span_id"), int):
             self.open_spans[value["span_id"]] = Event(
@@ -93,7 +100,7 @@ class _EventLog:
             self._end_span(value, step, at_s)
         elif kind in _KEPT and len(self.events) < MAX_EVENTS:
             words = str(
-                value.get("error") or value.get("message") or value.get("reason") or value.get("why") or ""
+                next(filter(None, map(value.get, ("error", "message", "reason", "why", "effect"))), "")
             )
             self.events.append(Event(kind=kind, step=step, at_s=at_s, text=words[:300], fields=value))
             if kind != "quarantined":  # a replica that died ends nothing: the others go on
@@ -104,7 +111,7 @@ class _EventLog:
         if value.get("name") == "step" and step is not None:
             self._newest_step = step
             if at_s is not None:
-                self.ends[step] = at_s + float(value.get("duration_s") or 0.0)
+                self.lives[-1][step] = at_s + float(value.get("duration_s") or 0.0)
         if value.get("error"):
             self._read_words(str(value["error"]), step, str(value.get("name")))
 

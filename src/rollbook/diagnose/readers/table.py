@@ -52,7 +52,7 @@ class Reader:
     """Whether names that no table has are read by their words."""
 
 
-_ALL_NAMES = (names.VERL, names.SLIME, names.AREAL, names.TRL, names.TINKER, names.TRL_PPO)
+_ALL_NAMES = (names.VERL, names.SLIME, names.AREAL, names.TRL, names.TINKER, names.SKYRL, names.TRL_PPO)
 
 READERS: dict[str, Reader] = {
     "rollbook": Reader("run directory of rollbook", run_dir.read),
@@ -73,7 +73,7 @@ READERS: dict[str, Reader] = {
     "tensorboard": Reader(
         "TensorBoard event files",
         tensorboard.read,
-        (names.VERL, names.SLIME, names.AREAL, names.TRL, names.TRL_PPO),
+        _ALL_NAMES,
         by_words=True,
     ),
     "trl": Reader(

@@ -145,8 +145,8 @@ def is_ended_by_newline(path: Path) -> bool:
 
 TROUBLE_BYTES = (
     b"emory", b"imeout", b"imed out", b"TIMEOUT", b"atchdog", b"pill", b"esum", b"ecover", b"heckpoint", b"global step",
-    b"andbox", b"nv_server", b"update_actor", b"wake_up", b"Crash", b"OOM", b"oom", b"ALLOC", b"is full", b", line ",
-    b"Error", b"xception", b"Traceback", b"Final ", b"class_name", b"EngineDead", b"ncountered a", b" died",
+    b"andbox", b"nv_server", b"update_actor", b"wake_up", b"Crash", b"OOM", b"oom", b"OUT_OF_MEM", b"ALLOC", b"is full",
+    b", line ", b"Error", b"xception", b"Traceback", b"Final ", b"class_name", b"EngineDead", b"ncountered a", b" died",
     b" dead", b"crashed", b"nhealthy", b" gone", b"ealth check", b"estarted", b"elaunched", b"egistered", b"ejoined",
     b"is back", b"was back", b"back online", b"back up", b"back in service", b"back after", b"healthy again",
     b"sigquit", b"Docker daemon", b"docker.errors", b"ddress pool", b"exceeded quota",
@@ -295,9 +295,10 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
         (
             "out_of_memory",
-            ("out of memory", "OutOfMemoryError", "Cannot allocate", "ALLOC_FAILED"),
+            ("out of memory", "OutOfMemoryError", "Cannot allocate", "ALLOC_FAILED", "OUT_OF_MEMORY"),
             r"(?:CUDA|cuda|NPU|HIP)(?: [Ee]rror:)? out of memory|OutOfMemoryError"
-            r"|CUBLAS_STATUS_ALLOC_FAILED|out of memory\. Tried to allocate",
+            r"|CUBLAS_STATUS_ALLOC_FAILED|out of memory\. Tried to allocate|CUresult error: 2 \(out of memory"
+            r"|CUDA_ERROR_OUT_OF_MEMORY",
         ),
         (
             "collective_timeout",

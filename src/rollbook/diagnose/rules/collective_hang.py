@@ -64,6 +64,9 @@ def judge(view: View) -> Finding | NotJudged | None:
         if found is None:
             continue
         idx, usual, seconds = found
+        spells = view.spells(stage, least=np.log(1.5))
+        if not said and spells is not None and spells.hit[idx] and is_of_the_schedule(view, spells):
+            continue
         says = f"{num(seconds)} s in step {view.step_at(idx)}, {num(usual)} s is usual"
         evidence.append(
             Evidence(metric=stage, step=view.step_at(idx), before=usual, after=seconds, says=says)
@@ -180,11 +183,27 @@ def _works_more(view: View, spells: Spells) -> bool:
         ("global_seqlen/max", 1.3),
         ("timing_s/gen", 1.4),
         ("timing_s/adv", 2.0),
-        (memory.allocated(view), 1.03),
-        (memory.reserved(view), 1.03),
         ("perf/cpu_memory_used_gb", 1.05),
+        *(
+            (held, 1.03)
+            for held in (memory.allocated(view), memory.reserved(view))
+            if _is_near_full(view, held)
+        ),
     )
     return view.rises_beside(explains, spells, score=3)
+
+
+NEAR_FULL = 0.9
+"""Share of the device from which on a step may wait for memory."""
+
+
+def _is_near_full(view: View, held: str | None) -> bool:
+    capacity = memory.device_gib(view)
+    return (
+        held is not None
+        and capacity is not None
+        and float(np.nanmax(view.values[held])) >= NEAR_FULL * capacity
+    )
 
 
 def _slow_link(view: View) -> Finding | None:

@@ -242,7 +242,7 @@ _TRIED = re.compile(r"Tried to allocate ([\d.]+) ([MG]iB)")
 
 def _said(view: View) -> Finding | None:
     """An out-of-memory error whose own words say that several times what did not fit was held and not used."""
-    for event in view.events("out_of_memory"):
+    for event in (*memory.said(view, in_sync=True), *memory.said(view, in_sync=False)):
         left, tried = (_gib(pattern, event.text) for pattern in (_UNALLOCATED, _TRIED))
         if left is None or tried is None or left < max(4.0, 2.0 * tried):
             continue

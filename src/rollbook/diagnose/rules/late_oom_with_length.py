@@ -15,8 +15,8 @@ RULE = "late_oom_with_length"
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    said = [e for e in view.events("out_of_memory") if e.fields.get("stage") != "sync"]
-    used = memory.allocated(view)
+    said = memory.said(view, in_sync=False)
+    used = memory.allocated(view) or memory.reserved(view)
     if used is None and not said:
         return NotJudged(
             rule=RULE,
@@ -112,8 +112,10 @@ def _goes_with(peaks: Series, longest: Series) -> bool:
     return bool(moves and np.corrcoef(peaks[both], longest[both])[0, 1] >= 0.9)
 
 
-LIVED_FRAC = 1 / 3
+LIVED_FRAC = 1 / 4
 """Share of the steps that memory must have been full for, up to the end, to show that the longest batches fit."""
+LIVED_STEPS = 12
+"""And how many they must be."""
 STILL_GROWS = 0.02
 """Share of the device by which it must have grown over those steps to be on its way out all the same."""
 
@@ -121,13 +123,17 @@ STILL_GROWS = 0.02
 def _lives_with_it(view: View, used: str, capacity: float) -> bool:
     """Whether memory came near the brim long ago and hardly moved since: what has fitted for so long will fit."""
     values = view.values[used]
-    known = values[np.isfinite(values)]
-    below = np.flatnonzero(known < known[-1] - STILL_GROWS * capacity)
-    return len(known) - (int(below[-1]) + 1 if len(below) else 0) >= LIVED_FRAC * len(known)
+    most = np.maximum.accumulate(values[np.isfinite(values)])
+    since = int(np.flatnonzero(most >= most[-1] - STILL_GROWS * capacity)[0])
+    return len(most) - since >= max(LIVED_FRAC * len(most), LIVED_STEPS)
 
 
 BRIM = 0.93
 """Share of the device that the peak of the last steps must reach, as the highest of the run."""
+
+
+FITTED = 0.85
+"""Peak of earlier steps with as long a response, over that at the end, below which it is not the length's."""
 
 
 def _ends_at_the_brim(view: View, used: str, capacity: float) -> tuple[Evidence, ...]:
@@ -146,7 +152,8 @@ def _ends_at_the_brim(view: View, used: str, capacity: float) -> tuple[Evidence,
     usual = float(np.median(lengths[: len(lengths) // 2]))
     if last < max(BRIM * capacity, float(peaks.max())) or longest < 0.97 * float(lengths.max()):
         return ()
-    if coupled < 0.6 or longest < 1.4 * usual:
+    as_long = peaks[:-2][lengths[:-2] >= 0.97 * longest]
+    if coupled < 0.6 or longest < 1.4 * usual or (len(as_long) >= 3 and np.median(as_long) < FITTED * last):
         return ()
     step = view.step_at(view.n - 1)
     says = f"the log ends at the highest peak of all, {num(last)} of {num(capacity)} GiB"

@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import numpy as np
 
+from rollbook.diagnose.series import Event
 from rollbook.diagnose.view import View, once
 
 DEVICE_GIB = (16.0, 22.0, 24.0, 32.0, 40.0, 48.0, 64.0, 80.0, 96.0, 141.0, 180.0, 192.0, 288.0)
 """Memory of devices in use, as PyTorch's gigabytes come close to."""
 ALLOCATED = "perf/max_memory_allocated_gb"
 RESERVED = "perf/max_memory_reserved_gb"
+TOTAL = "perf/device_memory_gb"
+"""Size of the device, where a log tells it beside what is used."""
+GOT_OVER = 3
+"""Steps after an error without which the run has not been shown to have got over it."""
+
+
+def said(view: View, *, in_sync: bool) -> list[Event]:
+    """The errors of memory in a hand-over, or elsewhere, that ended the run or sent it back to a checkpoint; one that
+    more steps follow as if nothing had been is of a program that a model wrote, or was caught. Of one crash that is
+    reported from several places the hand-over's words stand."""
+    every = view.events("out_of_memory")
+    of_sync = [e for e in every if e.fields.get("stage") == "sync"]
+    errors = of_sync if in_sync else [e for e in every if e.step not in {other.step for other in of_sync}]
+    anew = [e.step for e in view.events("resumed", "run_resumed", "run_started") if e.step is not None]
+    anew += [seam.step - 1 + seam.num_replaced for seam in view.run.seams]  # where it had been
+    last = view.step_at(view.n - 1)
+    return [
+        e
+        for e in errors
+        if e.step is None or e.step > last - GOT_OVER or any(abs(step - e.step) <= GOT_OVER for step in anew)
+    ]
 
 
 @once("allocated")
@@ -39,7 +61,10 @@ def _largest(view: View, suffix: str, name: str) -> str | None:
 
 
 def device_gib(view: View) -> float | None:
-    """The smallest device that holds what was reserved; None when nothing is known."""
+    """The device's size if the log has it, else that of the smallest that holds what was reserved; None when nothing is
+    known."""
+    if view.has(TOTAL):
+        return view.last(TOTAL)
     free = view.family("memory/", "/free_bytes")
     taken = reserved(view) or allocated(view)
     if taken is None:

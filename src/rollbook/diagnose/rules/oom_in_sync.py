@@ -15,7 +15,7 @@ RULE = "oom_in_sync"
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    said = [e for e in view.events("out_of_memory") if e.fields.get("stage") == "sync"]
+    said = memory.said(view, in_sync=True)
     used, seconds = memory.allocated(view), view.first("timing_s/update_weights")
     if used is None and not said:
         return NotJudged(

@@ -23,7 +23,7 @@ from rollbook.diagnose.signs.seconds import (
     step_seconds,
     waiting_of,
 )
-from rollbook.diagnose.signs.slow_calls import slow_calls
+from rollbook.diagnose.signs.slow_calls import CALLS, slow_calls
 from rollbook.diagnose.spells import climbs
 from rollbook.diagnose.view import View
 
@@ -46,15 +46,14 @@ def judge(view: View) -> Finding | NotJudged | None:
     is_agentic = view.level(TURNS) > 2.2
     told = _told(view)
     if not is_agentic and not view.family("env/"):
-        return told or (
-            None
-            if view.has(TURNS)
-            else NotJudged(
-                rule=RULE,
-                missing=("env/num_leased", "env/queue_depth", "env/turn_s/mean"),
-                lacks="environments",
-                collect="only for jobs with environments: log leases not returned, queue depth and seconds a turn",
-            )
+        found = told or _calls_alone(view)
+        if found is not None or view.has(TURNS):
+            return found
+        return NotJudged(
+            rule=RULE,
+            missing=("env/num_leased", "env/queue_depth", "env/turn_s/mean"),
+            lacks="environments",
+            collect="only for jobs with environments: log leases not returned, queue depth and seconds a turn",
         )
     if (teeth := _in_teeth(view)) is not None:
         return teeth
@@ -64,8 +63,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     return weighed or told or _calls_alone(view)
 
 
-NO_GENERATION = "perf/non_generation_time/mean"
-"""Seconds of a sample in which nothing was generated for it (slime): its tools, its environment and its score."""
+NO_GENERATION = CALLS[1]
 SAMPLES_WAIT = 1.5
 """Growth of the seconds of a sample or a step from which on sandboxes are waited for."""
 
@@ -210,12 +208,14 @@ def _calls_alone(view: View) -> Finding | None:
     slower = slow_calls(view)
     if slower is None or not slower.grows_on:
         return None
+    rise = slower.rise
+    begun = foot_of_climb(view.values[rise.metric]) if slower.had_grown else view.foot(rise)
     return Finding(
         rule=RULE,
         title="calls of the sandboxes take ever longer although the work does not grow: what they run on fills up",
         area="data",
         confidence=0.72,
-        step=slower.rise.step,
+        step=view.step_at(begun),
         evidence=slower.evidence,
         cost_s=slower.cost_s,
         action=ACTION,

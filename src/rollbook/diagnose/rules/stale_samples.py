@@ -38,7 +38,7 @@ def judge(view: View) -> Finding | NotJudged | None:
             collect="log how many versions old the trained samples are (needed in asynchronous modes only)",
         )
     rise = versions.rise
-    if (always := _from_start(view, versions.mean)) is not None:
+    if versions.mean != versions.oldest and (always := _from_start(view, versions.mean)) is not None:
         return always
     if rise is None or rise.score < 5:
         return None
@@ -62,7 +62,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         back = min(30, rise.idx // 3)
         harm = _harm(view, rise.idx - back, back + min(rise.rise_steps, 40))
     is_large = rise.late >= max(at_first + 2.0, 2.5 * at_first) and rise.score >= 8
-    if not harm and not is_large:
+    if not harm and (not is_large or versions.mean == versions.oldest):
         return None
     together = spearman(view.values[versions.mean], view.values[GAP]) if gap_of(view) else 0.0
     return Finding(

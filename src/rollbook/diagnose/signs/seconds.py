@@ -100,8 +100,10 @@ def _is_periodic(view: View, found: Spells) -> bool:
     first, last = view.step_at(0), view.step_at(view.n - 1)
     spacing = max(1.0, float(np.median(np.diff(view.steps))))
     periods = np.unique(np.diff(starts))
-    if len(starts) >= LEAST_IN_TIME and len(periods) == 1 and spacing < periods[0]:
-        return bool(starts[0] - first <= periods[0] and last - starts[-1] < periods[0])
+    if len(periods) == 1 and spacing < periods[0]:
+        enough = LEAST_IN_TIME if periods[0] < LEAST_PERIOD * spacing else LEAST_FAR_APART
+        if len(starts) >= enough and last - starts[-1] < periods[0]:
+            return bool(starts[0] - first <= periods[0] * (1.0 if enough == LEAST_IN_TIME else 1.5))
     for period in periods.tolist():
         phase = starts % period
         by_schedule = starts[np.minimum(phase, period - phase) <= spacing]
@@ -114,6 +116,8 @@ def _is_periodic(view: View, found: Spells) -> bool:
     return False
 
 
+LEAST_FAR_APART = 3
+"""The same of spells that are `LEAST_PERIOD` steps apart and more: by chance few are as evenly."""
 RESIDUAL = "seconds of no stage"
 _STAGES = (
     "gen",

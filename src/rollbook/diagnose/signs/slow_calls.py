@@ -14,11 +14,14 @@ from rollbook.diagnose.signs.rewards import lost_reward
 from rollbook.diagnose.signs.seconds import host_slowdown, lost_in_steps
 from rollbook.diagnose.view import View, once
 
-CALLS = "env/turn_s/mean"
+CALLS = ("env/turn_s/mean", "perf/non_generation_time/mean")
+"""Seconds of a call; or of a sample in which nothing is generated for it (slime): its tools, environment and score."""
 TIMES_AS_LONG = 2.5
 """Growth of the seconds of a call beyond what other calls of a policy that learns would bring."""
 GRADUAL = 0.65
 """Share of a growth that its first quarter may have."""
+HAD_GROWN, STEADY = 1.5, 0.9
+"""Growth before a break, and rank correlation with the steps, from which on the break is a part of one growth."""
 FELT_FRAC = 0.05
 """Share of those steps' seconds that must be lost to it: calls that overlap with others may be slow for nobody."""
 
@@ -30,18 +33,21 @@ class SlowCalls:
     rise: Break
     evidence: tuple[Evidence, ...]
     cost_s: float
+    had_grown: bool
+    """Whether calls had become longer, step by step, before the break."""
 
     @property
     def grows_on(self) -> bool:
         """Whether no few steps account for most of it, and it never ended."""
-        return self.rise.is_ramp and self.rise.early_share < GRADUAL and self.rise.end_idx is None
+        is_gradual = self.rise.is_ramp and self.rise.early_share < GRADUAL
+        return (is_gradual or self.had_grown) and self.rise.end_idx is None
 
 
 @once("slow calls")
 def slow_calls(view: View) -> SlowCalls | None:
     """Calls that became slow at equal turns, lengths, failures and rewards, on a host that is no slower, and that the
     steps wait for."""
-    rise = view.rise(CALLS)
+    rise = view.rise(view.first(*CALLS))
     if rise is None or rise.score < 6 or rise.peak_ratio < TIMES_AS_LONG or rise.before < SANDBOX_S:
         return None
     end = view.n if rise.end_idx is None else rise.end_idx
@@ -63,4 +69,12 @@ def slow_calls(view: View) -> SlowCalls | None:
             now = view.level(metric, rise.idx, end)
             says = f"{num(now)} {what}, {num(view.level(metric, 0, rise.idx))} before: not for more work"
             evidence.append(Evidence(metric=metric, step=rise.step, after=now, says=says))
-    return SlowCalls(rise, tuple(evidence), cost_s)
+    return SlowCalls(rise, tuple(evidence), cost_s, _had_grown(view, rise))
+
+
+def _had_grown(view: View, rise: Break) -> bool:
+    first, before = (
+        view.level(rise.metric, 0, max(3, view.n // 8)),
+        view.level(rise.metric, rise.idx - 5, rise.idx),
+    )
+    return before >= HAD_GROWN * first > 0.0 and view.trend(rise.metric)[1] >= STEADY

@@ -21,7 +21,7 @@ class Versions:
     mean: str | None
     oldest: str | None
     newest: str | None
-    """Metrics of staleness: mean, largest, smallest."""
+    """Metrics of staleness: mean (the largest stands for it where it is all there is), largest, smallest."""
     rise: Break | None
     """Of the mean staleness."""
     oldest_rise: Break | None
@@ -36,9 +36,11 @@ class Versions:
 
 @once("versions")
 def versions_of(view: View) -> Versions:
-    mean = view.first(f"{STALENESS}/mean", f"{STALENESS}_worst/mean")
-    once_full = _once_full(view, mean)
     oldest = view.first(f"{STALENESS}_worst/max", f"{STALENESS}/max")
+    mean = view.first(f"{STALENESS}/mean", f"{STALENESS}_worst/mean")
+    if mean is None and unit_ramp(view, oldest) is None:  # by a version a step a single replica's samples age
+        mean = oldest
+    once_full = _once_full(view, mean)
     newest = view.first(f"{STALENESS}/min", f"{STALENESS}_worst/min")
     replicas, since = _standing_replicas(view)
     rise = view.rise(once_full, log=False)
