@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rollbook.buffer.buffer import Taken
+from rollbook.controller.evaluate import evaluation_values
 from rollbook.controller.step_metrics import idle_values, trajectory_values
 from rollbook.observe import catalogue
 from rollbook.observe.alerts import ALERTS, Thresholds
@@ -91,3 +92,13 @@ def test_br047_failures_are_counted_by_cause() -> None:
     assert values["failures/timeout/num"].result() == values["failures/timeout/add/num"].result() == 2
     assert values["failures/engine/num"].result() == 1
     assert values["failures/frac"].result() == 1.0
+
+
+def test_an_answer_that_could_not_be_scored_is_counted_in_an_evaluation_and_no_zero() -> None:
+    prompt = Prompt(prompt_id="p", prompt_ids=np.ones(1, np.int32), source="maths")
+    right = Trajectory(group_id=-1, member_idx=0, prompt=prompt, reward=1.0, reward_terms={"exact": 1.0})
+    failure = Failure(kind=FailureKind.TIMEOUT, message="gave no answer")
+    failed = Trajectory(group_id=-2, member_idx=0, prompt=prompt, failure=failure)
+    values = {name: value.result() for name, value in evaluation_values([right, failed]).items()}
+    wanted = {"val/maths/reward": 1.0, "val/maths/exact_match": 1.0, "val/maths/failed_frac": 0.5}
+    assert wanted.items() <= values.items()
