@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.diagnose.readers.endings import EndWatcher, LineWatcher
+from rollbook.diagnose.readers.endings import EndWatcher
+from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.text import TroubleWatcher
 from rollbook.diagnose.series import Event
 

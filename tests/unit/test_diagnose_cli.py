@@ -172,6 +172,32 @@ def test_a_prometheus_server_is_read_by_its_url(prometheus: str, capsys: pytest.
     assert answer["verdict"] == "dead_sandbox_pool"
 
 
+def test_errors_that_a_log_repeats_since_the_fault_stand_in_its_evidence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pool dies; the tool's own line names the host. A line that was there before says nothing."""
+    lines = []
+    for step in range(1, 61):
+        dead = step >= 37
+        lines += (
+            ["ERROR:tools.sandbox_fusion:executing code: http://10.0.9.14:8080 did not connect"] * 8 * dead
+        )
+        lines += ["ERROR:data:one row left out"] * 9
+        turns, score, calls = (2.1, 0.07, 29.0) if dead else (5.2, 0.45, 3.0)
+        wobble = 1 + step % 5 / 100
+        lines.append(
+            f"step:{step} - critic/score/mean:{score * wobble} - num_turns/mean:{turns * wobble} - "
+            f"timing_s/agent_loop/tool_calls/mean:{calls * wobble} - timing_s/gen:{100 * wobble} - actor/entropy:0.4"
+        )
+    (tmp_path / "dead.log").write_text("\n".join(lines) + "\n")
+    found = json.loads(run(capsys, str(tmp_path / "dead.log"), "--json")[1])["findings"][0]
+    assert (found["rule"], found["step"]) == ("dead_sandbox_pool", 37)
+    words = next(item for item in found["evidence"] if item["metric"] == "log")
+    assert words["step"] == 37
+    assert "192 lines since step 37 and none before" in words["says"]
+    assert "10.0.9.14:8080" in words["says"]
+
+
 @pytest.mark.parametrize("where", ["train.log", "localhost:9090"])
 def test_a_server_that_is_no_url_is_told_apart_from_a_file(
     where: str, capsys: pytest.CaptureFixture[str]

@@ -251,3 +251,14 @@ def test_a_hard_source_without_a_right_answer_in_its_last_steps_is_not_called_de
     hard[-4:] = 0.0
     diagnosis = diagnose(run(reward__math__mean=_by_source(1, np.full(N, 0.5)), reward__hard__mean=hard))
     assert diagnosis.signals[0].says.endswith("2 sources logged, zeros come as often as before")
+
+
+def test_a_gap_that_is_wide_all_along_has_not_moved() -> None:
+    """What engines in 8 bits bring from the first step on: one metric beyond the usual of bfloat16, none within."""
+    for level, verdict in (
+        (around(np.full(N, 0.03)), "well"),
+        (around(0.004 * (1 + 6.5 * (T >= 60))), "moved"),
+    ):
+        wide = {GAP: level, "rollout_corr/kl": around(level**2 * 15, 0.1)}
+        gap = next(s for s in diagnose(run(**wide)).signals if s.name == "gap of trainer and engine")
+        assert (gap.verdict, "8 bits" in gap.says) == (verdict, verdict == "well")

@@ -155,3 +155,7 @@ def test_tokens_far_beyond_all_before_begin_whatever_the_host_does_to_the_second
     }
     found = run(tmp_path, columns).findings[0]
     assert (found.rule, found.step) == ("tail_burst", AT)
+
+
+def test_a_run_of_ours_without_a_device_lacks_no_memory_of_it(tmp_path: Path) -> None:
+    assert "device memory" not in {missing.lacks for missing in run(tmp_path, {}).not_judged}

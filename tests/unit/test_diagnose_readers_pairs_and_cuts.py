@@ -97,3 +97,26 @@ def test_what_follows_a_list_is_none_of_its_records(tmp_path: Path) -> None:
     text = json.dumps({"log_history": ENTRIES, "callbacks": {"step": 999, "loss": 7.0}, "x": 1})
     diagnosis = judged(tmp_path, text[:-4], "trainer_state.json")
     assert diagnosis.last_step == 60
+
+
+def test_the_training_of_a_reward_model_is_not_judged_as_one_of_a_policy(tmp_path: Path) -> None:
+    """Its mean reward is one of given answers, and half of its pairs in the right order are no success."""
+    rows = [
+        {
+            "step": i,
+            "loss": 0.69,
+            "grad_norm": 2.0,
+            "mean_reward": 0.0,
+            "min_reward": -2.0,
+            "max_reward": 2.0,
+            "accuracy": 0.5,
+            "margin": 0.1,
+        }
+        for i in range(40)
+    ]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    run = load(str(tmp_path / "trainer_state.json"))
+    assert not run.matching("critic/rewards/")
+    diagnosis = diagnose(run)
+    assert (diagnosis.findings, diagnosis.states) == ((), ())
+    assert any("of a reward model's" in note for note in diagnosis.notes)

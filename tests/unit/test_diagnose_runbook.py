@@ -132,6 +132,30 @@ def test_before_the_run_the_record_is_derived_from_the_config(capsys: pytest.Cap
         assert re.search(rf"^\| {stage} \| [\d.e-]+ \|", record, re.MULTILINE), stage
 
 
+def test_a_model_beside_the_config_is_found_from_any_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512, "model_type": "llama"}
+    (tmp_path / "there" / "tiny").mkdir(parents=True)
+    (tmp_path / "there" / "tiny" / "config.json").write_text(json.dumps(shape))
+    config = tmp_path / "there" / "mine.toml"
+    (tmp_path / "there" / "sums.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n' * 8)
+    config.write_text(
+        '[run]\nname = "mine"\nnum_steps = 8\ngroups_per_step = 4\n[model]\npath = "tiny"\n[rollout]\ngroup_size = 4\n'
+        'max_response_tokens = 32\n[[data.sources]]\nname = "sums"\npath = "sums.jsonl"\n'
+        '[[reward.terms]]\nfunction = "exact"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    text = manual(capsys, str(config))
+    assert str(tmp_path / "there" / "tiny") in text
+
+
 def test_a_job_whose_device_is_not_here_has_a_manual_that_says_how_to_derive_the_rest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

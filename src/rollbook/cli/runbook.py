@@ -38,13 +38,14 @@ def command(
     Example: rollbook runbook examples/addition.toml
     """
     from rollbook.config.loading import load_config
+    from rollbook.config.paths import with_whole_paths
     from rollbook.config.run_config import RunConfig
     from rollbook.diagnose.runbook import to_html, to_markdown
     from rollbook.errors import ConfigError, RunError
     from rollbook.observe.run_dir import storage_error
 
     path = config / "config.toml" if config.is_dir() else config
-    loaded = load_config(path, set_ or [], RunConfig)
+    loaded = with_whole_paths(load_config(path, set_ or [], RunConfig), path.parent)
     loaded.check()
     job = _job(loaded, path)
     plan = _plan(config if config.is_dir() else Path(job.run_dir))

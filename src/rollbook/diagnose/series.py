@@ -28,6 +28,10 @@ NEXT_RUN = "next_run"
 """Kind of an event after which the rows are another run's; its text is that run's name."""
 
 
+COMPLAINT = "complaint"
+"""Kind of an event for the lines with an error that a log repeats: the step before the first, and how many."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """Something a log says in words: an error, a restart, a span of the run directory."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from rollbook.diagnose import cost, four_signals, states, stops
 from rollbook.diagnose.as_logged import as_logged
-from rollbook.diagnose.finding import Area, Diagnosis, Finding, NotJudged, OtherRun, State
+from rollbook.diagnose.finding import Area, Diagnosis, Evidence, Finding, NotJudged, OtherRun, State
 from rollbook.diagnose.rules import (
     absurd_gradient,
     all_rejected,
@@ -49,7 +49,7 @@ from rollbook.diagnose.rules import (
     tail_burst,
     version_drift,
 )
-from rollbook.diagnose.series import RunSeries
+from rollbook.diagnose.series import COMPLAINT, RunSeries
 from rollbook.diagnose.view import View
 
 Rule = Callable[[View], "Finding | NotJudged | None"]
@@ -165,7 +165,7 @@ def diagnose(run: RunSeries) -> Diagnosis:
         first_step=int(run.steps[0]),
         last_step=int(run.steps[-1]),
         num_steps=run.num_steps,
-        findings=tuple(causes),
+        findings=tuple(_in_words(view, cause) for cause in causes),
         consequences=tuple(consequences),
         states=tuple(s for s in known_states if not causes or s.name not in states.OF_A_WELL_SYSTEM),
         signals=four_signals.judge(view),
@@ -178,6 +178,21 @@ def diagnose(run: RunSeries) -> Diagnosis:
         renamed=run.renamed,
     )
     return as_logged(diagnosis, view)
+
+
+def _in_words(view: View, finding: Finding) -> Finding:
+    """The finding with the error that the log repeats most since it began, where no evidence is in the log's words."""
+    if any(item.metric == "log" for item in finding.evidence):
+        return finding
+    earliest = finding.step - _slack(view) - 1
+    since = [e for e in view.events(COMPLAINT) if e.step is not None and e.step >= earliest]
+    most = max(since, key=lambda event: event.fields["num"], default=None)
+    if most is None or most.step is None:
+        return finding
+    says = f"{most.fields['num']} lines since step {most.step + 1} and none before, as: {most.text[:200]}"
+    return replace(
+        finding, evidence=(*finding.evidence, Evidence(metric="log", step=most.step + 1, says=says))
+    )
 
 
 def in_short(run: RunSeries) -> OtherRun:
@@ -204,13 +219,17 @@ def _explains(view: View, cause: Finding, finding: Finding) -> bool:
     """Whether `finding` is one of the cause's consequences and does not begin well before it."""
     if finding.rule not in EXPLAINS.get(cause.rule, ()):
         return False
-    slack = max(6, int(0.08 * (view.steps[-1] - view.steps[0] + 1)))
-    if cause.step > finding.step + slack:
+    if cause.step > finding.step + _slack(view):
         return False
     if cause.confidence < finding.confidence - 0.3:
         return False  # a guess explains no certainty away
     mutual = cause.rule in EXPLAINS.get(finding.rule, ())
     return not mutual or cause.confidence >= finding.confidence
+
+
+def _slack(view: View) -> int:
+    """Steps within which two onsets are one."""
+    return max(6, int(0.08 * (view.steps[-1] - view.steps[0] + 1)))
 
 
 def _is_of_the_algorithm(view: View, finding: Finding, known: list[State]) -> bool:

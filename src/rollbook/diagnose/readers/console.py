@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollbook.diagnose.readers.bars import Bars
-from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
+from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.records import STEP_KEYS, Entry, rows
 from rollbook.diagnose.readers.text import (
     NUMBER,
@@ -123,8 +124,7 @@ def _items(path: Path) -> Iterator[Entry | Event]:
     if newest is None and bars.tell:
         for step, seconds in bars.seconds.items():
             yield {"step": float(step), "timing_s/step": seconds}
-    if event := watcher.ending.event(bars.newest if newest is None else newest):
-        yield event
+    yield from watcher.end(bars.newest if newest is None else newest)
     if newest is None and bars.tell:
         says = f"this log holds progress bars alone ({bars.newest} of {bars.of} steps): the seconds of steps are judged"
         yield Event(kind="note", text=f"{says}, and errors; print metrics or keep what was sent to a tracker")

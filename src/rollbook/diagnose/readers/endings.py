@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Literal
 
-from rollbook.diagnose.readers.text import TroubleWatcher, plain
+from rollbook.diagnose.readers.text import plain
 from rollbook.diagnose.series import Event
 
 _DEATHS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
@@ -220,7 +220,7 @@ OFTEN = 3
 _DIGITS = str.maketrans("123456789", "000000000")
 
 
-def _shape(line: str) -> str:
+def shape_of(line: str) -> str:
     """A line whatever its numbers."""
     return line.translate(_DIGITS)
 
@@ -266,7 +266,7 @@ class EndWatcher:
         ended = self.event(self._newest) if goes_back else None
         if not goes_back and not self._begins_anew:
             self._survived.update({_DEATHS[rank][0] for rank, _, _ in self._deaths})
-            self._survived.update({_shape(self._words)} if self._words and self._is_fatal else ())
+            self._survived.update({shape_of(self._words)} if self._words and self._is_fatal else ())
         self._forget()
         self._steps_after_over = self._steps_after_over + 1 if self._over else 0
         if goes_back or self._steps_after_over > 2:
@@ -385,7 +385,7 @@ class EndWatcher:
         is_fatal = self._was_fatal if self.is_in_a_sample else self._is_fatal
         is_raised = is_fatal or self._newest is None
         words, fields = self._words if is_raised else "", {}
-        if self._survived[_shape(words)] >= OFTEN:
+        if self._survived[shape_of(words)] >= OFTEN:
             words = ""
         if words == "KeyboardInterrupt" and self._newest is not None:
             words = ""  # somebody had seen enough
@@ -396,68 +396,3 @@ class EndWatcher:
             cause = next((cause for cause, pattern in _OF_SURROUNDINGS if pattern.search(words)), None)
             fields = {"cause": cause} if cause is not None else {}
         return Event(kind="run_failed", step=step, text=words, fields=dict(fields)) if words else None
-
-
-_OF_ERRORS = re.compile(
-    r"(?:.*[/_.])?(?:error|exception|traceback|exc(?:_info|_text)?|stack_?trace|err)(?:_?(?:msg|message|text|str))?",
-    re.IGNORECASE,
-)
-"""Fields of an entry that hold an error's words."""
-_LEVELS, _MESSAGES = ("level", "levelname", "severity"), ("message", "msg", "event", "text")
-_GRAVE = frozenset({"error", "critical", "fatal"})
-_RAISED = "Traceback (most recent call last):"
-_NUMBERS_TELL = ("xit", "returncode")
-"""Lines with these words say other things with other numbers."""
-MAX_SHAPES = 20_000
-MAX_EVENTS = 200
-"""Of one kind in one step: more of them tell nothing more, and a flood would fill the memory."""
-
-
-class LineWatcher:
-    """Both watchers over the lines of a console log that are no step. Lines are known again by their shape, whatever
-    their numbers: a dead service writes one error a million times."""
-
-    def __init__(self, *, sees_all: bool = False) -> None:
-        self.trouble, self.ending = TroubleWatcher(), EndWatcher(sees_all=sees_all)
-        self._num_events: Counter[tuple[str, int | None]] = Counter()
-        self._told: dict[str, tuple[Says, str]] = {}
-        """Shape of a line in no stage -> what it tells of the end, kind of its event (empty for none)."""
-
-    def watch(self, line: str, step: int | None) -> Event | None:
-        """An event when `line` (already plain) reports trouble; `step` is the newest step logged so far."""
-        numbers_tell = any(map(line.__contains__, _NUMBERS_TELL))
-        shape = line if numbers_tell else _shape(line)
-        told = self._told.get(shape)
-        if told is not None and not (self.ending.wants_next or self.ending.is_in_a_sample):
-            says, kind = told
-            self.trouble.remember("")
-            if says == "error":
-                self.ending.error(line.strip()[:300])
-            elif says == "frame":
-                self.ending.frame(line)
-            return self.trouble.event(kind, line, step) if kind and self._is_one_more(kind, step) else None
-        says = self.ending.watch(line)
-        event = self.trouble.watch(line, step)
-        if says != "more" and not self.trouble.is_newest_of_a_stage:
-            if len(self._told) >= MAX_SHAPES:
-                self._told.clear()
-            self._told[shape] = (says, event.kind if event is not None else "")
-        return event if event is not None and self._is_one_more(event.kind, step) else None
-
-    def watch_fields(self, entry: Mapping[str, object], step: int | None) -> Iterator[Event]:
-        """Events of what an entry of JSON says in its fields of errors: what stands there was raised."""
-        is_error = any(str(entry.get(name)).lower() in _GRAVE for name in _LEVELS)
-        for name, text in entry.items():
-            if not isinstance(text, str) or not (
-                _OF_ERRORS.fullmatch(name) or (is_error and name in _MESSAGES)
-            ):
-                continue
-            self.ending.watch(_RAISED)
-            for line in text.splitlines():
-                if event := self.watch(plain(line), step):
-                    yield event
-
-    def _is_one_more(self, kind: str, step: int | None) -> bool:
-        """Whether an event of a kind is not one too many for its step."""
-        self._num_events[kind, step] += 1
-        return self._num_events[kind, step] <= MAX_EVENTS

@@ -33,9 +33,9 @@ def _no_rl(run: RunSeries) -> str:
         return ""
     if pairs:
         return (
-            "a log of preference training, not of reinforcement learning: the rewards in it are the policy's log "
-            "ratios to its reference on given answers, and nothing was sampled; losses that are no numbers and errors "
-            "are judged, nothing else can be"
+            "a log of preference training or of a reward model's, not of reinforcement learning: the rewards in it are "
+            "log ratios to a reference or scores of given answers, and nothing was sampled; losses that are no numbers "
+            "and errors are judged, nothing else can be"
         )
     return (
         "no log of reinforcement learning, as far as it shows: it has a loss, but no reward and nothing that was "

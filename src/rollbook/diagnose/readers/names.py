@@ -12,7 +12,15 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from rollbook.diagnose.readers.words import IN_WORDS, is_length, is_share_of_nothing, meant, source_of
+from rollbook.diagnose.readers.words import (
+    IN_WORDS,
+    are_of_a_reward_model,
+    is_length,
+    is_share_of_nothing,
+    meant,
+    source_of,
+    words_of,
+)
 from rollbook.diagnose.series import Event, Row
 from rollbook.observe.numbers import counted
 
@@ -313,6 +321,10 @@ class Renamer:
             for name in row.data:
                 count[name] = count.get(name, 0) + 1
         self._taken = {self._by_table(name) for name in count if self._by_table(name) != name or "/" in name}
+        if are_of_a_reward_model(count):
+            scores = [name for name in count if words_of(name) & {"reward", "accuracy", "margin", "score"}]
+            self._read.update({name: f"preference/{name}" for name in scores})
+            return
         best: dict[str, tuple[int, int, int]] = {}
         named: dict[str, str] = {}
         for place, name in enumerate(count):

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
+from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.text import TROUBLE_BYTES, lines, number, plain
 from rollbook.diagnose.series import Event, Row
 
@@ -80,5 +81,4 @@ def read(path: Path) -> Iterator[Row | Event]:
                 yield event
     if step is not None and data:
         yield Row(step=step, data=data)
-    if event := watcher.ending.event(step):
-        yield event
+    yield from watcher.end(step)

@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
+from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.text import (
     NUMBER,
     TROUBLE_BYTES,
@@ -93,8 +94,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     if not has_records and (row := bars.last()) is not None:
         yield row
         step = row.step
-    if event := watcher.ending.event(step):
-        yield event
+    yield from watcher.end(step)
 
 
 def _record(line: str) -> Row | None:

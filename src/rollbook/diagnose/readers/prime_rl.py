@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
+from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.text import TROUBLE_BYTES, lines, number, plain
 from rollbook.diagnose.series import Event, Row
 
@@ -58,8 +59,7 @@ def read(path: Path) -> Iterator[Row | Event]:
             if event := watcher.ending.step(step):
                 yield event
         yield row
-    if event := watcher.ending.event(step):
-        yield event
+    yield from watcher.end(step)
 
 
 def _data(text: str) -> dict[str, float]:

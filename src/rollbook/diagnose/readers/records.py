@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rollbook.diagnose.readers.endings import LineWatcher
+from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.text import lines, number, open_binary
 from rollbook.diagnose.readers.words import meant, tells_a_run
 from rollbook.diagnose.series import Event, Row
@@ -470,8 +470,7 @@ class _Rows:
 
     def rest(self) -> Iterator[Row | Event]:
         yield from self._mean()
-        if ended := self.watcher.ending.event(self._step):
-            yield ended
+        yield from self.watcher.end(self._step)
         if self.repeats:
             says = f"a step has up to {counted(self._most, 'row')} of the same metrics: their means are read"
             yield Event(kind="note", text=says)

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
+from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.text import TROUBLE_BYTES, dict_pairs, lines, plain
 from rollbook.diagnose.series import Event, Row
 
@@ -54,5 +55,4 @@ def read(path: Path) -> Iterator[Row | Event]:
         yield Row(step=rollout, data=data)
     if rollout is not None and optimizer:
         yield Row(step=rollout, data=optimizer)
-    if event := watcher.ending.event(rollout):
-        yield event
+    yield from watcher.end(rollout)

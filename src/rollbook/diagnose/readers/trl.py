@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
+from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.records import CUT_LIST, of_lines, repeats, whole_of_list
 from rollbook.diagnose.readers.text import (
     TROUBLE_BYTES,
@@ -113,8 +114,7 @@ def read(path: Path) -> Iterator[Row | Event]:
         else:
             if event := watcher.watch(line, step or None):
                 yield event
-    if event := watcher.ending.event(step or None):
-        yield event
+    yield from watcher.end(step or None)
 
 
 def _read_state(path: Path) -> Iterator[Row | Event]:

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES, LineWatcher
+from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.text import (
     NUMBER,
     TROUBLE_BYTES,
@@ -72,8 +73,7 @@ def read(path: Path) -> Iterator[Row | Event]:
             )
             yield Event(kind="damaged", step=step, text=says)
         yield Row(step=step, data=data)
-    if event := watcher.ending.event(step):
-        yield event
+    yield from watcher.end(step)
 
 
 def _is_continuation(line: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollbook.diagnose.readers.endings import LineWatcher
+from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.text import lines, number
 from rollbook.diagnose.series import Event, Row
 from rollbook.observe.numbers import counted
@@ -43,8 +43,7 @@ def read(path: Path) -> Iterator[Row | Event]:
             yield row
         if entry is not None:
             yield from watcher.watch_fields(entry, newest)
-    if ended := watcher.ending.event(newest):
-        yield ended
+    yield from watcher.end(newest)
     if last_damaged:
         num_damaged -= 1
         yield Event(kind="truncated", text="the last line is cut short")

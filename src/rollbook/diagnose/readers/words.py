@@ -8,6 +8,7 @@ reward, `mean_length_easy` is nothing known. What was read so is told under "abo
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -226,6 +227,29 @@ def is_of_pairs(name: str) -> bool:
     """
     words = words_of(name)
     return "reward" in words and bool(words & _OF_PAIRS)
+
+
+def are_of_a_reward_model(names: Iterable[str]) -> bool:
+    """Whether names are those of the training of a reward model: how often and by how much the chosen answer of a pair
+    scores higher, and nothing that was sampled.
+
+    >>> pairs = ("loss", "mean_reward", "accuracy", "margin")
+    >>> are_of_a_reward_model(pairs), are_of_a_reward_model((*pairs, "response_length"))
+    (True, False)
+    """
+    words = [words_of(name) for name in names]
+    told = frozenset[str]().union(*words)
+    is_of_pairs = bool(told & {"margin", "margins"}) and "accuracy" in told and "loss" in told
+    return is_of_pairs and not told & {
+        "response",
+        "completion",
+        "length",
+        "rollout",
+        "gen",
+        "kl",
+        "clip",
+        "policy",
+    }
 
 
 def source_of(name: str) -> str | None:

@@ -23,8 +23,10 @@ HELD = "reserved - allocated GiB"
 def judge(view: View) -> Finding | NotJudged | None:
     used, kept = memory.allocated(view), memory.reserved(view)
     said = _said(view)
+    if (used is None or kept is None) and (said is not None or memory.is_of_no_device(view)):
+        return said
     if used is None or kept is None:
-        return said or NotJudged(
+        return NotJudged(
             rule=RULE,
             missing=(memory.ALLOCATED, memory.RESERVED),
             lacks="device memory",

@@ -18,11 +18,15 @@ def judge(view: View) -> Finding | NotJudged | None:
     said = memory.said(view, in_sync=False)
     used = memory.allocated(view) or memory.reserved(view)
     if used is None and not said:
-        return NotJudged(
-            rule=RULE,
-            missing=(memory.ALLOCATED,),
-            lacks="device memory",
-            collect="log peak device memory a step, and keep the console log (the error is written there)",
+        return (
+            None
+            if memory.is_of_no_device(view)
+            else NotJudged(
+                rule=RULE,
+                missing=(memory.ALLOCATED,),
+                lacks="device memory",
+                collect="log peak device memory a step, and keep the console log (the error is written there)",
+            )
         )
     grown = _memory_grows(view, used)
     if said:

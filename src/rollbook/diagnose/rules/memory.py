@@ -34,6 +34,11 @@ def said(view: View, *, in_sync: bool) -> list[Event]:
     ]
 
 
+def is_of_no_device(view: View) -> bool:
+    """Whether a run had no device whose memory could run out: ours log it wherever there is one."""
+    return view.run.format == "rollbook" and not view.run.matching("memory/")
+
+
 @once("allocated")
 def allocated(view: View) -> str | None:
     """The series of allocated device memory, GiB: verl's, or the largest of our points of a hand-over."""

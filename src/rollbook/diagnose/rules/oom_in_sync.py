@@ -18,11 +18,15 @@ def judge(view: View) -> Finding | NotJudged | None:
     said = memory.said(view, in_sync=True)
     used, seconds = memory.allocated(view), view.first("timing_s/update_weights")
     if used is None and not said:
-        return NotJudged(
-            rule=RULE,
-            missing=(memory.ALLOCATED, "memory/switch/allocated_bytes"),
-            lacks="device memory",
-            collect="log device memory at the hand-over, and keep the console log (the error is written there)",
+        return (
+            None
+            if memory.is_of_no_device(view)
+            else NotJudged(
+                rule=RULE,
+                missing=(memory.ALLOCATED, "memory/switch/allocated_bytes"),
+                lacks="device memory",
+                collect="log device memory at the hand-over, and keep the console log (the error is written there)",
+            )
         )
     evidence: list[Evidence] = []
     step = view.step_at(view.n - 1)

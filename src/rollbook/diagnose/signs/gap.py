@@ -59,7 +59,7 @@ _LEVELS: dict[str, tuple[float, float]] = {
     "rollout_corr/kl": (0.010, 0.025),
     "rollout_corr/k3_kl": (0.010, 0.025),
     "rollout_corr/log_ppl_diff": (0.010, 0.025),
-    "training/rollout_actor_probs_pearson_corr": (0.985, 0.965),
+    "training/rollout_actor_probs_pearson_corr": (0.985, 0.975),
     "rollout_corr/rollout_is_eff_sample_size": (0.90, 0.60),
 }
 

@@ -1,0 +1,110 @@
+"""What the lines of a log that are no step tell: trouble, how it ends, and the errors that it repeats."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rollbook.diagnose.readers.endings import EndWatcher, Says, shape_of
+from rollbook.diagnose.readers.text import TroubleWatcher, plain
+from rollbook.diagnose.series import COMPLAINT, Event
+
+_OF_ERRORS = re.compile(
+    r"(?:.*[/_.])?(?:error|exception|traceback|exc(?:_info|_text)?|stack_?trace|err)(?:_?(?:msg|message|text|str))?",
+    re.IGNORECASE,
+)
+"""Fields of an entry that hold an error's words."""
+_LEVELS, _MESSAGES = ("level", "levelname", "severity"), ("message", "msg", "event", "text")
+_GRAVE = frozenset({"error", "critical", "fatal"})
+_RAISED = "Traceback (most recent call last):"
+_NUMBERS_TELL = ("xit", "returncode")
+"""Lines with these words say other things with other numbers."""
+_COMPLAINS = ("Error", "ERROR")
+COMPLAINT_HEAD = 60
+"""Characters by which lines are alike, whatever their numbers: what comes after is of one call."""
+MANY_COMPLAINTS = 5
+MAX_COMPLAINTS = 1000
+MAX_SHAPES = 20_000
+MAX_EVENTS = 200
+"""Of one kind in one step: more of them tell nothing more, and a flood would fill the memory."""
+
+
+@dataclass(slots=True)
+class _Complaint:
+    """A line with an error that a log repeats."""
+
+    example: str
+    first_step: int | None
+    num: int = 1
+
+
+class LineWatcher:
+    """Both watchers over the lines of a console log that are no step. Lines are known again by their shape, whatever
+    their numbers: a dead service writes one error a million times."""
+
+    def __init__(self, *, sees_all: bool = False) -> None:
+        self.trouble, self.ending = TroubleWatcher(), EndWatcher(sees_all=sees_all)
+        self._num_events: Counter[tuple[str, int | None]] = Counter()
+        self._told: dict[str, tuple[Says, str]] = {}
+        """Shape of a line in no stage -> what it tells of the end, kind of its event (empty for none)."""
+
+        self._complaints: dict[str, _Complaint] = {}
+
+    def watch(self, line: str, step: int | None) -> Event | None:
+        """An event when `line` (already plain) reports trouble; `step` is the newest step logged so far."""
+        if any(map(line.__contains__, _COMPLAINS)):
+            self._count(line, step)
+        numbers_tell = any(map(line.__contains__, _NUMBERS_TELL))
+        shape = line if numbers_tell else shape_of(line)
+        told = self._told.get(shape)
+        if told is not None and not (self.ending.wants_next or self.ending.is_in_a_sample):
+            says, kind = told
+            self.trouble.remember("")
+            if says == "error":
+                self.ending.error(line.strip()[:300])
+            elif says == "frame":
+                self.ending.frame(line)
+            return self.trouble.event(kind, line, step) if kind and self._is_one_more(kind, step) else None
+        says = self.ending.watch(line)
+        event = self.trouble.watch(line, step)
+        if says != "more" and not self.trouble.is_newest_of_a_stage:
+            if len(self._told) >= MAX_SHAPES:
+                self._told.clear()
+            self._told[shape] = (says, event.kind if event is not None else "")
+        return event if event is not None and self._is_one_more(event.kind, step) else None
+
+    def watch_fields(self, entry: Mapping[str, object], step: int | None) -> Iterator[Event]:
+        """Events of what an entry of JSON says in its fields of errors: what stands there was raised."""
+        is_error = any(str(entry.get(name)).lower() in _GRAVE for name in _LEVELS)
+        for name, text in entry.items():
+            if not isinstance(text, str) or not (
+                _OF_ERRORS.fullmatch(name) or (is_error and name in _MESSAGES)
+            ):
+                continue
+            self.ending.watch(_RAISED)
+            for line in text.splitlines():
+                if event := self.watch(plain(line), step):
+                    yield event
+
+    def end(self, step: int | None) -> Iterator[Event]:
+        """What ended the run, and the errors that its log repeats."""
+        if ended := self.ending.event(step):
+            yield ended
+        for told in self._complaints.values():
+            if told.num >= MANY_COMPLAINTS:
+                yield Event(kind=COMPLAINT, step=told.first_step, text=told.example, fields={"num": told.num})
+
+    def _count(self, line: str, step: int | None) -> None:
+        key = shape_of(line[:COMPLAINT_HEAD])
+        told = self._complaints.get(key)
+        if told is not None:
+            told.num += 1
+        elif len(self._complaints) < MAX_COMPLAINTS:
+            self._complaints[key] = _Complaint(line.strip()[:300], step)
+
+    def _is_one_more(self, kind: str, step: int | None) -> bool:
+        """Whether an event of a kind is not one too many for its step."""
+        self._num_events[kind, step] += 1
+        return self._num_events[kind, step] <= MAX_EVENTS
