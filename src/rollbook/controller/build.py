@@ -74,24 +74,14 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
             await scorer.start()
             baseline = await _baseline(config, scorer, stack)
         with recorder.span("engines"):
-            lent: Replica | None = None
-            if on_ray is None:
-                replicas = await start_replicas(
-                    Parts(
-                        config=config,
-                        trainer=trainer,
-                        tokenizer=tokenizer,
-                        stack=stack,
-                        in_turn=schedule.shares_device,
-                    )
-                )
-                router, lent = Router(replicas.engines), replicas.lent
-                publisher = Publisher(
-                    published(config, trainer), replicas.ports, config.sync, buffers=replicas.buffers
-                )
-            else:
-                router, publisher = Router(on_ray.pool.engines), on_ray.publisher
-                on_ray.pool.router = router
+            parts = Parts(
+                config=config,
+                trainer=trainer,
+                tokenizer=tokenizer,
+                stack=stack,
+                in_turn=schedule.shares_device,
+            )
+            router, publisher, lent = await _engines(parts, on_ray)
         router.on_quarantine = lambda who, why: recorder.event("quarantined", replica_id=who, why=why)
         router.on_return = lambda who: recorder.event("back_in_service", replica_id=who)
         stack.callback(publisher.close)
@@ -112,17 +102,7 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
             publisher=publisher,
             switch=DeviceSwitch(config, router, trainer, recorder),
             scorer=scorer,
-            evaluator=Evaluator(
-                config=config.eval,
-                prompts=prompts.held_out[: config.eval.num_prompts],
-                make_env=make_env,
-                baseline=baseline,
-                sampling=_eval_sampling(config),
-                seed=config.run.seed + 1,
-                max_turns=config.run.max_turns,
-                max_context_tokens=trainer.model.facts.max_position,
-                clock=time.monotonic,
-            ),
+            evaluator=_evaluator(config, prompts, make_env, baseline, trainer.model),
             prober=Prober(
                 sync=config.sync,
                 rollout=config.rollout,
@@ -135,17 +115,33 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
             train_prompts=[prompt for source in prompts.train for prompt in source],
         )
         if lent is not None:
-            _require_room(config, prompts)
-            controller.lending = Lending(
-                config.lending,
-                lent,
-                router=router,
-                publisher=publisher,
-                probe=controller.probe_one,
-                recorder=recorder,
-            )
+            _lend(controller, lent, prompts)
         stack.push_async_callback(controller.close)
         yield controller
+
+
+async def _engines(parts: Parts, on_ray: RayParts | None) -> tuple[Router, Publisher, Replica | None]:
+    """Where requests go, how weights get there, and the engine of `[lending]` where there is one."""
+    config = parts.config
+    if on_ray is not None:
+        router = on_ray.pool.router = Router(on_ray.pool.engines)
+        return router, on_ray.publisher, None
+    replicas = await start_replicas(parts)
+    source = published(config, parts.trainer)
+    publisher = Publisher(source, replicas.ports, config.sync, buffers=replicas.buffers)
+    return Router(replicas.engines), publisher, replicas.lent
+
+
+def _lend(controller: Controller, lent: Replica, prompts: Prompts) -> None:
+    _require_room(controller.config, prompts)
+    controller.lending = Lending(
+        controller.config.lending,
+        lent,
+        router=controller.router,
+        publisher=controller.publisher,
+        probe=controller.probe_one,
+        recorder=controller.recorder,
+    )
 
 
 async def _judges(config: RunConfig, stack: AsyncExitStack) -> dict[str, Judge]:
@@ -318,9 +314,21 @@ def _rollout(
     )
 
 
-def _eval_sampling(config: RunConfig) -> SamplingParams:
-    return SamplingParams(
-        max_response_tokens=config.rollout.max_response_tokens,
-        temperature=config.eval.temperature,
-        stop_strings=config.rollout.stop_strings,
+def _evaluator(
+    config: RunConfig, prompts: Prompts, make_env: EnvFactory, baseline: Baseline | None, model: LoadedModel
+) -> Evaluator:
+    return Evaluator(
+        config=config.eval,
+        prompts=prompts.held_out[: config.eval.num_prompts],
+        make_env=make_env,
+        baseline=baseline,
+        sampling=SamplingParams(
+            max_response_tokens=config.rollout.max_response_tokens,
+            temperature=config.eval.temperature,
+            stop_strings=config.rollout.stop_strings,
+        ),
+        seed=config.run.seed + 1,
+        max_turns=config.run.max_turns,
+        max_context_tokens=model.facts.max_position,
+        clock=time.monotonic,
     )
