@@ -11,7 +11,7 @@ from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Signal
 from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.signs.deaths import deaths_of
-from rollbook.diagnose.signs.gap import GAP_METRICS, gap_of
+from rollbook.diagnose.signs.gap import GAP_METRICS, far_from_start, gap_of
 from rollbook.diagnose.signs.lengths import length_growth
 from rollbook.diagnose.signs.publications import publications_of
 from rollbook.diagnose.signs.rewards import REWARD, reward_decline, reward_of
@@ -116,11 +116,10 @@ def _gap(view: View) -> Signal:
         return Signal(name=name, verdict="not collected", says=says)
     metric = gap.metrics[0]
     level, last = view.level(metric, 0, max(3, view.n // 10)), view.last(metric)
-    moved = _is_more(gap.rise, 1.6) or _is_more(
-        view.rise(metric), 1.6
-    )  # freed of the samples' age, or as logged
+    rises = (gap.rise, view.rise(metric))  # freed of the samples' age, and as logged
+    moved = any(_is_more(rise, 1.6) for rise in rises) or far_from_start(view) > 0.0
     says = f"{metric} {num(level)} at first, {num(last)} now"
-    if not moved and (gap.num_bad > gap.num_fine or gap.num_bad >= max(2, gap.num_fine)):
+    if not moved and gap.num_bad > gap.num_fine:
         says += ": all along as far apart as engines in 8 bits are; of bfloat16 ones that is too far"
     return Signal(name=name, verdict="moved" if moved else "well", says=says)
 

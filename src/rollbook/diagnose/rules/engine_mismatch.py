@@ -18,7 +18,7 @@ from rollbook.diagnose.rules.missed_weight_sync import (
     staleness_explains,
 )
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
-from rollbook.diagnose.signs.gap import GAP, gap_of, own_gap_is_fine, usual_level
+from rollbook.diagnose.signs.gap import GAP, far_from_start, gap_of, usual_level
 from rollbook.diagnose.signs.publications import publications_of
 from rollbook.diagnose.signs.seconds import is_of_the_schedule
 from rollbook.diagnose.signs.versions import STALENESS
@@ -44,8 +44,6 @@ _PROPORTION: tuple[tuple[str, str, float], ...] = (
 IN_PROPORTION = 0.98
 """Correlation of two sides that are far apart and yet order tokens alike: 0.99 in real runs at one and a half times the
 temperature, 0.89 at the same distance with weights rounded to four bits."""
-LEAST_STEPS = 8
-"""Steps below which a level is not judged: a first update at a large learning rate moves more than any numerics."""
 TELLS_AFTER = 10
 """Steps after which a gap that stays is told from one that grows with the steps since a missed publication."""
 TOO_EARLY = (
@@ -88,16 +86,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         return spells
     if (weighed := _weighed_away(view)) is not None:
         return weighed
-    if view.n < LEAST_STEPS or own_gap_is_fine(view):
-        return None
-    if gap.num_bad >= 2 and gap.num_bad >= gap.num_fine:
-        divided = gap.num_bad == gap.num_fine
-        return _finding(
-            view, 0, 0.6 if divided else 0.85 if gap.num_bad >= 3 else 0.75, "from the first step"
-        )
-    if gap.num_bad == 1 and gap.num_fine == 0 and len(gap.metrics) == 1:
-        return _finding(view, 0, 0.65, "from the first step")
-    return None
+    surely = far_from_start(view)
+    return _finding(view, 0, surely, "from the first step") if surely else None
 
 
 WEIGHT = "rollout_corr/rollout_is_mean"

@@ -161,7 +161,22 @@ def _freed_of_age(view: View) -> tuple[tuple[str, float, float], ...]:
     return tuple(m for m in _GAP_METRICS if "gap_all" not in m[0] or view.count(own) < view.n // 2)
 
 
-def own_gap_is_fine(view: View) -> bool:
+LEAST_STEPS = 8
+"""Steps below which a level is not judged: a first update at a large learning rate moves more than any numerics."""
+
+
+def far_from_start(view: View) -> float:
+    """How surely engine and trainer are too far apart for any healthy pair from the first step on, 0 where they are
+    not: two metrics must say so, and no more that they are near, or the only one there is."""
+    gap = gap_of(view)
+    if gap is None or view.n < LEAST_STEPS or _own_gap_is_fine(view):
+        return 0.0
+    if gap.num_bad >= 2 and gap.num_bad >= gap.num_fine:
+        return 0.6 if gap.num_bad == gap.num_fine else 0.85 if gap.num_bad >= 3 else 0.75
+    return 0.65 if gap.num_bad == 1 and gap.num_fine == 0 and len(gap.metrics) == 1 else 0.0
+
+
+def _own_gap_is_fine(view: View) -> bool:
     """Whether the gap on tokens of the trainer's own version is that of a healthy pair: rollbook logs it apart from
     what staleness adds, so that it alone decides."""
     metric = "training/logprob_gap/mean"
