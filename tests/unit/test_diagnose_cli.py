@@ -17,6 +17,7 @@ import pytest
 from rollbook.cli.main import main
 from rollbook.diagnose.readers import prometheus as prometheus_reader
 from rollbook.diagnose.readers.table import READERS
+from rollbook.errors import DataError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import described_runs
@@ -233,6 +234,32 @@ class FastRun(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+class OwnEndpoint(BaseHTTPRequestHandler):
+    """What a run itself exports, which is no API."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"rollbook_critic_rewards_mean 0.5\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_runs_own_endpoint_is_no_server_to_ask() -> None:
+    server = HTTPServer(("127.0.0.1", 0), OwnEndpoint)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        with pytest.raises(DataError, match="is no Prometheus server") as refused:
+            list(prometheus_reader.read(f"http://127.0.0.1:{server.server_port}"))
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert "the run directory" in refused.value.args[1]
 
 
 def test_a_run_much_shorter_than_the_hours_asked_for_keeps_its_steps() -> None:

@@ -156,3 +156,21 @@ def test_a_run_that_has_stood_at_the_brim_of_a_card_that_is_only_guessed_is_well
             for k, v in (("mean", 450.0), ("max", 1600.0))
         }
         assert diagnose(run_of({**lengths, ALLOCATED: peak, RESERVED: peak + 2})).verdict == verdict
+
+
+def test_memory_that_ran_out_while_the_engine_generated_is_not_the_micro_batchs(tmp_path: Path) -> None:
+    steps = "".join(f"step:{i} - critic/rewards/mean:0.{i % 7}\n" for i in range(1, 19))
+    died = (
+        "Traceback (most recent call last):\n"
+        '  File "/opt/verl/ray_trainer.py", line 1203, in fit\n'
+        "    gen_batch_output = self.async_rollout_manager.generate_sequences(gen_batch)\n"
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB.\n"
+    )
+    for text, word in (
+        (died, "gpu_memory_utilization"),
+        (died.replace("generate_sequences", "update_actor"), "pack"),
+    ):
+        (tmp_path / "run.log").write_text(steps + text)
+        finding = diagnose(load(str(tmp_path / "run.log"))).findings[0]
+        assert finding.rule == "late_oom_with_length"
+        assert word in finding.action

@@ -84,9 +84,14 @@ def _query(client: httpx.Client, path: str, params: dict[str, Any]) -> dict[str,
     try:
         response = client.get(path, params=params)
         body = response.json()
-    except (httpx.HTTPError, ValueError) as error:
+    except httpx.HTTPError as error:
         raise DataError(
             f"no answer of a Prometheus server at {client.base_url} ({error})", "check the URL"
+        ) from error
+    except ValueError as error:
+        raise DataError(
+            f"what answers at {client.base_url} is no Prometheus server",
+            "give the server that scrapes the run, or the run directory: a run's own endpoint knows its newest step",
         ) from error
     if (
         not isinstance(body, dict)

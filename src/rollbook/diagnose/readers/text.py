@@ -145,10 +145,11 @@ def is_ended_by_newline(path: Path) -> bool:
 
 TROUBLE_BYTES = (
     b"emory", b"imeout", b"imed out", b"TIMEOUT", b"atchdog", b"pill", b"esum", b"ecover", b"heckpoint", b"global step",
-    b"andbox", b"nv_server", b"update_actor", b"wake_up", b"Crash", b"OOM", b"oom", b"OUT_OF_MEM", b"ALLOC", b"is full",
-    b", line ", b"Error", b"xception", b"Traceback", b"Final ", b"class_name", b"EngineDead", b"ncountered a", b" died",
-    b" dead", b"crashed", b"nhealthy", b" gone", b"ealth check", b"estarted", b"elaunched", b"egistered", b"ejoined",
-    b"is back", b"was back", b"back online", b"back up", b"back in service", b"back after", b"healthy again",
+    b"andbox", b"nv_server", b"update_actor", b"generate_seq", b"wake_up", b"Crash", b"OOM", b"oom", b"OUT_OF_MEM",
+    b"ALLOC", b"is full", b", line ", b"Error", b"xception", b"Traceback", b"Final ", b"class_name", b"EngineDead",
+    b"ncountered a", b" died", b" dead", b"crashed", b"nhealthy", b" gone", b"ealth check", b"estarted", b"elaunched",
+    b"egistered", b"ejoined", b"is back", b"was back", b"back online", b"back up", b"back in service", b"back after",
+    b"healthy again",
     b"sigquit", b"Docker daemon", b"docker.errors", b"ddress pool", b"exceeded quota",
 )  # fmt: skip
 """Every line in which a log reports trouble, or in which stage it was, holds one of these; what a server or a sampled
@@ -414,9 +415,12 @@ _TRAIN_WORDS = re.compile(
 )
 
 
+_ROLLOUT_WORDS = re.compile(r"generate_sequences|execute_model|run_batch|forward_batch_generation")
+
+
 _STAGES = tuple(
     (stage, tuple(word.removeprefix(r"\b").removesuffix(r"\b") for word in words.pattern.split("|")), words)
-    for stage, words in (("sync", _SYNC_WORDS), ("train", _TRAIN_WORDS))
+    for stage, words in (("sync", _SYNC_WORDS), ("train", _TRAIN_WORDS), ("rollout", _ROLLOUT_WORDS))
 )
 """(stage, its words as they are, its words as a pattern)."""
 _OF_METRICS = ("timing_s/", "token_ms/", "mfu/")

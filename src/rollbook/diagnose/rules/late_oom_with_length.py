@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from rollbook.diagnose.changes import foot_of_climb, spearman
@@ -34,7 +36,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         told = next((e for e in said if e.step == said[0].step and "Tried to allocate" in e.text), said[0])
         words = Evidence(metric="log", step=end, says=told.text[:300])
         lengths = grown or _lengths_grow(view, end)
-        return _finding(view, 0.97 if grown else 0.8 if lengths else 0.7, end, (words, *lengths))
+        found = _finding(view, 0.97 if grown else 0.8 if lengths else 0.7, end, (words, *lengths))
+        return _of_the_engine(found) if told.fields.get("stage") == "rollout" and not grown else found
     end = view.step_at(view.n - 1)
     capacity = memory.device_gib(view)
     if used is None or capacity is None:
@@ -54,7 +57,11 @@ def _finding(view: View, confidence: float, end: int, evidence: tuple[Evidence, 
     """The finding, dated by where the lengths began to climb; by its end where they did not."""
     measures = ["response_length/mean", *(item.metric for item in evidence)]
     climbing = next((m for m in measures if m in _LENGTHS and view.trend(m)[0] >= GROWN), None)
-    foot = end if climbing is None else view.step_at(foot_of_climb(np.log(view.values[climbing])))
+    foot = (
+        end
+        if climbing is None
+        else view.step_at(foot_of_climb(np.log(np.maximum(view.values[climbing], 1.0))))
+    )
     is_of_memory = any(item.metric not in ("log", *_LENGTHS) for item in evidence)
     return Finding(
         rule=RULE,
@@ -69,6 +76,18 @@ def _finding(view: View, confidence: float, end: int, evidence: tuple[Evidence, 
         "parallelism), or cap the response length; plan for the longest batch, not the mean",
         next_check="peak memory against the tokens of the largest micro batch, step by step"
         + ("" if is_of_memory else ": whether it grew with the responses, the log does not say"),
+    )
+
+
+def _of_the_engine(found: Finding) -> Finding:
+    """The same while the engine generates, where no micro batch is at fault."""
+    return replace(
+        found,
+        title="device memory ran out while the engine generated",
+        action="give the engine less of the device (gpu_memory_utilization, mem_fraction_static), fewer sequences at "
+        "a time or shorter ones, and free what the trainer holds meanwhile (optimizer and gradients offloaded, cache "
+        "emptied)",
+        next_check="memory by owner while it generates: what beside weights and KV pool is on that device?",
     )
 
 
