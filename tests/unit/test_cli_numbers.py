@@ -100,7 +100,7 @@ def test_the_table_covers_every_number_option() -> None:
     told = {*COUNTS, *COUNTS_OR_ZERO, *INTEGERS, *FLOATS, *PLAN_ONLY, *SIMULATE_ONLY, "split"}
     words = "model gpu lengths algorithm reward reference proximal rollout-dtype offload assume output html emit json"
     words += " mode take on-stale on-publish recompute-kv recompute keep-prefix lora-publish checkpoint-async"
-    words += " reward-model share-prompts stack rebuild-engine"
+    words += " reward-model share-prompts stack rebuild-engine engine"
     for command in (plan_command.command, simulate_command.command):
         signature = inspect.signature(command, eval_str=True)
         for parameter in signature.parameters.values():

@@ -70,7 +70,7 @@ def test_json_says_of_which_topology_a_step_and_a_waterfall_are(
 ) -> None:
     """The ones at the top are of the colocated synchronous step, whatever is recommended."""
     _, out, _ = run(
-        capsys, "plan", "--model", "qwen3-32b", "--num-gpus", "64", "--response-tokens", "8k",
+        capsys, "plan", "--model", "qwen3-32b", "--num-gpus", "128", "--response-tokens", "8k",
         "--max-response-tokens", "32k", "--max-staleness", staleness, "--json",
     )  # fmt: skip
     data = json.loads(out)
@@ -81,7 +81,7 @@ def test_json_says_of_which_topology_a_step_and_a_waterfall_are(
         assert told["step"]["is_recommended"] == (mode == best["mode"])
         assert {loss["mode"] for loss in told["waterfall"]} == {mode}
         assert {loss["topology"] for loss in told["waterfall"]} == {told["step"]["topology"]}
-    assert data["step"]["topology"] == "colocated, synchronous, 64 shared"
+    assert data["step"]["topology"] == "colocated, synchronous, 128 shared"
     assert best["step"]["topology"] == best["title"]
 
 
@@ -382,10 +382,8 @@ def test_a_simulated_loan_stands_beside_the_closed_form_of_it(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("system", ["verl", "slime", "areal"])
-def test_what_is_written_for_megatron_is_priced_as_megatron(
-    capsys: pytest.CaptureFixture[str], system: str
-) -> None:
-    """Experts over GPUs, and stages, are Megatron's in all three; FSDP would take a fifth less for the step."""
+def test_an_export_is_of_the_trainer_that_was_priced(capsys: pytest.CaptureFixture[str], system: str) -> None:
+    """slime has Megatron alone; the others take FSDP2 where it fits, unless Megatron is asked for."""
     job = (
         "plan",
         "--model",
@@ -397,11 +395,68 @@ def test_what_is_written_for_megatron_is_priced_as_megatron(
         "--emit",
         system,
     )
-    code, out, err = run(capsys, *job)
-    assert (code, "egatron" in out) == (0, system != "slime")
-    assert out == run(capsys, *job, "--stack", "megatron")[1]
-    assert out != run(capsys, *job, "--stack", "fsdp")[1]
-    assert ("(--stack megatron)" in err) == (system != "slime")  # whose own assumptions name it
+    _, out, _ = run(capsys, *job)
+    _, of_megatron, _ = run(capsys, *job, "--stack", "megatron")
+    assert ("fsdp" in out) == (system != "slime") and "fsdp" not in of_megatron
+    assert (out == of_megatron) == (system == "slime")
+
+
+def test_experts_that_fsdp_cannot_hold_are_exported_to_megatron(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ("plan", "--model", "DeepSeek-V3", "--num-gpus", "256", "--response-tokens", "2k", "--emit", "verl")
+    _, out, _ = run(capsys, *job)
+    assert "model_engine=megatron" in out and "num_layers_in_last_pipeline_stage" in out
+
+
+@pytest.mark.parametrize(
+    ("system", "name"), [("verl", "vLLM"), ("slime", "SGLang"), ("areal", "SGLang"), ("", "vLLM")]
+)
+def test_decoding_is_priced_as_the_engine_of_what_is_written(
+    capsys: pytest.CaptureFixture[str], system: str, name: str
+) -> None:
+    """Half a billion parameters on an H200: the host sets the pace, 25 us a sequence in vLLM and 10 in SGLang."""
+    job = (
+        "plan",
+        "--model",
+        "Qwen2.5-0.5B",
+        "--gpu",
+        "H200",
+        "--num-gpus",
+        "8",
+        "--response-tokens",
+        "1k",
+    )
+    _, out, _ = run(capsys, *job, *(("--emit", system) if system else ()))
+    words = " ".join(out.split())
+    other = "SGLang" if name == "vLLM" else "vLLM"
+    assert f"Engines are priced as {name}, " in words and f"; {other} would generate a step in " in words
+
+
+@pytest.mark.parametrize(("model", "runs"), [("Qwen3-8B", True), ("Llama-3.1-70B", False)])
+def test_what_train_cannot_run_is_said_beside_what_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, runs: bool
+) -> None:
+    """An engine of 140 GB of weights beside a rank has no room on one GPU, and Ray's replicas have one each."""
+    job = ("plan", "--model", model, "--num-gpus", "32", "--response-tokens", "1k")
+    _, _, err = run(capsys, *job, "-o", str(tmp_path / "run.toml"))
+    assert ("`rollbook train` cannot run the file" in err) != runs
+    _, out, _ = run(capsys, *job, "--emit", "kubernetes")
+    assert out.startswith("# NOT RUNNABLE") != runs
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (("--emit", "slime", "--engine", "vllm"), "--emit slime, which writes for sglang"),
+        (("-o", "run.toml", "--engine", "sglang"), "-o, which writes for vllm"),
+        (("--engine", "sglnag"), "did you mean 'sglang'"),
+        (("--engine", "sglang", "--assume", "paper"), "under the paper account"),
+    ],
+)
+def test_an_engine_that_does_not_run_what_is_written_is_refused(
+    capsys: pytest.CaptureFixture[str], asked: tuple[str, ...], told: str
+) -> None:
+    code, _, err = run(capsys, "plan", "--model", "Qwen2.5-0.5B", *asked)
+    assert code == 2 and told in " ".join(err.split())
 
 
 def test_a_plan_for_fsdp_alone_stays_one(capsys: pytest.CaptureFixture[str]) -> None:

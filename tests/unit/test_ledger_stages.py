@@ -494,7 +494,8 @@ def test_a_micro_batch_too_large_for_any_number_of_gpus_says_so() -> None:
 
 
 def test_megatrons_ranks_hold_weights_and_gradients_whole() -> None:
-    """Qwen3-32B on 64 GPUs: 2 + 2 B of N / (TP x PP) and 2 B of the reference's, 12 B of N / 64; FSDP shards all."""
+    """Qwen3-32B on 64 GPUs: 2 + 2 B of a rank's parameters and 2 B of the reference's, 12 B of N / 64; FSDP shards all.
+    With 8 stages the first holds 8 of 64 layers and the embedding, over TP 2."""
     model = load_model("Qwen3-32B")
     work = replace(WORK, uses_reference=True)
     megatron = replace(DEFAULT, stack="megatron")
@@ -506,7 +507,8 @@ def test_megatrons_ranks_hold_weights_and_gradients_whole() -> None:
 
     n = model.params
     assert held(megatron) == pytest.approx(6 * n + 12 * n / 64)  # 203 GB on a GPU of 80
-    assert held(megatron, tp_size=2, pp_size=8, cp_size=4) == pytest.approx(6 * n / 16 + 12 * n / 64)
+    of_rank = (model.body_params / 8 + 151_936 * 5120) / 2
+    assert held(megatron, tp_size=2, pp_size=8, cp_size=4) == pytest.approx(6 * of_rank + 12 * n / 64)
     assert held(DEFAULT) == held(DEFAULT, tp_size=2, pp_size=8) == pytest.approx(18 * n / 64)
 
 
@@ -516,5 +518,10 @@ def test_experts_of_megatron_lie_over_their_own_ranks() -> None:
     layout = TrainLayout(pp_size=4, ep_size=8)
     work = replace(WORK, uses_reference=False)
     found = train_memory(model, work, replace(DEFAULT, stack="megatron"), num_gpus=32, layout=layout)
-    of_rank = (model.params - model.routed_params) / 4 + model.routed_params / 32
+    of_rank = model.body_params / 4 + model.embedding_params + model.routed_params / 32
     assert found.whole == pytest.approx(4 * (of_rank - model.params / 32))
+    uneven = train_memory(
+        model, work, replace(DEFAULT, stack="megatron"), num_gpus=80, layout=replace(layout, pp_size=5)
+    )
+    of_rank = (model.body_params + model.routed_params / 8) * 10 / 48 + model.embedding_params
+    assert uneven.whole == pytest.approx(4 * (of_rank - model.params / 80))  # 10 of 48 layers on a stage

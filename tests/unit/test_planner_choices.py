@@ -19,6 +19,7 @@ from rollbook.ledger.step import train_side
 from rollbook.planner.layouts import train_layouts
 from rollbook.planner.options import PlanOptions, option_name
 from rollbook.planner.plan import Plan, make_plan
+from rollbook.planner.publication import choose_publication
 from rollbook.planner.report import html_report
 from rollbook.planner.run_toml import run_toml
 from rollbook.planner.scenario import scenario_of, with_lending
@@ -50,17 +51,9 @@ def test_the_publication_of_a_plan_maps_every_tensor_and_route() -> None:
 
 def test_fewer_changed_weights_make_a_delta_cheaper() -> None:
     def delta(frac: float) -> float:
-        found = plan(
-            model="Qwen3-32B",
-            num_gpus="64",
-            response_tokens="8k",
-            max_response_tokens="32k",
-            max_staleness=4,
-            changed_frac=frac,
-        ).as_json()
-        recommendation = found["recommendation"]
-        assert isinstance(recommendation, dict)
-        return float(recommendation["publication"]["options_s"]["delta"])
+        asked = PlanOptions(model="Qwen3-32B", num_gpus="64", changed_frac=frac).request()
+        separated = Search(asked).candidate("separate_async", 32, 32)
+        return choose_publication(asked, separated).options_s["delta"]
 
     assert delta(0.001) < delta(0.05)
 
@@ -209,11 +202,11 @@ def test_no_trainer_layout_that_fits_is_faster_than_the_chosen_one(
             request.model,
             request.workload,
             request.cluster,
-            request.assumptions,
+            chosen.assumptions,
             num_gpus=num_gpus,
             layout=layout,
         )
-        for layout in train_layouts(request, num_gpus)
+        for layout in train_layouts(replace(request, assumptions=chosen.assumptions), num_gpus)
     ]
     assert chosen.side.total_s == min(side.total_s for side in others if not side.why_not)
 
@@ -460,7 +453,7 @@ def test_a_publication_that_shows_is_told_beside_what_others_take() -> None:
 
 def test_the_time_optimum_says_what_its_step_has_besides_its_sides() -> None:
     found = plan(
-        model="DeepSeek-V3", num_gpus="512", response_tokens="8k", max_response_tokens="32k", is_brief=False
+        model="Qwen3-32B", num_gpus="128", response_tokens="8k", max_response_tokens="32k", is_brief=False
     )
     optimum = found.derivation[3].outputs["time_optimal_split"]
     at = next(c for c in found.candidates if [*c.split] == optimum and c.mode == "separate_async")

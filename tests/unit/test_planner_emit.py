@@ -103,7 +103,7 @@ def test_verl_composes_its_own_config_from_the_overrides(name: str) -> None:
         config = hydra.compose(config_name="ppo_trainer", overrides=[o.text() for o in overrides])
     for override in overrides:
         if override.key != "model_engine":
-            assert OmegaConf.select(config, override.key) == override.value, override.key
+            assert OmegaConf.select(config, override.key.removeprefix("+")) == override.value, override.key
     OmegaConf.to_container(config, resolve=True)
 
 

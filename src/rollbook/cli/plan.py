@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollbook.ledger.quantity import require_number
 from rollbook.planner.options import PlanOptions
+
+if TYPE_CHECKING:
+    from rollbook.planner.plan import Plan
 
 DEFAULTS = PlanOptions(model="")
 _TOP = 6
@@ -62,6 +64,9 @@ ObservationOption = Annotated[
 ]
 EnvOption = Annotated[float, typer.Option("--env-seconds", help="Mean seconds of one environment call.")]
 EnvP99Option = Annotated[float, typer.Option("--env-p99-seconds", help="99th percentile of the same.")]
+EngineOption = Annotated[
+    str, typer.Option("--engine", help="Family that decoding is priced as: vllm, sglang or tensorrt_llm.")
+]
 RolloutTpOption = Annotated[int, typer.Option("--rollout-tp", help="GPUs of one replica; 0: chosen.")]
 DtypeOption = Annotated[
     str, typer.Option("--rollout-dtype", help="Engine weights: bfloat16, float8, or auto (tries both).")
@@ -132,7 +137,11 @@ PrefillChunkOption = Annotated[
     ),
 ]
 StackOption = Annotated[
-    str, typer.Option("--stack", help="Trainer: fsdp, megatron, ...; empty: what the assumptions name.")
+    str,
+    typer.Option(
+        "--stack",
+        help="Trainer: fsdp, megatron, ...; empty: what the assumptions name, else what the layouts need.",
+    ),
 ]
 SleepOption = Annotated[
     int,
@@ -188,6 +197,14 @@ def command(
     env_p99_seconds: EnvP99Option = DEFAULTS.env_p99_seconds,
     sandbox_start_seconds: SandboxStartOption = DEFAULTS.sandbox_start_seconds,
     cores_per_sandbox: SandboxCoresOption = DEFAULTS.cores_per_sandbox,
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine",
+            help="Family that decoding is priced as: vllm, sglang or tensorrt_llm; empty: of what -o or --emit writes "
+            "for, else vllm.",
+        ),
+    ] = "",
     rollout_tp: RolloutTpOption = DEFAULTS.rollout_tp,
     rollout_dtype: DtypeOption = DEFAULTS.rollout_dtype,
     offload: OffloadOption = DEFAULTS.offload,
@@ -256,7 +273,7 @@ def command(
     """
     from rollbook.errors import PlanError
     from rollbook.ledger.hardware import accelerator_names
-    from rollbook.planner.emit import EMITTERS, emitter, unpriced_stack
+    from rollbook.planner.emit import EMITTERS, TRAINS_WITH, emitter, engine_written
     from rollbook.planner.plan import make_plan
 
     if gpu == "list":
@@ -276,7 +293,8 @@ def command(
         max_response_tokens=max_response_tokens, length_sigma=length_sigma, lengths=lengths,
         algorithm=algorithm, reward=reward, reference=reference, proximal=proximal, mini_batches=mini_batches,
         turns=turns, observation_tokens=observation_tokens, env_seconds=env_seconds,
-        env_p99_seconds=env_p99_seconds, rollout_tp=rollout_tp, rollout_dtype=rollout_dtype, offload=offload,
+        env_p99_seconds=env_p99_seconds, engine=engine_written(engine, emit, writes_config=output is not None),
+        rollout_tp=rollout_tp, rollout_dtype=rollout_dtype, offload=offload,
         host_gb_per_gpu=host_gb_per_gpu,
         max_staleness=max_staleness, lora_rank=lora_rank, lora_publish=lora_publish,
         recompute=recompute, keep_prefix=keep_prefix,
@@ -284,14 +302,12 @@ def command(
         max_context=max_context, assume=assumed, split=split, reward_model=reward_model,
         reward_tokens=reward_tokens, epochs=epochs, env_p50_seconds=env_p50_seconds,
         sandbox_start_seconds=sandbox_start_seconds, cores_per_sandbox=cores_per_sandbox,
-        share_prompts=share_prompts, prefill_chunk=prefill_chunk, stack=stack, sleep_level=sleep_level,
-        rebuild_engine=rebuild_engine, changed_frac=changed_frac, lend=lend, length_growth=length_growth,
+        share_prompts=share_prompts, prefill_chunk=prefill_chunk, stack=stack or TRAINS_WITH.get(emit, ""),
+        sleep_level=sleep_level, rebuild_engine=rebuild_engine, changed_frac=changed_frac, lend=lend,
+        length_growth=length_growth,
         horizon=horizon,
     )  # fmt: skip
     plan = make_plan(options.request(), is_brief=bool(emit))
-    trainer = unpriced_stack(emit, plan) if output is None and not stack else ""
-    if trainer:
-        plan = make_plan(replace(options, stack=trainer).request(), is_brief=True)
     if output is not None:
         from rollbook.planner.run_toml import run_toml
 
@@ -319,8 +335,18 @@ def command(
             f"{DEFAULTS.assume} has the usual costs of a framework",
             err=True,
         )
-    if trainer:
-        typer.echo(f"note: training is priced as what is written for it (--stack {trainer})", err=True)
+    if output is not None and plan.chosen is not None:
+        _tell_what_cannot_run(plan)
+
+
+def _tell_what_cannot_run(plan: Plan) -> None:
+    from rollbook.planner.execution import execution
+
+    if why := execution(plan.request, plan.require_chosen()).why_not:
+        typer.echo(
+            f"note: `rollbook train` cannot run the file: a trainer is one process on one GPU; {why}",
+            err=True,
+        )
 
 
 def _loop_of(output: Path | None, emit: str) -> str:

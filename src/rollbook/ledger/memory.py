@@ -6,6 +6,7 @@ rollout    weights + KV pool + CUDA graphs
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +68,9 @@ def train_memory(
     tokens = max(longest, assumptions.micro_batch_tokens) / (layout.tp_size * layout.cp_size)
     state = policy_state_bytes(model, workload, assumptions) / num_gpus
     weights = assumptions.weight_bytes_per_param * model.params / num_gpus
+    copied = (
+        max(rank_params(model, layout) - model.params / num_gpus, 0.0) if assumptions.is_megatron else 0.0
+    )
     return TrainMemory(
         policy_state=state,
         critic_state=state * (workload.num_trained_models - 1),
@@ -79,25 +83,31 @@ def train_memory(
         ),
         activations=activation_bytes(model, tokens, layout),
         logits=logits_bytes(model, min(tokens, LOGITS_CHUNK_TOKENS), layout),
-        buffers=gathered_bytes(model, assumptions, layout),
-        whole=_whole_bytes(model, workload, assumptions, num_gpus=num_gpus, layout=layout),
+        # Megatron gathers no layers: its ranks hold theirs.
+        buffers=0.0 if assumptions.is_megatron else gathered_bytes(model, assumptions, layout),
+        whole=copied * _whole_bytes_per_param(workload, assumptions),
     )
 
 
-def _whole_bytes(
-    model: ModelSpec, workload: Workload, assumptions: Assumptions, *, num_gpus: int, layout: TrainLayout
-) -> float:
-    """What a rank of Megatron holds whole, above its share over all GPUs: weights and gradients of what trains, and
-    the weights of what only passes forward."""
-    if not assumptions.is_megatron:
-        return 0.0
-    of_rank = (model.params - model.routed_params) / layout.tp_size + model.routed_params / layout.ep_size
-    copied = max(of_rank / layout.pp_size - model.params / num_gpus, 0.0)
+def rank_params(model: ModelSpec, layout: TrainLayout) -> float:
+    """Parameters that the fullest rank of Megatron holds whole.
+
+    With pipeline stages that is a rank of the first one: as many layers as any, and the embedding.
+    """
+    stage_frac = math.ceil(model.num_layers / layout.pp_size) / model.num_layers
+    dense = float(model.params - model.routed_params)
+    if layout.pp_size > 1:
+        dense = stage_frac * model.body_params + model.embedding_params
+    return dense / layout.tp_size + stage_frac * model.routed_params / layout.ep_size
+
+
+def _whole_bytes_per_param(workload: Workload, assumptions: Assumptions) -> float:
+    """Of what a rank of Megatron holds whole: weights and gradients of what trains, and the weights of a reference."""
     weights = assumptions.weight_bytes_per_param
-    per_param = weights if workload.lora_rank else min(2 * weights, assumptions.train_state_bytes_per_param)
-    if workload.uses_reference and not workload.lora_rank:
-        return copied * (per_param * workload.num_trained_models + weights)
-    return copied * per_param * workload.num_trained_models
+    if workload.lora_rank:
+        return weights
+    of_state = min(2 * weights, assumptions.train_state_bytes_per_param) * workload.num_trained_models
+    return of_state + weights * workload.uses_reference
 
 
 def activation_bytes(model: ModelSpec, num_tokens: float, layout: TrainLayout) -> float:

@@ -291,6 +291,9 @@ def hand_over_moves(
 ) -> list[Move]:
     """Every move of a step's hand-overs on one GPU that both roles share, under the default account.
 
+    Training state counts as an even share of all GPUs under Megatron, too: with what its ranks hold whole besides, the
+    open steps of NeMo RL with Megatron, within 5 % as it is, would come out 13 to 43 % too long.
+
     On a processor engine and trainer share one process and its memory: nothing is handed over or waited for.
     """
     if cluster.accelerator.is_cpu:

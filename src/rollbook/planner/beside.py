@@ -15,7 +15,7 @@ from rollbook.ledger.reliability import checkpoint_error_frac
 from rollbook.ledger.step import hand_over_moves, is_colocated
 from rollbook.ledger.switch import Move, pinned_bytes
 from rollbook.ledger.sync import sync_account
-from rollbook.planner.offload import HELD, host_state_bytes, on_device
+from rollbook.planner.offload import HELD, host_state_bytes
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate, sync_work_of
 from rollbook.planner.staleness import in_flight_slots
@@ -296,7 +296,7 @@ def _memory(request: PlanRequest, shown: Candidate) -> tuple[MemoryItem, ...]:
             request.model,
             request.workload,
             request.cluster,
-            on_device(request.assumptions, offload),
+            shown.train.assumptions,
             rollout=shown.account.rollout,
             train=shown.account.train,
             layout=shown.train.layout,
@@ -311,13 +311,11 @@ def moves_of(request: PlanRequest, shown: Candidate) -> tuple[Move, ...]:
     """Moves of a step's hand-overs that take time; none where the roles have their own devices."""
     if not is_colocated(shown.mode) or request.assumptions.method == "paper":
         return ()
-    # What lives on the host has no hand-over to make.
-    assumptions = on_device(request.assumptions, shown.train.offload)
     moves = hand_over_moves(
         request.model,
         request.workload,
         request.cluster,
-        assumptions,
+        shown.train.assumptions,
         rollout=shown.account.rollout,
         train=shown.account.train,
         sleep=request.sleep,

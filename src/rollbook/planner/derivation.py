@@ -16,10 +16,12 @@ from rollbook.ledger.adapters import policy_state_bytes
 from rollbook.ledger.asynchrony import AsyncAccount, async_account
 from rollbook.observe.numbers import counted
 from rollbook.planner.beside import Beside
-from rollbook.planner.offload import HELD, host_state_bytes, on_device
+from rollbook.planner.engines import engine_sentence
+from rollbook.planner.offload import HELD, host_state_bytes
 from rollbook.planner.publication import Publication
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import (
+    BACKEND_TITLES,
     OFFLOAD_GAIN_FRAC,
     Candidate,
     Search,
@@ -226,6 +228,7 @@ def _generation(request: PlanRequest, base: Candidate) -> Reasoned:
                 if base.account.seconds.generate_tail
                 else f"The {seconds(busy)} of decoding have no tail: all responses end together."
             )
+            + (f" {families}" if (families := engine_sentence(request, base)) else "")
         ),
     )
 
@@ -338,7 +341,7 @@ def _layouts(
             "num_rollout_gpus": rollout,
             "num_train_gpus": train,
             "rollout_layout": rollout_layout_json(chosen.rollout_layout),
-            "train_layout": train_layout_json(chosen.train.layout, train),
+            "train_layout": train_layout_json(chosen.train, train),
             "offload": chosen.train.offload,
             "offloads": {result.offload: result.as_json() for result in chosen.offloads},
             "step_s": chosen.step_s,
@@ -360,14 +363,19 @@ def _layout_sentence(request: PlanRequest, chosen: Candidate) -> str:
     layout, replica = chosen.train.layout, chosen.rollout_layout
     degrees = [
         f"{name} {size}"
-        for name, size in (("TP", layout.tp_size), ("PP", layout.pp_size), ("CP", layout.cp_size))
+        for name, size in (
+            ("TP", layout.tp_size),
+            ("PP", layout.pp_size),
+            ("CP", layout.cp_size),
+            ("EP", layout.ep_size),
+        )
         if size > 1
     ]
     # The fewest GPUs a layer is split over may fit too, and be slower.
-    at_hand = replace(request, assumptions=on_device(request.assumptions, chosen.train.offload))
+    at_hand = replace(request, assumptions=chosen.train.assumptions)
     least = fitting_layouts(at_hand, chosen.account.train.num_gpus)[0][0]
     batch = "one micro batch of the longest sequence"
-    if request.assumptions.is_megatron:
+    if chosen.train.backend == "megatron":
         batch += " beside the weights and gradients of a rank"
     why = f"because {batch} would not fit otherwise"
     if least.model_parallel_size < layout.model_parallel_size:
@@ -375,17 +383,40 @@ def _layout_sentence(request: PlanRequest, chosen: Candidate) -> str:
         if least.recompute == "full" and layout.recompute != "full":
             why = f"because {batch} would have to recompute everything otherwise, which takes longer"
     how = f"splits by {', '.join(degrees)}, {why}," if degrees else "shards its state over all of its GPUs"
+    backend = BACKEND_TITLES[chosen.train.backend]
     engine = f"An engine replica takes {counted(replica.num_gpus, 'GPU')}"
     if replica.num_gpus > 1:
         engine += f" (TP {replica.tp_size}" + (f", EP {replica.ep_size}" if replica.ep_size > 1 else "") + ")"
     rollout = chosen.account.rollout
     rest = (
         f", which leaves {format_bytes(rollout.kv_pool_bytes)} for KV: {counted(rollout.slots_per_replica, 'slot')}. "
-        f"The trainer {how} with {layout.recompute} recomputation"
+        f"The trainer, {backend}, {how} with {layout.recompute} recomputation"
     )
     if chosen.train.is_offloaded:
         rest += f", and keeps {HELD[chosen.train.offload]} in host memory {_why_offloaded(request, chosen)}"
-    return engine + rest + "."
+    return f"{engine}{rest}.{_other_trainer(chosen)}"
+
+
+_VISIBLE_GAIN_FRAC = 0.1
+
+
+def _other_trainer(chosen: Candidate) -> str:
+    """Why this trainer and not the other one, where that is no matter of course."""
+    train, other = chosen.train, chosen.train.instead
+    if other is None:
+        return ""
+    name = BACKEND_TITLES[other.backend]
+    if not other.fits:
+        return f" {name} does not fit: {other.side.why_not[0]}." if train.backend == "megatron" else ""
+    gain = 1 - other.side.total_s / train.side.total_s
+    if train.backend == "megatron":
+        return f" {name}, which gathers all experts for every micro batch, would take {seconds(other.side.total_s)}."
+    if gain < _VISIBLE_GAIN_FRAC:
+        return ""
+    return (
+        f" {name}, which asks for converted checkpoints, would train in {seconds(other.side.total_s)} instead of "
+        f"{seconds(train.side.total_s)} (--stack {other.assumptions.stack})."
+    )
 
 
 def _why_offloaded(request: PlanRequest, chosen: Candidate) -> str:
@@ -411,8 +442,10 @@ def _sent_back(candidates: list[Candidate], chosen: Candidate | None, optimal: i
 
 
 def _memory_wall(candidates: list[Candidate]) -> Candidate | None:
-    """The split with the most training GPUs whose trainer still does not fit."""
-    short = [c for c in candidates if c.mode == "separate_async" and c.account.train.why_not]
+    """The split with the most training GPUs of those that are too few, whatever their layout."""
+    separated = [c for c in candidates if c.mode == "separate_async"]
+    enough = min((c.split[1] for c in separated if c.train.fits), default=math.inf)
+    short = [c for c in separated if not c.train.fits and c.split[1] < enough]
     return max(short, key=lambda c: c.split[1], default=None)
 
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 
 from rollbook.errors import PlanError, nearest_name
 from rollbook.observe.numbers import counted
-from rollbook.planner.emit_areal import areal_yaml, is_areal_megatron
+from rollbook.planner.emit_areal import areal_yaml
 from rollbook.planner.emit_kubernetes import kubernetes_yaml
 from rollbook.planner.emit_ray import ray_script
 from rollbook.planner.emit_slime import slime_script
-from rollbook.planner.emit_verl import is_verl_megatron, verl_script
+from rollbook.planner.emit_verl import verl_script
 from rollbook.planner.offload import HELD
 from rollbook.planner.plan import Plan
-from rollbook.planner.search import Candidate
 
 Emitter = Callable[[Plan], str]
 
@@ -92,19 +91,31 @@ EMITTERS: Mapping[str, Emitter] = {
 LOOPS: Mapping[str, str] = {"verl": "verl", "slime": "slime", "kubernetes": "rollbook"}
 """Assumptions that price the loop which runs what an exporter writes, where that loop was measured."""
 
-_IS_MEGATRON: Mapping[str, Callable[[Plan, Candidate], bool]] = {
-    "verl": is_verl_megatron,
-    "slime": lambda plan, chosen: True,
-    "areal": is_areal_megatron,
+TRAINS_WITH: Mapping[str, str] = {"slime": "megatron"}
+"""The stack of a system that has no other."""
+_ENGINES: Mapping[str, tuple[str, ...]] = {
+    "verl": ("vllm", "sglang"),
+    "slime": ("sglang",),
+    "areal": ("sglang",),
+    "kubernetes": ("vllm",),
 }
+"""Engine families that an exporter writes for, the usual one first."""
 
 
-def unpriced_stack(name: str, plan: Plan) -> str:
-    """The stack of the trainer that an exporter writes for `plan`, where the plan is priced as another; else empty."""
-    chosen, assumptions = plan.chosen, plan.request.assumptions
-    if chosen is None or name not in _IS_MEGATRON or assumptions.method == "paper":
-        return ""
-    return "megatron" if _IS_MEGATRON[name](plan, chosen) and not assumptions.is_megatron else ""
+def engine_written(asked: str, emit: str, *, writes_config: bool) -> str:
+    """The engine family to price: what was asked for, or that of whatever runs what is written.
+
+    Raises:
+        PlanError: the system that is written for does not run it.
+    """
+    runs = ("vllm",) if writes_config else _ENGINES.get(emit, ())
+    if asked and runs and asked not in runs:
+        what = "-o" if writes_config else f"--emit {emit}"
+        raise PlanError(
+            f"--engine is {asked} beside {what}, which writes for {' or '.join(runs)}",
+            f"leave out --engine, or {what}",
+        )
+    return asked or (runs[0] if runs else "vllm")
 
 
 def emitter(name: str) -> Emitter:

@@ -6,6 +6,7 @@ import math
 
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.planner.emit_engine import engine_memory_frac, is_megatron, prompt_tokens_of_chunk
+from rollbook.planner.engines import engine_sentence
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.search import Candidate
 from rollbook.planner.words import MODE_TITLES, split_gpus
@@ -40,7 +41,7 @@ def areal_yaml(plan: Plan) -> str:
     actor: dict[str, object] = {
         **names,
         "path": path,
-        "backend": _trainer_backend(plan, chosen),
+        "backend": _trainer_backend(chosen),
         "dtype": "bfloat16",
         "gradient_checkpointing": chosen.train.layout.recompute == "full",
         "mb_spec": micro_batch,
@@ -107,6 +108,7 @@ def areal_yaml(plan: Plan) -> str:
         f"# {r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}: {MODE_TITLES[chosen.mode]}, "
         f"{split_gpus(*chosen.split, chosen.mode)}, {chosen.expected} a step expected.\n"
         f"# Because {plan.choice_because}.\n"
+        f"# {engine_sentence(r, chosen)}\n"
     )
     return head + to_yaml(data)
 
@@ -115,14 +117,9 @@ def _engine_degrees(layout: ReplicaLayout, num_replicas: int) -> str:
     return f"d{num_replicas}" + (f"t{layout.num_gpus}" if layout.num_gpus > 1 else "")
 
 
-def is_areal_megatron(plan: Plan, chosen: Candidate) -> bool:
-    """AReaL's FSDP trainer splits tensors, too."""
-    return is_megatron(plan.request, chosen, splits_tensors=True)
-
-
-def _trainer_backend(plan: Plan, chosen: Candidate) -> str:
+def _trainer_backend(chosen: Candidate) -> str:
     layout, num_gpus = chosen.train.layout, chosen.account.train.num_gpus
-    if is_areal_megatron(plan, chosen):
+    if is_megatron(chosen):
         return f"megatron:{_megatron_degrees(layout, num_gpus)}"
     dp = num_gpus // layout.model_parallel_size
     return f"fsdp:d{dp}{_degree('t', layout.tp_size)}{_degree('c', layout.cp_size)}"

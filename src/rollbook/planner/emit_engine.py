@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from rollbook.planner.layouts import last_stage_layers
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Candidate
 
@@ -21,12 +22,13 @@ def prompt_tokens_of_chunk(request: PlanRequest, chosen: Candidate) -> int:
     return max(math.ceil(chunk) - chosen.account.rollout.slots_per_replica, 1) if chunk else 0
 
 
-def is_megatron(request: PlanRequest, chosen: Candidate, *, splits_tensors: bool) -> bool:
-    """Megatron trains, not FSDP: where it was assumed, and for layouts that the system's FSDP trainer does not have.
+def uneven_last_stage(request: PlanRequest, chosen: Candidate) -> int:
+    """Layers of the last pipeline stage where it holds fewer than the others, which has to be said; else 0."""
+    num_layers, num_stages = request.model.num_layers, chosen.train.layout.pp_size
+    return last_stage_layers(num_layers, num_stages) if num_layers % num_stages else 0
 
-    Args:
-        splits_tensors: its FSDP trainer has tensor parallelism.
-    """
-    layout = chosen.train.layout
-    needs = layout.pp_size > 1 or layout.ep_size > 1 or (layout.tp_size > 1 and not splits_tensors)
-    return needs or request.assumptions.is_megatron
+
+def is_megatron(chosen: Candidate) -> bool:
+    """Megatron trains, not FSDP: where it was planned, and where experts are spread, which these systems' FSDP trainers
+    do not do."""
+    return chosen.train.backend == "megatron" or chosen.train.layout.ep_size > 1

@@ -6,6 +6,7 @@ autoscaling, and a rollout pool without its trainer never holds GPUs.
 
 from __future__ import annotations
 
+from rollbook.planner.execution import execution
 from rollbook.planner.plan import Plan
 from rollbook.planner.pools import Pool, pools
 from rollbook.planner.run_toml import run_toml
@@ -67,6 +68,10 @@ def kubernetes_yaml(plan: Plan) -> str:
         f"# Because {plan.choice_because}.\n"
         f"# Gang: {num_pods} pods or none. Needs KubeRay and the scheduler-plugins coscheduling PodGroup.\n"
     )
+    if why := execution(r, chosen).why_not:
+        head = (
+            f"# NOT RUNNABLE as it stands, put another trainer's command for the entrypoint: {why}.\n{head}"
+        )
     return head + "---\n".join(to_yaml(document) for document in documents)
 
 

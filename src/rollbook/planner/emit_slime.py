@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from rollbook.planner.emit_engine import engine_memory_frac, prompt_tokens_of_chunk
+from rollbook.planner.emit_engine import engine_memory_frac, prompt_tokens_of_chunk, uneven_last_stage
+from rollbook.planner.engines import engine_sentence
 from rollbook.planner.plan import Plan
 from rollbook.planner.search import Candidate
 from rollbook.planner.words import MODE_TITLES, split_gpus
@@ -33,6 +34,7 @@ def slime_script(plan: Plan) -> str:
         f"# {r.model.name} on {r.cluster.num_gpus} {r.cluster.accelerator.name}: {MODE_TITLES[chosen.mode]}, "
         f"{split_gpus(*chosen.split, chosen.mode)}, {chosen.expected} a step expected.",
         f"# Because {plan.choice_because}.",
+        f"# {engine_sentence(r, chosen)}",
         "# MODEL_ARGS come from slime's scripts/models/*.sh for this model.",
         "set -euo pipefail",
         'source "${MODEL_ARGS_FILE:?set it to the scripts/models/*.sh of your model}"',
@@ -102,6 +104,8 @@ def _perf(plan: Plan, chosen: Candidate) -> list[str]:
         "--use-dynamic-batch-size",
         f"--max-tokens-per-gpu {math.ceil(tokens / layout.cp_size)}",
     ]
+    if num_last := uneven_last_stage(plan.request, chosen):
+        arguments.append(f"--decoder-last-pipeline-num-layers {num_last}")
     if layout.tp_size > 1:
         arguments.append("--sequence-parallel")
     if layout.recompute == "full":

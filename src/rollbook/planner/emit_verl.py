@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from rollbook.errors import PlanError
 from rollbook.observe.numbers import counted
-from rollbook.planner.emit_engine import engine_memory_frac, is_megatron
+from rollbook.planner.emit_engine import engine_memory_frac, is_megatron, uneven_last_stage
+from rollbook.planner.engines import engine_sentence
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.search import Candidate
 from rollbook.planner.words import MODE_TITLES, format_bytes, split_gpus
@@ -90,10 +91,10 @@ def _longest_prompt(plan: Plan) -> int:
 def _model(plan: Plan, chosen: Candidate) -> list[Override]:
     layout = chosen.train.layout
     overrides = [Override("actor_rollout_ref.model.path", plan.request.model_path or plan.request.model.name)]
-    if is_verl_megatron(plan, chosen):
+    if is_megatron(chosen):
         why = f"the planned trainer layout has TP {layout.tp_size}, PP {layout.pp_size}, EP {layout.ep_size}"
         if max(layout.tp_size, layout.pp_size, layout.ep_size) == 1:
-            why = f"training is priced as {plan.request.assumptions.stack}"
+            why = f"training is priced as {chosen.train.assumptions.stack}"
         overrides.insert(0, Override("model_engine", "megatron", why))
     overrides.append(
         Override("actor_rollout_ref.model.enable_gradient_checkpointing", layout.recompute == "full")
@@ -104,7 +105,7 @@ def _model(plan: Plan, chosen: Candidate) -> list[Override]:
 def _adapters(plan: Plan, chosen: Candidate) -> list[Override]:
     """verl's FSDP trainer takes adapters by these keys; for Megatron it has others, by another library."""
     rank = plan.request.workload.lora_rank
-    if rank and is_verl_megatron(plan, chosen):
+    if rank and is_megatron(chosen):
         raise PlanError(
             f"adapters of rank {rank} with a planned trainer layout for Megatron, whose adapters are not exported",
             "plan without --lora-rank, or for a model and length that need no tensor or pipeline parallelism",
@@ -119,11 +120,6 @@ def _adapters(plan: Plan, chosen: Candidate) -> list[Override]:
         Override(f"{model}.lora_alpha", 2 * rank),
         Override(f"{model}.target_modules", "all-linear"),
     ]
-
-
-def is_verl_megatron(plan: Plan, chosen: Candidate) -> bool:
-    """verl's FSDP trainer shards and splits sequences only."""
-    return is_megatron(plan.request, chosen, splits_tensors=False)
 
 
 def _actor(plan: Plan, chosen: Candidate) -> list[Override]:
@@ -147,7 +143,7 @@ def _actor(plan: Plan, chosen: Candidate) -> list[Override]:
     ]
     offloads = not chosen.mode.startswith("separate") or chosen.train.is_offloaded
     why = "the engine has the memory while it generates" if offloads else ""
-    if is_verl_megatron(plan, chosen):
+    if is_megatron(chosen):
         for role in ("actor", "ref"):
             engine = f"actor_rollout_ref.{role}.megatron"
             overrides += [
@@ -156,6 +152,9 @@ def _actor(plan: Plan, chosen: Candidate) -> list[Override]:
                 Override(f"{engine}.context_parallel_size", layout.cp_size),
                 Override(f"{engine}.expert_model_parallel_size", layout.ep_size),
             ]
+        if num_last := uneven_last_stage(plan.request, chosen):  # `ref` takes it from `actor`
+            key = f"+{actor}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage"
+            overrides.append(Override(key, num_last))
         overrides += [
             Override(f"{actor}.megatron.param_offload", offloads, why),
             Override(f"{actor}.megatron.optimizer_offload", offloads),
@@ -190,7 +189,7 @@ def _rollout(plan: Plan, chosen: Candidate) -> list[Override]:
     r, layout, side = plan.request, chosen.rollout_layout, chosen.account.rollout
     rollout = "actor_rollout_ref.rollout"
     overrides = [
-        Override(f"{rollout}.name", "vllm"),
+        Override(f"{rollout}.name", r.engine, engine_sentence(r, chosen)),
         Override(f"{rollout}.n", r.workload.group_size),
         Override(
             f"{rollout}.tensor_model_parallel_size",

@@ -15,13 +15,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.decode import replica_weight_bytes
 from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.step import is_colocated
 from rollbook.planner.offload import HELD
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate
+from rollbook.planner.search import BACKEND_TITLES, Candidate
 from rollbook.planner.words import counted, format_bytes
 
 
@@ -40,6 +41,8 @@ class Execution:
     """Of the trainer's activations."""
     differences: tuple[str, ...] = ()
     """To the plan, each beginning with the key that carries it; empty: it is carried out as planned."""
+    why_not: str = ""
+    """Why `train` cannot run it at all; empty where it can."""
 
 
 def execution(request: PlanRequest, chosen: Candidate) -> Execution:
@@ -62,7 +65,9 @@ def execution(request: PlanRequest, chosen: Candidate) -> Execution:
     if chosen.split[1] > 1 and not request.workload.lora_rank:
         on_ray = _on_ray(request, chosen)
     if on_ray is None:
-        return _with(plain, _always(request, chosen) + _in_one_process(request, chosen))
+        why_not = _no_room_alone(request, chosen)
+        differences = _always(request, chosen) + _in_one_process(request, chosen, why_not)
+        return replace(_with(plain, differences), why_not=why_not)
     return _with(on_ray, _always(request, chosen) + _over_ray(request, chosen, on_ray))
 
 
@@ -80,7 +85,7 @@ def _on_ray(request: PlanRequest, chosen: Candidate) -> Execution | None:
         return train_memory(
             request.model,
             request.workload,
-            request.assumptions,
+            _own_trainer(request),
             num_gpus=num_train,
             layout=TrainLayout(recompute=recompute),
         ).total
@@ -177,24 +182,36 @@ def _degrees(chosen: Candidate) -> str:
     return ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
 
 
-def _in_one_process(request: PlanRequest, chosen: Candidate) -> list[str]:
+def _own_trainer(request: PlanRequest) -> Assumptions:
+    """`train` is an FSDP2 trainer, whatever was planned."""
+    return replace(request.assumptions, stack="fsdp")
+
+
+def _bytes_alone(request: PlanRequest, chosen: Candidate) -> float:
+    """Of a trainer that is one process on one GPU."""
+    layout = TrainLayout(recompute=chosen.train.layout.recompute, lora=request.workload.lora_rank > 0)
+    return train_memory(
+        request.model, request.workload, _own_trainer(request), num_gpus=1, layout=layout
+    ).total
+
+
+def _no_room_alone(request: PlanRequest, chosen: Candidate) -> str:
+    alone = _bytes_alone(request, chosen)
+    usable = request.cluster.accelerator.hbm_bytes * (1 - request.assumptions.memory_overhead_frac)
+    if chosen.split[1] == 1 or alone <= usable:
+        return ""
+    return (
+        f"its {format_bytes(alone)} do not fit into {format_bytes(usable)}, so `train` will run out of memory: print "
+        "the plan for another trainer with --emit verl, slime or areal"
+    )
+
+
+def _in_one_process(request: PlanRequest, chosen: Candidate, why_not: str) -> list[str]:
     found = []
     num_train = chosen.split[1]
     if num_train > 1:
-        alone = train_memory(
-            request.model,
-            request.workload,
-            request.assumptions,
-            num_gpus=1,
-            layout=TrainLayout(recompute=chosen.train.layout.recompute, lora=request.workload.lora_rank > 0),
-        ).total
-        usable = request.cluster.accelerator.hbm_bytes * (1 - request.assumptions.memory_overhead_frac)
-        ends = (
-            f"; its {format_bytes(alone)} do not fit into {format_bytes(usable)}, so `train` will run out of memory: "
-            "print the plan for another trainer with --emit"
-            if alone > usable
-            else f"; its {format_bytes(alone)} fit, and training takes {num_train} times as long"
-        )
+        fits = f"its {format_bytes(_bytes_alone(request, chosen))} fit, and training takes {num_train} times as long"
+        ends = f"; {why_not or fits}"
         found.append(
             f"cluster.num_trainer_ranks: planned {counted(num_train, 'training GPU')}; it is one process on one "
             f"GPU{ends}"
@@ -221,7 +238,8 @@ def _over_ray(request: PlanRequest, chosen: Candidate, on_ray: Execution) -> lis
             f"{on_ray.num_replicas} of one GPU each, because a replica on Ray is one process"
         )
     if degrees := _degrees(chosen):
-        found.append(f"trainer: planned with {degrees}; FSDP2 alone divides it over the same GPUs")
+        planned = f"{BACKEND_TITLES[chosen.train.backend]} with {degrees}"
+        found.append(f"trainer: planned as {planned}; FSDP2 alone divides it over the same GPUs")
     if on_ray.recompute != chosen.train.layout.recompute:
         found.append(
             f"trainer.gradient_checkpointing: planned {chosen.train.layout.recompute} recomputation; undivided, the "

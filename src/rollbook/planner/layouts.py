@@ -1,6 +1,14 @@
-"""Which parallel layouts a model admits on a number of GPUs, before anyone asks what they cost."""
+"""Which parallel layouts a model admits on a number of GPUs, before anyone asks what they cost.
+
+Trainers differ in what they can divide:
+
+    FSDP2      shards every tensor over all training GPUs; context parallelism divides sequences
+    Megatron   besides divides tensors, layers and experts between ranks, which hold their part whole
+"""
 
 from __future__ import annotations
+
+import math
 
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.decode import replica_weight_bytes
@@ -27,7 +35,7 @@ def replica_layouts(request: PlanRequest) -> list[ReplicaLayout]:
     found: list[ReplicaLayout] = []
     for dtype in dtypes:
         shapes = [
-            ReplicaLayout(tp_size=tp, ep_size=ep, weight_dtype=dtype)
+            ReplicaLayout(tp_size=tp, ep_size=ep, weight_dtype=dtype, engine=request.engine)
             for tp, ep in _degrees(model, cluster, request.rollout_tp)
         ]
         holds = [s for s in shapes if _holds_weights(model, cluster, request.assumptions, s)]
@@ -63,28 +71,40 @@ def _holds_weights(
     return replica_weight_bytes(model, layout) <= _MOST_WEIGHTS_FRAC * usable
 
 
+def trainer_stacks(request: PlanRequest) -> tuple[str, ...]:
+    """Training software worth pricing, the plainest first: FSDP2 and Megatron, unless one was asked for."""
+    stack = request.assumptions.stack
+    is_asked_for = "stack" in request.assumptions.sources
+    is_one_kind = request.assumptions.method == "paper" or request.cluster.num_gpus == 1
+    return (stack,) if is_asked_for or is_one_kind else (stack, "megatron")
+
+
 def train_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:
-    """Trainer layouts that divide `num_gpus`, the model's heads, layers and experts; plain sharding first."""
-    model, cluster = request.model, request.cluster
+    """Layouts of the trainer that `request.assumptions` name which divide `num_gpus`, the model's heads, layers and
+    experts; plain sharding first."""
+    model, cluster, assumptions = request.model, request.cluster, request.assumptions
+    stack = assumptions.stacks.get(assumptions.stack)
+    divides = assumptions.is_megatron
+    # An FSDP2 trainer whose weights stay in place is one with expert parallelism.
+    spreads_experts = model.num_experts and (divides or (stack is not None and stack.gather_passes == 0))
     domain = min(cluster.gpus_per_node, cluster.accelerator.scale_up_gpus)
-    eps = [ep for ep in (1, 8, 16, 32, 64) if model.num_experts and model.num_experts % ep == 0] or [1]
+    eps = [ep for ep in (1, 8, 16, 32, 64) if spreads_experts and model.num_experts % ep == 0] or [1]
     layouts = []
-    for tp in (1, 2, 4, 8):
+    for tp in (1, 2, 4, 8) if divides else (1,):
         if tp > domain or model.num_heads % tp or num_gpus % tp:
             continue
-        for pp in (1, 2, 4, 8, 16):
-            if model.num_layers < pp or num_gpus % (tp * pp):
+        for pp in (1, 2, 4, 8, 16) if divides else (1,):
+            if last_stage_layers(model.num_layers, pp) < 1 or num_gpus % (tp * pp):
                 continue
             for cp in (1, 2, 4, 8):
                 if num_gpus % (tp * pp * cp) or tp * cp > domain:
                     continue
-                ep = max(e for e in eps if num_gpus % (pp * e) == 0) if model.num_experts else 1
                 layouts += [
                     TrainLayout(
                         tp_size=tp,
                         pp_size=pp,
                         cp_size=cp,
-                        ep_size=ep,
+                        ep_size=max(e for e in eps if num_gpus % (pp * e) == 0),
                         recompute=recompute,
                         lora=request.workload.lora_rank > 0,
                     )
@@ -92,6 +112,15 @@ def train_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:
                     if request.recompute in ("auto", recompute)
                 ]
     return layouts
+
+
+def last_stage_layers(num_layers: int, num_stages: int) -> int:
+    """Layers of the last pipeline stage, where all before it hold equally many: 61 in 16 stages are 15 x 4 + 1.
+
+    >>> last_stage_layers(61, 16), last_stage_layers(64, 16), last_stage_layers(36, 16)
+    (1, 4, -9)
+    """
+    return num_layers - (num_stages - 1) * math.ceil(num_layers / num_stages)
 
 
 _RECOMPUTE: tuple[Recompute, ...] = ("selective", "full")

@@ -68,6 +68,13 @@ def on_device(assumptions: Assumptions, offload: Offload) -> Assumptions:
     return replace(assumptions, train_state_bytes_per_param=max(left, least))
 
 
+def keeps_state(assumptions: Assumptions, stack: str, offload: Offload) -> bool:
+    """Whether a trainer made of `stack` can have its state there: only one that shards its weights fetches them."""
+    return (
+        offload != "weights" or stack not in assumptions.stacks or assumptions.stacks[stack].gather_passes > 0
+    )
+
+
 def host_state_bytes(request: PlanRequest, offload: Offload) -> float:
     """Of everything that trains, what is kept on the hosts."""
     work = request.workload

@@ -127,6 +127,7 @@ class PlanOptions:
     env_p99_seconds: float = 0.0
     sandbox_start_seconds: float = 0.0
     cores_per_sandbox: float = 1.0
+    engine: str = "vllm"
     rollout_tp: int = 0
     rollout_dtype: str = "bfloat16"
     offload: str = "auto"
@@ -137,7 +138,7 @@ class PlanOptions:
     prefill_chunk: Count = "0"
     """Tokens of an engine's step; 0: prompts whole."""
     stack: str = ""
-    """Empty: the assumptions'."""
+    """Empty: the assumptions', or FSDP2 or Megatron as the layouts need."""
     sleep_level: int = 2
     rebuild_engine: bool = False
     changed_frac: float = CHANGED_FRAC
@@ -225,6 +226,7 @@ class PlanOptions:
                 gpus_per_node=self.gpus_per_node,
             ),
             assumptions=self._assumptions(),
+            engine=choice_of("--engine", self.engine, "vllm", "sglang", "tensorrt_llm"),
             rollout_tp=self.rollout_tp,
             split=split_of(self.split) if self.split else None,
             rollout_dtype=choice_of("--rollout-dtype", self.rollout_dtype, "bfloat16", "float8", "auto"),
@@ -316,7 +318,7 @@ class PlanOptions:
             return assumptions
         if self.stack not in assumptions.stacks:
             raise PlanError(f"--stack is {self.stack!r}", nearest_name(self.stack, assumptions.stacks))
-        return replace(assumptions, stack=self.stack)
+        return replace(assumptions, stack=self.stack, sources={**assumptions.sources, "stack": "--stack"})
 
     def _is_default(self, field_name: str) -> bool:
         default = next(f.default for f in fields(self) if f.name == field_name)

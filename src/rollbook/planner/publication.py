@@ -221,8 +221,8 @@ def _what_others_take(options_s: dict[str, float], plain: SyncMethod) -> str:
 
 
 def _mapping(request: PlanRequest, chosen: Candidate) -> SyncMapping:
-    """Of the chosen layouts: FSDP2 unless Megatron is assumed to train."""
-    assumptions, is_cpu = request.assumptions, request.cluster.accelerator.is_cpu
+    """Of the chosen trainer and layouts."""
+    is_cpu = request.cluster.accelerator.is_cpu
     engine = replace(chosen.rollout_layout, weight_dtype="float32") if is_cpu else chosen.rollout_layout
     return sync_mapping(
         request.model,
@@ -230,7 +230,7 @@ def _mapping(request: PlanRequest, chosen: Candidate) -> SyncMapping:
         Trainer(
             num_gpus=chosen.account.train.num_gpus,
             layout=chosen.train.layout,
-            is_sharded=not assumptions.is_megatron,
+            is_sharded=chosen.train.backend == "fsdp2",
         ),
         engine,
         num_rollout_gpus=chosen.account.rollout.num_gpus,

@@ -258,7 +258,11 @@ def _memory(plan: Plan, shown: Candidate) -> str:
     capacity = float(r.cluster.accelerator.hbm_bytes)
     overhead = capacity * r.assumptions.memory_overhead_frac
     memory = train_memory(
-        r.model, r.workload, r.assumptions, num_gpus=account.train.num_gpus, layout=shown.train.layout
+        r.model,
+        r.workload,
+        shown.train.assumptions,
+        num_gpus=account.train.num_gpus,
+        layout=shown.train.layout,
     )
     state = account.train.train_state_bytes_per_gpu + account.train.critic_state_bytes_per_gpu
     training = [

@@ -16,6 +16,7 @@ from rollbook.ledger.workload import Workload
 from rollbook.observe.numbers import counted
 
 Choice = TypeVar("Choice", bound=str)
+Engine = Literal["vllm", "sglang", "tensorrt_llm"]
 RolloutDtype = Literal["bfloat16", "float8", "auto"]
 OffloadChoice = Literal["none", "optimizer", "weights", "auto"]
 RecomputeChoice = Literal["selective", "full", "auto"]
@@ -41,6 +42,8 @@ class PlanRequest:
     """Folder or hub name that a written config should load; empty: the model's name."""
     hardware_path: str = ""
     """The hardware.toml that the accelerator was read from; empty: a published one."""
+    engine: Engine = "vllm"
+    """Family that decoding is priced as."""
     rollout_tp: int = 0
     """GPUs of one replica; 0 leaves it to the planner."""
     split: tuple[int, int] | None = None
@@ -117,6 +120,12 @@ class PlanRequest:
             raise PlanError(
                 f"--lora-rank is {work.lora_rank} for matrices of {counted(self.model.hidden_size, 'column')}",
                 "give a rank far below that: 8 to 128 are usual",
+            )
+        if self.engine != "vllm" and (cluster.accelerator.is_cpu or self.assumptions.method == "paper"):
+            where = "on a processor" if cluster.accelerator.is_cpu else "under the paper account"
+            raise PlanError(
+                f"--engine is {self.engine} {where}, which knows no engine families",
+                "leave out --engine, or plan for a GPU with --assume default",
             )
         self._check_offload()
         self._check_degrees(cluster)

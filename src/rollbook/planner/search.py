@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from rollbook.ledger.account import RolloutSide, StepAccount, TrainSide
+from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.quantity import format_bytes
@@ -29,13 +31,15 @@ from rollbook.ledger.switch import pinned_bytes
 from rollbook.ledger.sync import SyncMethod, SyncWork
 from rollbook.ledger.train import train_seconds
 from rollbook.ledger.workload import MODES, Mode
-from rollbook.planner.layouts import replica_layouts, train_layouts
+from rollbook.observe.numbers import counted
+from rollbook.planner.layouts import replica_layouts, train_layouts, trainer_stacks
 from rollbook.planner.lending import with_lending
 from rollbook.planner.offload import (
     HELD,
     IN_SHORT,
     Offload,
     host_state_bytes,
+    keeps_state,
     offloaded_side,
     offloads_of,
     on_device,
@@ -51,25 +55,44 @@ _SLOWER_ENGINES_GAIN = 0.005
 _ON_POLICY: tuple[Mode, ...] = ("sync", "separate_sync")
 _VISIBLE_SYNC_FRAC = 0.05
 """Share of the step up to which a broadcast, the plainest transport, is not questioned."""
+Backend = Literal["fsdp2", "megatron"]
+BACKEND_TITLES: dict[Backend, str] = {"fsdp2": "FSDP2", "megatron": "Megatron"}
+ENGINE_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM"}
+SPREAD_GAIN_FRAC = 0.2
+"""Share of training's seconds that spreading experts must save where FSDP2, which gathers all of them for every micro
+batch, fits. The two trainers are not priced more finely than that."""
 OFFLOAD_GAIN_FRAC = 0.05
 """Share of a step that state in host memory must save where it would fit on the device: it is one more moving part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainChoice:
-    """A trainer layout with what it costs."""
+    """A trainer with its layout, and what it costs."""
 
     side: TrainSide
     layout: TrainLayout
+    assumptions: Assumptions
+    """What it is priced under: the stack it is made of, and the bytes of a parameter that are left on the device."""
     offload: Offload = "none"
     """What of its state lives in host memory."""
     is_limited: bool = False
     """Some layout does not fit into the device's memory."""
+    instead: TrainChoice | None = None
+    """The best of the trainer that was not chosen; None where there was no choice."""
 
     @property
     def is_offloaded(self) -> bool:
         """Some of it does."""
         return self.offload != "none"
+
+    @property
+    def backend(self) -> Backend:
+        """The kind of software that trains."""
+        return "megatron" if self.assumptions.is_megatron else "fsdp2"
+
+    @property
+    def fits(self) -> bool:
+        return not self.side.why_not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +138,18 @@ class Candidate:
         return MODE_TITLES[self.mode] + IN_SHORT[self.train.offload]
 
     @property
+    def software(self) -> str:
+        """What trains and what generates, with the degrees of both."""
+        layout, replica = self.train.layout, self.rollout_layout
+        trainer = [BACKEND_TITLES[self.train.backend], f"{counted(self.split[1], 'GPU')}"]
+        trainer += _degrees(
+            {"TP": layout.tp_size, "PP": layout.pp_size, "CP": layout.cp_size, "EP": layout.ep_size}
+        )
+        engines = [ENGINE_TITLES[replica.engine], counted(self.account.rollout.num_replicas, "replica")]
+        engines += _degrees({"TP": replica.tp_size, "EP": replica.ep_size})
+        return f"Trainer: {', '.join(trainer)}; engines: {', '.join(engines)}"
+
+    @property
     def why_refused(self) -> str:
         """The first reason against it, and what its step would be with its state on the hosts, where that fits."""
         other = next((result for result in self.offloads if not result.why_not), None)
@@ -153,7 +188,7 @@ class Candidate:
             "tail_frac": account.tail_frac,
             "idle_frac": dict(account.idle_frac),
             "rollout_layout": rollout_layout_json(self.rollout_layout),
-            "train_layout": train_layout_json(self.train.layout, account.train.num_gpus),
+            "train_layout": train_layout_json(self.train, account.train.num_gpus),
             "offload": self.train.offload,
             "offloads": {result.offload: result.as_json() for result in self.offloads},
             "fits": self.fits,
@@ -162,9 +197,14 @@ class Candidate:
         }
 
 
+def _degrees(sizes: dict[str, int]) -> list[str]:
+    return [f"{name} {size}" for name, size in sizes.items() if size > 1]
+
+
 def rollout_layout_json(layout: ReplicaLayout) -> dict[str, object]:
     """Degrees and dtypes of an engine replica."""
     return {
+        "engine": layout.engine,
         "tp_size": layout.tp_size,
         "ep_size": layout.ep_size,
         "num_gpus": layout.num_gpus,
@@ -173,9 +213,11 @@ def rollout_layout_json(layout: ReplicaLayout) -> dict[str, object]:
     }
 
 
-def train_layout_json(layout: TrainLayout, num_gpus: int) -> dict[str, object]:
-    """Degrees of the trainer; what they leave is data parallel, over which the state is sharded."""
+def train_layout_json(train: TrainChoice, num_gpus: int) -> dict[str, object]:
+    """The trainer and its degrees; what they leave is data parallel, over which the state is sharded."""
+    layout = train.layout
     return {
+        "backend": train.backend,
         "tp_size": layout.tp_size,
         "pp_size": layout.pp_size,
         "cp_size": layout.cp_size,
@@ -261,8 +303,19 @@ class Search:
         return offloads_of(self.request)[0]
 
     def _best_train(self, num_gpus: int, offload: Offload) -> TrainChoice:
+        """FSDP2 where one of its layouts fits; Megatron for layouts that only it has, where they are needed."""
+        stacks = trainer_stacks(self.request)
+        able = [stack for stack in stacks if keeps_state(self.request.assumptions, stack, offload)]
+        best, *others = (self._best_of_stack(num_gpus, offload, stack) for stack in able or stacks[:1])
+        for other in others:
+            if _must_divide(self.request, best, other):
+                best, other = other, best
+            best = replace(best, instead=other)
+        return best
+
+    def _best_of_stack(self, num_gpus: int, offload: Offload, stack: str) -> TrainChoice:
         r = self.request
-        assumptions = on_device(r.assumptions, offload)
+        assumptions = on_device(replace(r.assumptions, stack=stack), offload)
         layouts, is_limited = fitting_layouts(replace(r, assumptions=assumptions), num_gpus)
         if assumptions.method != "paper":  # whose trainer has no layouts
             layouts = [
@@ -278,7 +331,9 @@ class Search:
         layout = layouts[0]
         side = train_side(r.model, r.workload, r.cluster, assumptions, num_gpus=num_gpus, layout=layout)
         side = offloaded_side(r, side, layout, offload)
-        return TrainChoice(side=side, layout=layout, offload=offload, is_limited=is_limited)
+        return TrainChoice(
+            side=side, layout=layout, assumptions=assumptions, offload=offload, is_limited=is_limited
+        )
 
     # -- candidates
 
@@ -376,10 +431,8 @@ class Search:
     ) -> StepAccount:
         r = self.request
         layouts = _layouts_of(r, layout, train, method)
-        # What lives on the host has no hand-over to make.
-        assumptions = on_device(r.assumptions, train.offload)
         account = join_sides(
-            r.model, r.workload, r.cluster, assumptions,
+            r.model, r.workload, r.cluster, train.assumptions,
             mode=mode, layouts=layouts, rollout=rollout, train=train.side,
         )  # fmt: skip
         if r.lend_switch_s > 0 and mode == "separate_async":
@@ -463,7 +516,7 @@ class Search:
         extra: list[tuple[Mode, int, int]] = [("separate_async", optimal, gpus - optimal)] if optimal else []
         extra += [(mode, *asked) for mode in _SEPARATED] if asked else []
         found += [self.candidate(*key) for key in dict.fromkeys(extra) if key not in joined]
-        found = self._with_host_memory(found)
+        found = _told_of_odd_sizes(self._with_host_memory(found))
         return sorted(found, key=lambda c: (not c.fits, c.step_s, c.mode))
 
     def _with_host_memory(self, found: list[Candidate]) -> list[Candidate]:
@@ -499,6 +552,25 @@ class Search:
                     added.append(replace(other, offloads=told[-1].offloads))
                     limit = (1 - OFFLOAD_GAIN_FRAC) * other.step_s  # for what keeps more on the hosts
         return told + added
+
+
+def _told_of_odd_sizes(found: list[Candidate]) -> list[Candidate]:
+    """`found`, in which a trainer that does not fit where a smaller one does is told to lack a layout, not GPUs."""
+    enough = min((c.split[1] for c in found if c.train.fits and not c.train.is_offloaded), default=0)
+    if not enough:
+        return found
+    return [
+        replace(
+            c,
+            why_not=(
+                f"{counted(c.split[1], 'training GPU')} divide into no layout that fits, as {enough} do",
+                *(why for why in c.why_not if why not in c.train.side.why_not),
+            ),
+        )
+        if not c.train.fits and c.split[1] > enough
+        else c
+        for c in found
+    ]
 
 
 _LEAST_OF_TRAINING = 0.8
@@ -540,6 +612,22 @@ def with_split(request: PlanRequest, chosen: Candidate) -> PlanRequest:
 def node_unit(request: PlanRequest) -> int:
     """GPUs that a separated side is made of: whole nodes, or single GPUs inside one node."""
     return request.cluster.gpus_per_node if request.cluster.num_nodes > 1 else 1
+
+
+def _must_divide(request: PlanRequest, plain: TrainChoice, other: TrainChoice) -> bool:
+    """Whether it takes a trainer that divides tensors, layers or experts, and not one that shards alone."""
+    if plain.fits and other.fits:
+        gains = other.side.total_s < (1 - SPREAD_GAIN_FRAC) * plain.side.total_s
+        return gains and other.layout.ep_size > 1
+    if plain.fits or other.fits:
+        return other.fits
+    needed = [
+        train_memory(
+            request.model, request.workload, each.assumptions, num_gpus=each.side.num_gpus, layout=each.layout
+        ).total
+        for each in (plain, other)
+    ]
+    return needed[1] < needed[0]
 
 
 def _rollout_is_slower(seconds: tuple[float, float]) -> bool:
@@ -589,7 +677,7 @@ def host_bytes_per_gpu(request: PlanRequest, found: Candidate) -> float:
         request.model,
         request.workload,
         request.cluster,
-        on_device(request.assumptions, train.offload),
+        train.assumptions,
         rollout=found.account.rollout,
         train=train.side,
         sleep=request.sleep,

@@ -120,6 +120,8 @@ def _recommendation(plan: Plan) -> RenderableType:
         + (f", with {HELD[chosen.train.offload]} in host memory." if chosen.train.is_offloaded else "."),
     )
     lines = [head, Text(f"{capitalized(plan.choice_because)}.")]
+    if plan.request.assumptions.method != "paper" and not plan.request.cluster.accelerator.is_cpu:
+        lines.append(Text(f"{chosen.software}."))
     return Group(*lines, *(Text(f"Note: {note}.", style="yellow") for note in plan.chosen_notes))
 
 
