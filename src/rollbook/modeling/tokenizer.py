@@ -98,7 +98,7 @@ class HubTokenizer:
         return np.asarray(self.inner.encode(text, add_special_tokens=add_special_tokens), np.int32)
 
     def decode(self, ids: Ids | Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
+        return str(self.inner.decode(np.asarray(ids).tolist(), skip_special_tokens=skip_special_tokens))
 
     def encode_chat(self, messages: Sequence[Message]) -> Ids:
         text = self.inner.apply_chat_template(
