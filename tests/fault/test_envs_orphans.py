@@ -1,7 +1,8 @@
-"""Whatever ends a driver, no process that it started for its scorers outlives it (BR-110)."""
+"""Whatever ends a driver, no process that it started for its scorers outlives it (BR-110), nor what these started."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -42,18 +43,18 @@ asyncio.run(main())
 """
 
 HELD = """
-import os, time
+import os, subprocess
 
 def hold(response, task, *, fifo):
-    held = os.open(fifo, os.O_WRONLY)  # open for as long as this process lives
+    held = os.open(fifo, os.O_WRONLY)  # open for as long as this process lives, or its child
     os.write(held, b"%d\\n" % os.getpid())
-    time.sleep(600)
+    subprocess.run(["sleep", "600"], pass_fds=(held,))
 """
 
 
 @pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL", "exception"])
 def test_br110_no_scorer_process_outlives_its_driver(end: str, tmp_path: Path) -> None:
-    """Every worker hangs in a call and holds a pipe open: the pipe ends when the last of them is gone."""
+    """Every worker waits for a child, and both hold a pipe open: the pipe ends when the last of them is gone."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     (tmp_path / "held.py").write_text(HELD)
@@ -75,14 +76,11 @@ def test_br110_no_scorer_process_outlives_its_driver(end: str, tmp_path: Path) -
     else:
         driver.send_signal(signal.Signals[end])
     readable, _, _ = select.select([reader], [], [], WITHIN_S)
-    left = [] if readable and os.read(reader, 1) == b"" else [pid for pid in pids if _lives(pid)]
+    left = [] if readable and os.read(reader, 1) == b"" else pids
     for pid in left:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # each has a session of its own
     driver.stdin.close()
     driver.wait()
     os.close(reader)
     assert left == []
-
-
-def _lives(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
@@ -106,12 +108,13 @@ class ScorerProcess:
         return {str(name): float(str(value)) for name, value in scores.items()}
 
     async def kill(self) -> None:
-        """End the process, whatever it does; safe to call twice."""
+        """End the process, whatever it does, and what it has started; safe to call twice."""
         process, self._process = self._process, None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        if process.returncode is None:  # else its number may be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its session is its own
         await process.wait()
 
     async def _exchange(self, request: Mapping[str, JsonValue]) -> dict[str, JsonValue]:

@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -27,7 +28,10 @@ MAX_ERROR_CHARS = 2000
 def _read(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
     for line in sys.stdin.buffer:
         requests.put(json.loads(line))
-    os._exit(0)  # the parent is gone; the main thread may hang in a scorer
+    # The parent is gone; the main thread may hang in a scorer, or wait for a process that the scorer has started.
+    if os.getsid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 def _load(request: dict[str, Any]) -> dict[str, Any]:
