@@ -10,6 +10,7 @@ import pytest
 from rollbook.config.loading import load_config
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.foresight import derive
+from rollbook.errors import PlanError
 from rollbook.ledger.assumptions import load_assumptions
 from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.model import load_model
@@ -28,6 +29,14 @@ def test_a_small_job_on_a_gpu_pays_no_base_costs_of_other_frameworks() -> None:
     found = derive(config_of("examples/addition.toml"), gpu="H100")
     assert 0.1 < found.step_s < 1.5
     assert sum(seconds for seconds, _, _ in found.stages.values()) == pytest.approx(found.step_s, rel=0.05)
+
+
+def test_a_mistake_of_a_config_is_told_by_its_keys() -> None:
+    """Not by the options of `rollbook plan`, which nobody typed."""
+    config = config_of("examples/addition.toml", "rollout.max_response_tokens=5000")
+    with pytest.raises(PlanError) as caught:
+        derive(config, gpu="H100")
+    assert "rollout.max_response_tokens" in caught.value.remedy and "--" not in str(caught.value)
 
 
 VLLM = ("rollout.engine=vllm", "memory.sleep_level=2", "memory.offload=true")

@@ -444,11 +444,19 @@ def test_a_generative_reward_model_owns_its_bytes_in_the_engines() -> None:
 
 def test_a_publication_that_shows_is_told_beside_what_others_take() -> None:
     """1.3 TB of DeepSeek-V3 in a step of short responses: a difference takes longer, slices less."""
-    published = plan(model="DeepSeek-V3", num_gpus="512", prompts="128", response_tokens="512").publication
+    asked: dict[str, Any] = {
+        "model": "DeepSeek-V3",
+        "num_gpus": "512",
+        "prompts": "128",
+        "response_tokens": "512",
+    }
+    published = plan(**asked).publication
     assert published is not None and published.method == "broadcast"
     delta, sharded = (seconds(published.options_s[name]) for name in ("delta", "sharded"))
     assert f"last version would take {delta}" in published.because
-    assert f"not every loop has, would take {sharded}" in published.because
+    assert f"would take {sharded}, but needs a loop that knows both layouts" in published.because
+    of_slime = plan(**asked, assume="slime").publication  # which does
+    assert of_slime is not None and of_slime.method == "sharded"
 
 
 def test_the_time_optimum_says_what_its_step_has_besides_its_sides() -> None:

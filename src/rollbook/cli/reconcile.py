@@ -105,6 +105,7 @@ def _expectation_of(path: Path, assume: str, means: dict[str, float], *, loop: s
     the description leaves out are taken from the log."""
     from rollbook.errors import PlanError, RunError
     from rollbook.ledger.assumptions import has_assumptions, load_assumptions
+    from rollbook.planner.emit import engine_written
     from rollbook.planner.expected import expectation_of_request
     from rollbook.planner.options import PlanOptions, of_file, read_options
     from rollbook.planner.request import choice_of
@@ -116,6 +117,8 @@ def _expectation_of(path: Path, assume: str, means: dict[str, float], *, loop: s
             f"--assume is {assume} and {path} says assume = {values['assume']!r}", "leave one of them out"
         )
     values["assume"] = assume or values.get("assume", loop if has_assumptions(loop) else "default")
+    if values["assume"] != "paper":
+        values.setdefault("engine", engine_written("", loop, writes_config=False))
     notes = []
     for key, metric in (("prompt_tokens", "prompt_length/mean"), ("response_tokens", "response_length/mean")):
         is_given = key in values or (key == "response_tokens" and "lengths" in values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.workload import Workload
 from rollbook.modeling.char_tokenizer import CharTokenizer
 from rollbook.planner.expected import expectation_of_request
+from rollbook.planner.options import of_options
 from rollbook.planner.plan import make_plan
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.words import device_words
@@ -35,6 +37,13 @@ def derive(config: RunConfig, *, gpu: str = "", num_gpus: int = 0) -> Derivation
         ConfigError: the device cannot be known here.
         PlanError: what the config asks for cannot be meant.
     """
+    try:
+        return _derive(config, gpu=gpu, num_gpus=num_gpus)
+    except RunError as error:
+        raise _of_config(error) from None
+
+
+def _derive(config: RunConfig, *, gpu: str, num_gpus: int) -> Derivation:
     model, notes = _model(config), list[str]()
     accelerator = _accelerator(config, gpu, notes)
     limit = config.rollout.max_response_tokens
@@ -78,7 +87,7 @@ def derive(config: RunConfig, *, gpu: str = "", num_gpus: int = 0) -> Derivation
     expected, _ = expectation_of_request(request, mode=mode)
 
     def words(text: str) -> str:
-        return device_words(text, is_cpu=accelerator.is_cpu)
+        return _in_keys(device_words(text, is_cpu=accelerator.is_cpu))
 
     return Derivation(
         machine=f"{devices} x {accelerator.name}",
@@ -87,6 +96,32 @@ def derive(config: RunConfig, *, gpu: str = "", num_gpus: int = 0) -> Derivation
         stages={name: (e.seconds, e.low, e.high) for name, e in expected.stages.items()},
         step_s=expected.step_s,
     )
+
+
+_KEYS = {
+    "--prompts": "run.groups_per_step",
+    "--group-size": "rollout.group_size",
+    "--response-tokens": "plan.response_tokens",
+    "--max-response-tokens": "rollout.max_response_tokens",
+    "--max-context": "max_position_embeddings in its config.json",
+    "--algorithm": "algorithm.name",
+    "--mini-batches": "trainer.num_mini_batches",
+    "--epochs": "trainer.num_epochs",
+    "--max-staleness": "buffer.max_staleness_steps",
+    "--sleep-level": "memory.sleep_level",
+    "--checkpoint-every": "checkpoint.every_steps",
+}
+"""Of a run's config, by the option of `rollbook plan` that asks for the same."""
+
+
+def _in_keys(text: str) -> str:
+    return re.sub(r"--[a-z][a-z0-9-]*", lambda found: _KEYS.get(found[0], found[0]), text)
+
+
+def _of_config(error: RunError) -> RunError:
+    """`error` of the planner as one of the config that asked: keys for the names of options."""
+    named = of_options(error)
+    return type(error)(_in_keys(named.what), _in_keys(named.remedy))
 
 
 def _model(config: RunConfig) -> ModelSpec:
@@ -110,9 +145,10 @@ def _model(config: RunConfig) -> ModelSpec:
 
 
 def _assumptions(config: RunConfig) -> Assumptions:
-    """Of a run of this loop, with the engine that it asks for."""
+    """Of a run of this loop, with the engine that it asks for and its own trainer."""
     own = load_assumptions("rollbook")
-    return replace(own, decode=own.decode.for_engine(config.rollout.engine))
+    sources = {**own.sources, "stack": "the loop's trainer"}
+    return replace(own, decode=own.decode.for_engine(config.rollout.engine), sources=sources)
 
 
 def _needs_proximal(config: RunConfig) -> bool:

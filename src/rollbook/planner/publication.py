@@ -196,8 +196,10 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
         because += "; engine and trainer share their devices, so no byte crosses a network but the gather"
     elif method_s <= 0.05 * chosen.step_s:
         because += "; little enough that the plainest transport is the right one"
-    else:
-        because += _what_others_take(options_s, method)
+    elif "delta" in options_s:
+        because += f"; {_METHOD_TITLES['delta']} would take {seconds(options_s['delta'])}"
+    if not colocated and method_s > 0.05 * chosen.step_s:
+        because += _why_no_faster(options_s, method)
     return Publication(
         method=method,
         account=accounts[method],
@@ -210,14 +212,20 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
     )
 
 
-def _what_others_take(options_s: dict[str, float], plain: SyncMethod) -> str:
-    """Beside a plain transport that shows in the step: of the two that send less or from more places."""
-    told = ""
-    if "delta" in options_s:
-        told = f"; {_METHOD_TITLES['delta']} would take {seconds(options_s['delta'])}"
-    if (sharded_s := options_s.get("sharded", math.inf)) < options_s[plain]:
-        told += f"; {_METHOD_TITLES['sharded']}, which not every loop has, would take {seconds(sharded_s)}"
-    return told
+_WHY_NOT_TAKEN: dict[SyncMethod, str] = {
+    "sharded": "needs a loop that knows both layouts, as slime's does (--assume slime)",
+    "disk": "needs a file system that all hosts see, at the rate that is assumed of it",
+}
+"""Transports that are priced beside those which every framework has, and are left to the reader."""
+
+
+def _why_no_faster(options_s: dict[str, float], method: SyncMethod) -> str:
+    """Of a publication that shows in the step: what would be faster, and why it is not taken unasked."""
+    return "".join(
+        f"; {_METHOD_TITLES[other]} would take {seconds(options_s[other])}, but {why}"
+        for other, why in _WHY_NOT_TAKEN.items()
+        if options_s.get(other, math.inf) < options_s[method]
+    )
 
 
 def _mapping(request: PlanRequest, chosen: Candidate) -> SyncMapping:

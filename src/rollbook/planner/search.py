@@ -397,9 +397,10 @@ class Search:
             method = "in_process" if self.request.cluster.accelerator.is_cpu else "ipc"
         account = self._account(mode, rollout, layout, train, method)
         if method == "broadcast" and account.seconds.sync > _VISIBLE_SYNC_FRAC * account.seconds.total:
-            by_difference = self._account(mode, rollout, layout, train, "delta")
-            if by_difference.seconds.total < account.seconds.total:
-                account, method = by_difference, "delta"
+            for other in _other_methods(self.request):
+                by_other = self._account(mode, rollout, layout, train, other)
+                if by_other.seconds.total < account.seconds.total:
+                    account, method = by_other, other
         found = Candidate(
             account=account,
             rollout_layout=layout,
@@ -577,6 +578,15 @@ _LEAST_OF_TRAINING = 0.8
 """GPU seconds of a trainer without limits of memory, of the best that was found with them: it recomputes less."""
 _COLOCATED: tuple[Mode, ...] = ("sync", "colocate_async")
 _SEPARATED: tuple[Mode, ...] = ("separate_async", "separate_sync")
+
+
+_LOOPS_WITH_SLICES = frozenset({"slime", "checkpoint_engine"})
+"""Assumptions whose numbers of a publication from shard to shard are those of a loop that has it."""
+
+
+def _other_methods(request: PlanRequest) -> tuple[SyncMethod, ...]:
+    """Transports worth having where a broadcast shows in the step, and the loop has them."""
+    return ("delta", "sharded") if request.assumptions.name in _LOOPS_WITH_SLICES else ("delta",)
 
 
 def _layouts_of(
