@@ -174,3 +174,16 @@ def test_memory_that_ran_out_while_the_engine_generated_is_not_the_micro_batchs(
         finding = diagnose(load(str(tmp_path / "run.log"))).findings[0]
         assert finding.rule == "late_oom_with_length"
         assert word in finding.action
+
+
+def test_responses_that_have_been_at_their_limit_again_and_again_fit() -> None:
+    """Memory grew with them to 36 of what may be 40 GiB, and has stood for twelve steps in which they were as long as
+    they may be; where it still grows at that length, more of them come together."""
+    climb = np.clip(T / 108, 0, 1)
+    lengths = {
+        "response_length/max": np.minimum(15_000 + 18_000 * climb, 32_768.0),
+        "response_length/mean": 3700 + 4000 * climb,
+    }
+    for peak, verdict in ((29.5 + 6.4 * climb, "well"), (29.5 + 6.4 * T / 119, "late_oom_with_length")):
+        held = {ALLOCATED: peak, RESERVED: np.minimum(peak + 3.8, 39.7)}
+        assert diagnose(run_of(lengths | held)).verdict == verdict

@@ -21,7 +21,10 @@ _GRAVE = frozenset({"error", "critical", "fatal"})
 _RAISED = "Traceback (most recent call last):"
 _NUMBERS_TELL = ("xit", "returncode")
 """Lines with these words say other things with other numbers."""
-_COMPLAINS = ("Error", "ERROR")
+_COMPLAINS = ("Error", "ERROR", "Exception")
+_COMPLAINT = re.compile(r"\bERROR\b|(?:^|[\s:(\]])(?:\w+\.)*[A-Z]\w+(?:Error|Exception)\b")
+"""Logged as an error, or an error by its name; a text that only speaks of one has neither."""
+MAX_LOOKED_AT = 300
 COMPLAINT_HEAD = 60
 """Characters by which lines are alike, whatever their numbers: what comes after is of one call."""
 MANY_COMPLAINTS = 5
@@ -54,7 +57,7 @@ class LineWatcher:
 
     def watch(self, line: str, step: int | None) -> Event | None:
         """An event when `line` (already plain) reports trouble; `step` is the newest step logged so far."""
-        if any(map(line.__contains__, _COMPLAINS)):
+        if any(map(line.__contains__, _COMPLAINS)) and _COMPLAINT.search(line[:MAX_LOOKED_AT]):
             self._count(line, step)
         numbers_tell = any(map(line.__contains__, _NUMBERS_TELL))
         shape = line if numbers_tell else shape_of(line)

@@ -144,11 +144,23 @@ STILL_GROWS = 0.02
 
 
 def _lives_with_it(view: View, used: str, capacity: float) -> bool:
-    """Whether memory came near the brim long ago and hardly moved since: what has fitted for so long will fit."""
+    """Whether memory came near the brim long ago and hardly moved since, or stands below it while the longest responses
+    are at their limit in step after step: what has fitted for so long, or at its longest, will fit."""
     values = view.values[used]
     most = np.maximum.accumulate(values[np.isfinite(values)])
     since = int(np.flatnonzero(most >= most[-1] - STILL_GROWS * capacity)[0])
+    longest = view.values.get("response_length/max", np.zeros(0))
+    stands = np.flatnonzero(np.nan_to_num(values) >= AT_LIMIT * most[-1])[0]
+    num_at_limit = int((longest[stands:] >= AT_LIMIT * np.nanmax(longest, initial=1.0)).sum())
+    if num_at_limit >= LIMIT_STEPS and most[-1] < BRIM * capacity:
+        return True
     return len(most) - since >= max(LIVED_FRAC * len(most), LIVED_STEPS)
+
+
+AT_LIMIT = 0.999
+"""Share of the longest response of all from which on one has the same length: the limit's."""
+LIMIT_STEPS = 8
+"""Steps with a response at the limit, and memory where it stands, from which on the longest batch has fitted."""
 
 
 BRIM = 0.93
