@@ -109,12 +109,11 @@ class Controller:
     _engine_stats_at_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "trainer", initializer=self._begin_thread)
+        num_threads = self.config.trainer.num_threads or torch.get_num_threads()
+        self._thread = ThreadPoolExecutor(
+            1, "trainer", initializer=torch.set_num_threads, initargs=(num_threads,)
+        )
         """The trainer's own thread: the event loop, and an engine beside it, go on while it computes."""
-
-    def _begin_thread(self) -> None:
-        if self.config.trainer.num_threads is not None:
-            torch.set_num_threads(self.config.trainer.num_threads)
 
     async def run(self) -> None:
         """Every step of the run. On an error the run directory stays whole and resumable."""
@@ -211,7 +210,7 @@ class Controller:
                 span.set(tokens=batch.num_tokens)
         with self.recorder.span("adv", **self.expected.of("adv")):
             has_loss = any(s.loss_mask.any() for s in batch.sequences)
-            self.recorder.metrics(self.correct_and_estimate(batch))
+            self.recorder.metrics(await self.compute(lambda: self._correct_and_estimate(batch)))
         if has_loss and not any(s.loss_mask.any() for s in batch.sequences):
             self._say_all_rejected(step)
         return batch
@@ -249,7 +248,7 @@ class Controller:
             return teacher_values(batch)
         return await self.compute(lambda: self.trainer.fill_teacher(batch)) | teacher_values(batch)
 
-    def correct_and_estimate(self, batch: TrainBatch) -> Values:
+    def _correct_and_estimate(self, batch: TrainBatch) -> Values:
         """Write importance weights and advantages, once every forward pass was made."""
         algorithm = self.config.algorithm
         values = correct(batch.sequences, algorithm.correction) if self.needs_proximal else {}
@@ -275,7 +274,7 @@ class Controller:
         for idx in batch.mini_batches[0]:  # the others were seen by weights that had moved already
             if idx in objective.noted:
                 batch.sequences[idx].proximal_logprobs = objective.noted[idx]
-        self.recorder.metrics(self.gap(batch, taken, fresh))
+        self.recorder.metrics(await self.compute(lambda: self.gap(batch, taken, fresh)))
 
     async def _publish(self, step: int, *, moved: bool) -> None:
         """Prove the new weights on every replica; then they, and only they, serve."""
