@@ -225,8 +225,9 @@ def shape_of(line: str) -> str:
     return line.translate(_DIGITS)
 
 
-Says = Literal["nothing", "error", "frame", "more"]
-"""What a line tells of the end: nothing, the words of an error alone, a frame of its traceback, or more."""
+Says = Literal["nothing", "error", "frame", "traceback", "more"]
+"""What a line tells of the end: nothing, an error's words alone, a frame of its traceback, its heading, or more."""
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 class EndWatcher:
@@ -285,6 +286,9 @@ class EndWatcher:
             return "more"
         if self.frame(line):
             return "frame"
+        if text == _TRACEBACK:
+            self.traceback()
+            return "traceback"
         is_over, begins_anew = _AT_ITS_END.search(line), _BEGINS_ANEW.search(line)
         is_fatal = _FATAL.search(line)
         if self._is_ignored and (is_fatal is not None or _ERROR_LINE.match(text)):
@@ -335,6 +339,11 @@ class EndWatcher:
         ):
             return "more"
         return "error" if is_error else "nothing"
+
+    def traceback(self) -> None:
+        """The heading of a traceback: what was fatal before it is remembered, for it may be a sample's."""
+        if not self._is_ignored:
+            self._frames, self._was_fatal, self._is_fatal = set(), self._is_fatal, True
 
     def frame(self, line: str) -> bool:
         """Whether a line is a frame of a traceback, which is remembered."""

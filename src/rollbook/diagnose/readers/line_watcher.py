@@ -50,32 +50,40 @@ class LineWatcher:
     def __init__(self, *, sees_all: bool = False) -> None:
         self.trouble, self.ending = TroubleWatcher(), EndWatcher(sees_all=sees_all)
         self._num_events: Counter[tuple[str, int | None]] = Counter()
-        self._told: dict[str, tuple[Says, str]] = {}
-        """Shape of a line in no stage -> what it tells of the end, kind of its event (empty for none)."""
+        self._told: dict[str, tuple[Says, str, _Complaint | None]] = {}
+        """Shape of a line in no stage (itself where its numbers tell) -> what it tells of the end, kind of its event
+        (empty for none), what counts such lines."""
 
         self._complaints: dict[str, _Complaint] = {}
 
     def watch(self, line: str, step: int | None) -> Event | None:
         """An event when `line` (already plain) reports trouble; `step` is the newest step logged so far."""
-        if any(map(line.__contains__, _COMPLAINS)) and _COMPLAINT.search(line[:MAX_LOOKED_AT]):
-            self._count(line, step)
-        numbers_tell = any(map(line.__contains__, _NUMBERS_TELL))
-        shape = line if numbers_tell else shape_of(line)
-        told = self._told.get(shape)
-        if told is not None and not (self.ending.wants_next or self.ending.is_in_a_sample):
-            says, kind = told
-            self.trouble.remember("")
-            if says == "error":
-                self.ending.error(line.strip()[:300])
-            elif says == "frame":
-                self.ending.frame(line)
-            return self.trouble.event(kind, line, step) if kind and self._is_one_more(kind, step) else None
+        shape = shape_of(line)
+        told = self._told.get(shape) or self._told.get(line)
+        if told is None or self.ending.wants_next or self.ending.is_in_a_sample:
+            return self._watch_anew(line, shape, step)
+        says, kind, complaint = told
+        self.trouble.remember("")
+        if complaint is not None:
+            complaint.num += 1
+        if says == "error":
+            self.ending.error(line.strip()[:300])
+        elif says == "frame":
+            self.ending.frame(line)
+        elif says == "traceback":
+            self.ending.traceback()
+        return self.trouble.event(kind, line, step) if kind and self._is_one_more(kind, step) else None
+
+    def _watch_anew(self, line: str, shape: str, step: int | None) -> Event | None:
+        complaint = self._complaint(line, shape, step)
         says = self.ending.watch(line)
         event = self.trouble.watch(line, step)
         if says != "more" and not self.trouble.is_newest_of_a_stage:
             if len(self._told) >= MAX_SHAPES:
                 self._told.clear()
-            self._told[shape] = (says, event.kind if event is not None else "")
+            numbers_tell = any(map(line.__contains__, _NUMBERS_TELL))
+            kind = event.kind if event is not None else ""
+            self._told[line if numbers_tell else shape] = (says, kind, complaint)
         return event if event is not None and self._is_one_more(event.kind, step) else None
 
     def watch_fields(self, entry: Mapping[str, object], step: int | None) -> Iterator[Event]:
@@ -99,13 +107,16 @@ class LineWatcher:
             if told.num >= MANY_COMPLAINTS:
                 yield Event(kind=COMPLAINT, step=told.first_step, text=told.example, fields={"num": told.num})
 
-    def _count(self, line: str, step: int | None) -> None:
-        key = shape_of(line[:COMPLAINT_HEAD])
-        told = self._complaints.get(key)
+    def _complaint(self, line: str, shape: str, step: int | None) -> _Complaint | None:
+        """What is counted of lines like this one, if they complain; this one is counted."""
+        if not any(map(line.__contains__, _COMPLAINS)) or not _COMPLAINT.search(line[:MAX_LOOKED_AT]):
+            return None
+        told = self._complaints.get(shape[:COMPLAINT_HEAD])
         if told is not None:
             told.num += 1
         elif len(self._complaints) < MAX_COMPLAINTS:
-            self._complaints[key] = _Complaint(line.strip()[:300], step)
+            told = self._complaints[shape[:COMPLAINT_HEAD]] = _Complaint(line.strip()[:300], step)
+        return told
 
     def _is_one_more(self, kind: str, step: int | None) -> bool:
         """Whether an event of a kind is not one too many for its step."""
