@@ -4,14 +4,12 @@ that the rules know."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import numpy as np
 
+from rollbook.diagnose.readers.words import pieces_of
 from rollbook.diagnose.series import Series
-
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
 def _words(text: str) -> frozenset[str]:
@@ -52,7 +50,7 @@ def named_by_words(values: Mapping[str, Series]) -> dict[str, str]:
 
 
 def _meant(name: str, series: Series) -> str | None:
-    words = {word.lower() for word in _WORD.findall(name)}
+    words = pieces_of(name)
     if words & {"turns"} and not words & _OF_THE_POLICY - {"tokens"} and words <= _ABOUT_TURNS:
         return "num_turns/mean"
     if not words & _OF_ENVS or words & _OF_THE_POLICY:

@@ -148,6 +148,15 @@ RESULTS = frozenset(IN_WORDS) - {
 """What only a run can tell: a config holds learning rates, limits and clips as well."""
 
 
+def pieces_of(name: str) -> frozenset[str]:
+    """The words of a name as they stand there, in small letters.
+
+    >>> sorted(pieces_of("env/numTurns@4"))
+    ['4', '@', 'env', 'num', 'turns']
+    """
+    return frozenset(piece.lower() for piece in _PIECE.findall(name))
+
+
 @lru_cache(maxsize=4096)
 def words_of(name: str) -> frozenset[str]:
     """The words of a name, each as the one that stands for it.
@@ -156,8 +165,7 @@ def words_of(name: str) -> frozenset[str]:
     (['length', 'mean', 'response'], ['allocated', 'cuda', 'gb', 'max', 'memory'])
     """
     found: list[str] = []
-    for piece in _PIECE.findall(name):
-        word = piece.lower()
+    for word in pieces_of(name):
         found += _SAME.get(word, word).split("_")
     return frozenset(found) - _SAYS_NOTHING
 
