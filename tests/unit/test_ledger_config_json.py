@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from rollbook.errors import RunError
+from rollbook.errors import ConfigError, PlanError, RunError
 from rollbook.ledger.model import ModelSpec, load_model
+from rollbook.planner.options import PlanOptions
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 128,
@@ -93,3 +94,61 @@ def test_keys_that_make_layers_differ_in_an_unknown_architecture_are_told() -> N
     assert told == {
         "its layers are taken to be alike: not read are attn_layer_offset, attn_layer_period, mamba_d_state"
     }
+
+
+SHAPE = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "vocab_size": 30_522,
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        {"model_type": "modernbert"},
+        {"model_type": "new", "architectures": ["NewForTokenClassification"]},
+        {"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]},
+    ],
+)
+def test_an_encoder_generates_nothing_and_may_judge(more: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SHAPE | more))
+    with pytest.raises(PlanError, match="is an encoder, which generates nothing"):
+        PlanOptions(model=str(path)).request().check()
+    PlanOptions(model="Qwen3-8B", reward="model", reward_model=str(path)).request().check()
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta"])
+def test_an_encoder_made_a_decoder_is_one(model_type: str) -> None:
+    assert not ModelSpec.from_hf_config(SHAPE | {"model_type": model_type, "is_decoder": True}).is_encoder
+
+
+def test_an_encoder_decoder_is_refused_by_that_name() -> None:
+    with pytest.raises(ConfigError, match="encoder-decoder .t5."):
+        ModelSpec.from_hf_config(
+            {"model_type": "t5", "is_encoder_decoder": True, "d_model": 512, "num_layers": 6}
+        )
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (
+            {"text_config": {"model_type": "qwen2"}, "vision_config": {"depth": 32}},
+            "vision_config is not read",
+        ),
+        ({"architectures": ["Qwen2ForSequenceClassification"]}, "taken as the decoder under it"),
+        ({"architectures": ["Qwen2Model"]}, "taken as the decoder under it"),
+        (
+            {"layer_types": ["conv"] * 9 + ["full_attention"] * 3},
+            "layers of the type conv are taken as attention",
+        ),
+    ],
+)
+def test_what_stands_around_a_decoder_is_said(more: dict[str, object], told: str) -> None:
+    model = ModelSpec.from_hf_config(SHAPE | {"model_type": "qwen2"} | more)
+    assert told in "; ".join(model.assumed) and not model.is_encoder

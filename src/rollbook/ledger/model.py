@@ -77,6 +77,8 @@ class ModelSpec:
     published_active_params: int = 0
     quantized: str = ""
     """Storage of the released weights when not bfloat16, such as "mxfp4 experts"."""
+    is_encoder: bool = False
+    """Generates nothing: a reward model at most."""
     assumed: tuple[str, ...] = ()
     """What the reader of an unknown architecture had to assume."""
     source: str = ""
@@ -424,12 +426,14 @@ _KNOWN_TYPES = {
     "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text",
     "qwen3_5_moe", "qwen3_5_moe_text", "mistral", "mixtral", "gemma2", "gemma3",
     "gemma3_text", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss", "smollm3", "olmo2", "phi3",
-    "granite",
+    "granite", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text",
 }  # fmt: skip
-_BIASED_TYPES = {"qwen2", "qwen2_moe", "gpt_oss"}
+_BIASED_TYPES = {
+    "qwen2", "qwen2_moe", "gpt_oss", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text",
+}  # fmt: skip
 _QK_NORM_TYPES = {
     "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
-    "gemma3", "gemma3_text",
+    "gemma3", "gemma3_text", "qwen3_vl_text", "qwen3_vl_moe_text",
 }  # fmt: skip
 _GATED_TYPES = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
 _TIED_TYPES = {"gemma2", "gemma3", "gemma3_text"}
@@ -441,12 +445,50 @@ _SHAPES_LAYERS = re.compile(
 """Keys that make some layers others than attention or experts, in architectures that are not known."""
 
 
+_ENCODER_TYPES = re.compile(
+    r"bert|electra|mpnet|longformer|big_bird|xlnet|clip|^esm|^(t5|umt5|mt5)encoder", re.IGNORECASE
+)
+_ENCODER_HEADS = re.compile(
+    r"For(MaskedLM|PreTraining|TokenClassification|QuestionAnswering|MultipleChoice)$"
+)
+_OTHER_HEADS = re.compile(r"For(SequenceClassification|Score|Reward)|RewardModel|^(?!.*For).*Model$")
+"""Of decoders that judge or embed."""
+
+
+def _heads(config: Mapping[str, Any]) -> list[str]:
+    listed = config.get("architectures")
+    return [str(head) for head in listed] if isinstance(listed, list) else []
+
+
+def _is_encoder(config: Mapping[str, Any]) -> bool:
+    """Every token sees those after it, so nothing is generated token by token."""
+    if config.get("is_decoder") or any(head.endswith("ForCausalLM") for head in _heads(config)):
+        return False
+    is_named = bool(_ENCODER_TYPES.search(str(config.get("model_type", ""))))
+    return is_named or any(_ENCODER_HEADS.search(head) for head in _heads(config))
+
+
+def _parts_not_counted(config: Mapping[str, Any]) -> list[str]:
+    """What stands around the decoder that is read, in words."""
+    towers = [key for key in ("vision_config", "audio_config") if config.get(key)]
+    notes = [f"{key} is not read: the plan is of the language model alone" for key in towers]
+    heads = [head for head in _heads(config) if _OTHER_HEADS.search(head)]
+    return notes + [
+        f"{head} has no output matrix to sample from: taken as the decoder under it" for head in heads
+    ]
+
+
 def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
+    assumed = _parts_not_counted(config)
     text = config.get("text_config")
     if isinstance(text, Mapping):
         config = {**{k: v for k, v in config.items() if k not in text}, **text}
     model_type = str(config.get("model_type", ""))
-    assumed: list[str] = []
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"{name}: config.json is of an encoder-decoder ({model_type or 'without model_type'})",
+            "give a decoder-only language model's config.json",
+        )
     if model_type not in _KNOWN_TYPES:
         assumed.append(
             f"architecture {model_type or 'without model_type'!r} is not known: read as a Llama-style "
@@ -483,6 +525,8 @@ def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
             "give at most as many as there are",
         )
     layer_types = [str(t) for t in _listed(config, "layer_types")]
+    if others := sorted({t for t in layer_types if "attention" not in t}):
+        assumed.append(f"layers of the type {', '.join(others)} are taken as attention")
     if "num_key_value_heads" not in config and not config.get("kv_lora_rank"):
         assumed.append("num_key_value_heads is absent: as many as attention heads")
     if not config.get("intermediate_size") and not num_experts:
@@ -525,6 +569,7 @@ def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
         linear_state_dim=count("linear_key_head_dim") if num_linear else 0,
         linear_conv_kernel=count("linear_conv_kernel_dim") if num_linear else 0,
         max_context_tokens=count("max_position_embeddings"),
+        is_encoder=_is_encoder(config),
         assumed=tuple(assumed),
         source="config.json",
     )

@@ -44,6 +44,8 @@ from rollbook.planner.words import (
 )
 
 _MOST_SENT_BACK = 4
+_MOST_OF_READING = 0.3
+"""Share of peak above which a decode step is no matter of memory alone."""
 STEPS_OF_WHAT_FITS = (1, 2, 5)
 """What stays true where nothing fits: seconds of a step that cannot run mean nothing."""
 _LAST_TITLE = "Publication, staleness, and what stands beside the step"
@@ -185,9 +187,20 @@ def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
             + (
                 "cannot hold."
                 if base.account.rollout.why_not
-                else f"holds with {format_bytes(base.account.rollout.kv_pool_bytes)} left for KV."
+                else f"holds with {format_bytes(base.account.rollout.kv_pool_bytes)} left for KV"
+                f"{_engine_share(request)}."
             )
         ),
+    )
+
+
+def _engine_share(request: PlanRequest) -> str:
+    """How much of a GPU an engine may take where a trainer lives on it, which is what `base` is."""
+    if request.assumptions.method == "paper" or request.cluster.accelerator.is_cpu:
+        return ""
+    return (
+        f", of the {percent(request.assumptions.engine_memory_frac)} of a GPU that an engine beside a trainer may take "
+        "(of its own GPUs it takes all that is usable)"
     )
 
 
@@ -219,8 +232,9 @@ def _generation(request: PlanRequest, base: Candidate) -> Reasoned:
         because=(
             f"On all GPUs, {replicas} of {counted(rollout.slots_per_replica, 'slot')} "
             f"{'takes' if rollout.num_replicas == 1 else 'each take their share of'} the "
-            f"{count(work.num_sequences)} responses in {waves}. A decode step of {seconds(rollout.decode_step_s)} is "
-            f"spent reading memory, not computing: {percent(rollout.mfu_frac)} of peak with full slots. "
+            f"{count(work.num_sequences)} responses in {waves}. A decode step of {seconds(rollout.decode_step_s)} "
+            f"{'is spent reading memory, not computing' if rollout.mfu_frac < _MOST_OF_READING else 'computes'}: "
+            f"{percent(rollout.mfu_frac)} of peak with full slots. "
             + (
                 f"Of the {seconds(busy)} of decoding, {percent(base.account.tail_frac)} is the tail, in which a few "
                 f"responses of up to {count(work.max_response_tokens)} tokens hold all replicas; only asynchrony can "

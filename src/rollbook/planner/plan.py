@@ -400,6 +400,10 @@ def _warnings(request: PlanRequest, base: Candidate) -> list[str]:
             f"{num_cut} of {len(work.length_samples)} measured lengths pass the limit of {work.max_response_tokens} "
             "tokens and are taken as cut there"
         )
+    if request.split is not None and (idle := request.cluster.num_gpus - sum(request.split)):
+        notes.append(
+            f"the split {request.split[0]}:{request.split[1]} leaves {counted(idle, 'GPU')} without work"
+        )
     if request.assumptions.method == "paper":
         notes.append(PAPER_HAS_NO_RANGE)
         notes += _unused_by_paper(request)

@@ -83,6 +83,11 @@ class PlanRequest:
     def check(self) -> None:
         """Raises PlanError for what cannot be meant."""
         work, cluster = self.workload, self.cluster
+        if self.model.is_encoder:
+            raise PlanError(
+                f"{self.model.name} is an encoder, which generates nothing",
+                "give a decoder's name or config.json; an encoder may be the --reward-model",
+            )
         limit = self.max_context_tokens or self.model.max_context_tokens
         longest = work.prompt_tokens + work.max_response_tokens + work.observation_tokens
         if limit and longest > limit:

@@ -115,9 +115,13 @@ def _averages(result: SimResult, candidate: Candidate) -> Table:
         ("training GPUs idle", percent(result.train_idle_frac), percent(idle["train"])),
         ("slots decoding while busy", percent(result.occupancy_frac), ""),
         ("bubble", seconds(result.bubble_s), ""),
-        ("tail", seconds(result.tail_s), seconds(account.seconds.generate_tail) if account.tail_frac else ""),
         ("response tokens a second", count(result.tokens_per_s), ""),
     ]
+    if candidate.is_on_policy:  # others start the next batch while the last responses of this one end
+        tail_s = account.seconds.generate_tail
+        rows.append(
+            ("tail, last tenth of a batch", seconds(result.tail_s), seconds(tail_s) if tail_s else "")
+        )
     for name, simulated, closed in rows:
         table.add_row(name, simulated, closed, "")
     counts = [
@@ -128,7 +132,7 @@ def _averages(result: SimResult, candidate: Candidate) -> Table:
     ]
     for name, number in counts:
         if number:
-            table.add_row(name, count(number), "", "")
+            table.add_row(f"{name}, all {counted(result.scenario.num_steps, 'step')}", count(number), "", "")
     if result.num_evicted:
         bias = result.evicted_mean_tokens / result.trained_mean_tokens
         table.add_row("mean length, evicted over trained", f"{bias:.2f}", "", "")
