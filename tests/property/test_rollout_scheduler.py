@@ -25,7 +25,7 @@ from rollbook.rollout.native.pages import (
 )
 from rollbook.rollout.native.scheduler import Scheduler
 from rollbook.rollout.native.sequences import StepRows
-from rollbook.types import FinishReason, SamplingParams
+from rollbook.types import FinishReason, KVStart, SamplingParams
 
 EOS = 0
 
@@ -450,3 +450,44 @@ def test_free_and_cached_pages_are_remembered_once_however_often_they_come_back(
         pool.operations.clear()
     assert len(cache) > 30
     assert max(len(pool._lowest), len(pool._highest), len(cache._lowest)) <= pool.num_pages
+
+
+def small() -> Scheduler:
+    return Scheduler(
+        num_slots=2,
+        num_pages=16,
+        page_tokens=4,
+        max_prefill_tokens=8,
+        max_context_tokens=64,
+        eos_token_ids=(EOS,),
+    )
+
+
+def test_a_drain_starts_nothing_although_a_slot_is_free() -> None:
+    scheduler = small()
+    run = Run(scheduler)
+    scheduler.submit(request("first", [1, 2, 3], 4))
+    run.step()
+    scheduler.is_draining = True
+    scheduler.submit(request("second", [4, 5, 6], 4))
+    while run.step():
+        pass
+    assert list(run.responses) == ["first"] and scheduler.num_waiting == 1
+    scheduler.is_draining = False
+    while run.step():
+        pass
+    assert list(run.responses) == ["first", "second"]
+
+
+def test_weights_written_again_under_the_same_version_void_what_they_made() -> None:
+    """A repaired replica: whatever the policy, keys and values of the broken weights are computed anew."""
+    scheduler = small()
+    run = Run(scheduler)
+    scheduler.submit(request("r", [1, 2, 3], 8))
+    while scheduler.by_request["r"].slot < 0 or scheduler._num_response(scheduler.by_request["r"]) < 2:
+        run.step()
+    scheduler.adopt_version(0, "keep")
+    assert not scheduler.slots.is_ready.any()
+    while run.step():
+        pass
+    assert run.responses["r"].kv_starts == (KVStart(0, 0), KVStart(2, 0))
