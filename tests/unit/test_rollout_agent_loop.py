@@ -193,3 +193,19 @@ async def test_the_environment_is_closed_when_the_engine_fails() -> None:
     with pytest.raises(IndexError):
         await play(ScriptedEngine(), env)
     assert env.is_closed
+
+
+@pytest.mark.parametrize("reward", [None, float("nan")])
+async def test_an_environment_that_gives_neither_a_reward_nor_a_failure_is_at_fault(
+    reward: float | None,
+) -> None:
+    """Else the trajectory would be nothing: not scored, not failed, and lost to every count."""
+
+    class Silent(ScriptedEnv):
+        async def finish(self) -> RewardResult:
+            return RewardResult(reward=reward)
+
+    env = Silent()
+    with pytest.raises(ValueError, match=f"a result has reward {reward}"):
+        await play(ScriptedEngine(([41], 0, FinishReason.STOP)), env)
+    assert env.is_closed

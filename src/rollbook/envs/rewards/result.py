@@ -19,13 +19,25 @@ SCORE = "score"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
-    """A reward, or the reason why there is none; never both."""
+    """A finite reward, or the reason why there is none; never both, and never neither.
+
+    Raises:
+        ValueError: it would be something else.
+    """
 
     reward: float | None
     """Weighted sum of the terms, reward units; None on failure."""
     terms: dict[str, float] = field(default_factory=dict)
     """Each term before its weight, parts of a term as "term.part", and their weighted sum as "score"."""
     failure: Failure | None = None
+
+    def __post_init__(self) -> None:
+        if (self.reward is None) == (self.failure is None):
+            raise ValueError(
+                f"a result has reward {self.reward} and failure {self.failure}: give one of them"
+            )
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError(f"a result has reward {self.reward}, not a finite number")
 
 
 def checked_score(returned: object) -> dict[str, float]:
