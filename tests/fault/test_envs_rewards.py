@@ -197,7 +197,7 @@ async def test_hung_threads_are_counted_until_they_end(module: str) -> None:
     )
     for _ in range(2):
         assert (await scorer.score("slow", prompt())).failure is not None
-    assert scorer.num_abandoned_threads == 2
+    assert scorer.num_abandoned_threads == scorer.values()["env/num_leased"].result() == 2
     hung = [t for t in threading.enumerate() if t.name == "reward-hanging"]
     vars(__import__(module))["released"].set()
     for thread in hung:
@@ -448,6 +448,7 @@ async def test_how_full_the_workers_are_and_what_failed_is_reported_once(module:
         "env/queue_depth": 3,
         "env/num_timeouts": 0,
         "env/num_errors": 1,
+        "env/num_leased": 0,
     }
     again = {name: value.result() for name, value in scorer.values().items()}
     assert (again["env/num_active"], again["env/queue_depth"], again["env/num_errors"]) == (0, 0, 0)

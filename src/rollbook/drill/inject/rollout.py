@@ -11,7 +11,7 @@ import numpy as np
 
 from rollbook.drill.fault import Site, wrap
 from rollbook.errors import EnvError
-from rollbook.observe.values import Last, Ratio, Value
+from rollbook.observe.values import Last, Ratio, Values
 from rollbook.types import Group, Trajectory
 
 Produce = Callable[[Any], Awaitable[Trajectory]]
@@ -84,18 +84,18 @@ def leaked_leases(site: Site) -> None:
 
         return with_lease
 
-    def around_report(engine_values: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
-        async def reported() -> Any:
-            values: dict[str, Value] = {"env/num_leased": Last(leased[0])}
+    def around_report(scorer_values: Callable[[], Values]) -> Callable[[], Values]:
+        def reported() -> Values:
+            values = scorer_values() | {"env/num_leased": Last(leased[0])}
             if waits:
                 values["env/turn_s/mean"] = Ratio(sum(waits), len(waits))
                 waits.clear()
-            return await engine_values() | values
+            return values
 
         return reported
 
     wrap(controller.rollout, "produce", around)
-    wrap(controller, "_engine_values", around_report)
+    wrap(controller.scorer, "values", around_report)
 
 
 def samples_held_back(site: Site) -> None:

@@ -154,9 +154,10 @@ class Scorer:
 
     def values(self) -> Values:
         """Readings of `reward/score_s` and, where terms run on threads or in processes, of `env/...`, since the last
-        call."""
+        call. What is not given back are threads past their deadline: a process is killed."""
         kinds = {term.isolation for term in self.terms} & set(self._free)
-        return self._load.values(capacity=len(kinds) * self.config.num_workers)
+        values = self._load.values(capacity=len(kinds) * self.config.num_workers)
+        return values | ({"env/num_leased": Last(self.num_abandoned_threads)} if kinds else {})
 
     async def score(self, response: str, prompt: Prompt) -> RewardResult:
         """The reward of one response, or the failure that stands in its place. Never raises for a scorer's fault.
