@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rollbook.algos.packed import sequence_counts, sequence_sums
@@ -98,8 +99,9 @@ def aggregate(
 def loss_counts(loss_mask: Tensor, cu_seqlens: Tensor, *, max_response_tokens: int) -> LossCounts:
     """Counts of one packed [T] batch; add them over micro batches and ranks for the whole."""
     per_sequence = sequence_counts(loss_mask, cu_seqlens)
+    num_tokens, num_sequences = torch.stack([per_sequence.sum(), (per_sequence > 0).sum().double()]).tolist()
     return LossCounts(
-        num_loss_tokens=int(per_sequence.sum()),
-        num_loss_sequences=int((per_sequence > 0).sum()),
+        num_loss_tokens=int(num_tokens),
+        num_loss_sequences=int(num_sequences),
         max_response_tokens=max_response_tokens,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -92,8 +93,6 @@ def policy_objective(
         losses = losses - config.entropy_coef * entropy
     loss = aggregate(losses, mask, cu_seqlens, mode=config.aggregation, counts=counts)
 
-    local = loss_counts(mask, cu_seqlens, max_response_tokens=counts.max_response_tokens)
-    terms = {"actor/pg_loss": policy.losses, "actor/loss": losses}
     log_ratio = log_ratios(tensors.logprobs.detach(), anchor, mask)
     per_token |= {
         "actor/ppo_kl": -log_ratio,
@@ -103,10 +102,10 @@ def policy_objective(
     }
     if tensors.entropy_nats is not None:
         per_token["actor/entropy"] = tensors.entropy_nats
-    values = _term_values(terms, mask, cu_seqlens, config.aggregation, local)
-    return loss, values | _token_values(per_token, mask, local) | _extremes(
-        "actor/ratio", log_ratio.exp(), mask
-    )
+    terms = {"actor/pg_loss": policy.losses, "actor/loss": losses}
+    extremes = {"actor/ratio": log_ratio.exp()}
+    local = loss_counts(mask, cu_seqlens, max_response_tokens=counts.max_response_tokens)
+    return loss, _readings(terms, per_token, extremes, mask, cu_seqlens, config.aggregation, local)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,14 +134,12 @@ def value_objective(
     )
     loss = aggregate(critic.losses, mask, tensors.cu_seqlens, mode=config.aggregation, counts=counts)
     local = loss_counts(mask, tensors.cu_seqlens, max_response_tokens=counts.max_response_tokens)
-    values = _term_values(
-        {"critic/vf_loss": critic.losses}, mask, tensors.cu_seqlens, config.aggregation, local
-    )
     per_token = {
         "critic/vf_clipfrac": critic.is_clipped.to(critic.losses.dtype),
-        "critic/vpred_mean": tensors.values.detach(),
+        "critic/vpred_mean": tensors.values,
     }
-    return loss, values | _token_values(per_token, mask, local)
+    terms = {"critic/vf_loss": critic.losses}
+    return loss, _readings(terms, per_token, {}, mask, tensors.cu_seqlens, config.aggregation, local)
 
 
 def _anchor(tensors: PolicyTensors, config: AlgorithmConfig) -> Tensor:
@@ -177,24 +174,26 @@ def _required(tensor: Tensor | None, what: str, because: str) -> Tensor:
     return tensor
 
 
-def _term_values(
-    terms: dict[str, Tensor], mask: Tensor, cu_seqlens: Tensor, mode: str, local: LossCounts
+def _readings(
+    terms: Mapping[str, Tensor],
+    per_token: Mapping[str, Tensor],
+    extremes: Mapping[str, Tensor],
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    mode: str,
+    local: LossCounts,
 ) -> Values:
-    """Metrics reduced as the loss is. One copy from the device for all of them."""
+    """Metrics of [T] values: terms reduced as the loss is, means over loss tokens whatever its aggregation, and the
+    largest and smallest. One copy from the device for all of them."""
     aggregation = AGGREGATIONS[mode]
-    numerators = [aggregation.numerator(term.detach(), mask, cu_seqlens) for term in terms.values()]
-    denominator = aggregation.denominator(local)
-    return {name: Ratio(n, denominator) for name, n in zip(terms, torch.stack(numerators).tolist())}
-
-
-def _token_values(per_token: dict[str, Tensor], mask: Tensor, local: LossCounts) -> Values:
-    """Metrics that are means over loss tokens, whatever the aggregation of the loss."""
-    sums = torch.stack([values.detach().where(mask, 0.0).sum() for values in per_token.values()]).tolist()
-    return {name: Ratio(total, local.num_loss_tokens) for name, total in zip(per_token, sums)}
-
-
-def _extremes(prefix: str, values: Tensor, mask: Tensor) -> Values:
-    if not bool(mask.any()):
-        return {}
-    low, high = torch.stack(values[mask].aminmax()).tolist()
-    return {f"{prefix}/max": Peak(high), f"{prefix}/min": Low(low)}
+    held = {name: aggregation.numerator(values.detach(), mask, cu_seqlens) for name, values in terms.items()}
+    held |= {name: values.detach().where(mask, 0.0).sum() for name, values in per_token.items()}
+    for name, values in extremes.items():
+        held[f"{name}/max"] = values.where(mask, -torch.inf).max()
+        held[f"{name}/min"] = values.where(mask, torch.inf).min()
+    read = dict(zip(held, torch.stack([value.double() for value in held.values()]).tolist()))
+    made: Values = {name: Ratio(read[name], aggregation.denominator(local)) for name in terms}
+    made |= {name: Ratio(read[name], local.num_loss_tokens) for name in per_token}
+    for name in extremes if local.num_loss_tokens else ():
+        made |= {f"{name}/max": Peak(read[f"{name}/max"]), f"{name}/min": Low(read[f"{name}/min"])}
+    return made
