@@ -17,6 +17,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -376,6 +377,12 @@ def _varlen_index(layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor | None, 
     return own, seen, gather, max(lengths), max(visible)
 
 
+@cache
+def _parameters_of(function: Callable[..., Any]) -> frozenset[str]:
+    """Asked once: a layer's attention is launched in less time than a signature takes."""
+    return frozenset(inspect.signature(function).parameters)
+
+
 def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float, window: int | None
 ) -> Tensor:
@@ -388,7 +395,7 @@ def _varlen_attention(
     left = -1 if window is None else window - 1
     grouped = query.shape[1] != key.shape[1]
     keywords: dict[str, Any] = {}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.12 and later
+    if "enable_gqa" in _parameters_of(varlen_attn):  # torch 2.12 and later
         keywords["enable_gqa"] = grouped
     elif grouped:
         groups = query.shape[1] // key.shape[1]
