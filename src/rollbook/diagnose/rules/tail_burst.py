@@ -5,6 +5,8 @@ The longest response and the seconds of generation jump together; the mean lengt
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -135,115 +137,167 @@ def _tails(view: View, longest: str) -> list[tuple[str, Series, float]]:
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class _Bursts:
+    """The stretch of a series in which its bursts are most frequent, over the steps that have all that it takes."""
+
+    metric: str
+    least: float
+    """Growth of a tail over its quiet level from which on it is long."""
+    at: NDArray[np.intp]
+    """Positions of those steps; the arrays below are over them."""
+    tail: Series
+    pace: Series
+    """Seconds over what the lengths explain, as multiples of the quiet ones."""
+    least_long: float
+    long: NDArray[np.bool_]
+    slow: NDArray[np.bool_]
+    by_tokens: bool
+    """Whether the responses are so much longer that they must take time, whatever the host does."""
+    begin: int
+    end: int
+
+    @property
+    def both(self) -> NDArray[np.bool_]:
+        return self.long & self.slow
+
+    @property
+    def inside(self) -> slice:
+        return slice(self.begin, self.end)
+
+    @property
+    def hit(self) -> NDArray[np.intp]:
+        """Positions of the steps of the stretch that have one."""
+        return self.at[self.inside][self.both[self.inside]]
+
+    @property
+    def rate(self) -> float:
+        return float(self.both[self.inside].mean())
+
+    @property
+    def rate_outside(self) -> float:
+        outside = np.concatenate([self.both[: self.begin], self.both[self.end :]])
+        return float(outside.mean()) if len(outside) else 0.0
+
+
 def _judge_tail(view: View, waiting: str, metric: str, tail: Series, least: float) -> Finding | None:
-    gen, seconds = view.values[PACE], view.values[waiting]
+    bursts = _bursts(view, metric, tail, least)
+    if bursts is None or not _has_a_beginning(bursts) or not _long_ones_cost(bursts):
+        return None
+    if _is_explained(view, waiting, bursts):
+        return None
+    return _found(view, waiting, bursts)
+
+
+def _bursts(view: View, metric: str, tail: Series, least: float) -> _Bursts | None:
+    """Where steps with a long tail that are slow as well are most frequent; None where there are hardly any."""
+    gen = view.values[PACE]
     known = np.isfinite(tail) & np.isfinite(gen)
     if known.sum() < 20:
         return None
-    idx = np.flatnonzero(known)
-    quiet_tail, quiet_gen = _quiet(tail[idx]), _quiet(gen[idx])
-    least_long = quiet_tail * max(least, _beyond_noise(tail[idx], quiet_tail))
-    long = tail[idx] >= least_long
-    pace = gen[idx] / quiet_gen
-    slow = pace >= max(1.25, _beyond_noise(gen[idx], quiet_gen))
-    by_tokens = (
-        metric in TOKENS and long.any() and float(np.median(tail[idx][long])) >= CLEARLY_LONGER * quiet_tail
-    )
-    if (
-        by_tokens
-    ):  # so long that they must take time: where the host swings, the steps beside them tell how much
+    at = np.flatnonzero(known)
+    tail, gen = tail[at], gen[at]
+    quiet_tail, quiet_gen = _quiet(tail), _quiet(gen)
+    least_long = quiet_tail * max(least, _beyond_noise(tail, quiet_tail))
+    long = tail >= least_long
+    pace = gen / quiet_gen
+    slow = pace >= max(1.25, _beyond_noise(gen, quiet_gen))
+    by_tokens = bool(metric in TOKENS and long.any() and np.median(tail[long]) >= CLEARLY_LONGER * quiet_tail)
+    if by_tokens:  # where the host swings, the steps beside them tell how much time they took
         pace = _beside_others(pace, long)
         slow = pace >= 1.25
-    both = long & slow
-    if both.sum() < 4:
+    if (long & slow).sum() < 4:
         return None
-    begin, end = _stretch(both)
-    outside = np.concatenate([both[:begin], both[end:]])
-    rate_before = float(outside.mean()) if len(outside) else 0.0
-    rate_after = float(both[begin:end].mean())
-    if rate_after < 0.12 or rate_after < 3 * rate_before + 0.05 or begin < 4 or both[begin:end].sum() < 4:
-        return None
-    counted = long if by_tokens else both  # so much longer, the tokens begin, whatever the host's seconds do
+    begin, end = _stretch(long & slow)
+    return _Bursts(metric, least, at, tail, pace, least_long, long, slow, by_tokens, begin, end)
+
+
+def _has_a_beginning(bursts: _Bursts) -> bool:
+    """Whether they are frequent in the stretch, were not before it, and chance makes no such stretch."""
+    begin, end, rate, both = bursts.begin, bursts.end, bursts.rate, bursts.both
+    if rate < 0.12 or rate < 3 * bursts.rate_outside + 0.05 or begin < 4 or len(bursts.hit) < 4:
+        return False
+    counted = bursts.long if bursts.by_tokens else both  # the tokens begin, whatever the host's seconds do
     if not _is_an_onset(counted[:begin], float(counted[begin:end].mean())):
-        return None  # they were never fewer: the share of runaway responses that this model always has
-    if not by_tokens and _nats_over_one_rate(both, begin, end) < np.log(len(both)) + BEYOND_CHANCE_NATS:
-        return None  # the longest of a heavy tail come in clusters now and then
-    if metric in TOKENS and _is_own_scatter(tail[idx], least_long, begin, end):
-        return None  # the longest of so many are that long now and then, and were before
-    inside_long, inside_gen = long[begin:end], pace[begin:end]
-    if float(slow[begin:end][inside_long].mean()) < 0.6:
-        return None  # long tails do not cost seconds here
-    others = inside_gen[~inside_long]
-    apart = (
-        float(np.median(inside_gen[inside_long])) / float(np.median(others)) if len(others) >= 4 else np.inf
-    )
-    by_chance = float(slow[begin:end][~inside_long].mean()) if len(others) >= 4 else 0.0
-    if apart < CLEARLY_APART and float(slow[begin:end][inside_long].mean()) < 2.0 * by_chance:
-        return None  # steps without long responses are slow as often
-    if apart < 1.2:
-        return None  # steps without them are as slow
-    just_before = float(np.median(tail[idx][max(0, begin - 20) : begin]))
-    if float(np.median(tail[idx][begin:end][both[begin:end]])) < least * just_before:
-        return None  # it grew there slowly: longer responses, not a burst
-    slow_before = float(np.median(pace[max(0, begin - 12) : begin]))
-    if float(np.median(pace[begin:end][both[begin:end]])) < 1.2 * slow_before:
-        return None  # the steps were as slow before there was a tail
-    start = int(idx[begin])
-    if rate_after >= LASTING and not _step_together(view, waiting, metric, start, least):
-        return None  # no burst but a level: then both must have come to it at once
-    grown = view.contrast("response_length/mean", start, width=20)
-    at_once = (
-        grown is not None and grown.jump >= 0.5 * grown.diff
-    )  # the tail is measured by the mean: it may grow
-    if grown is not None and grown.ratio >= 1.5 and at_once and metric != "response_length/clip_ratio":
-        return None
-    if grown is not None and grown.ratio >= 1.3 and metric == "response_length/clip_ratio":
-        return None
-    hit = idx[begin:end][both[begin:end]]
-    raw = view.values[metric]
-    if metric == "response_length/clip_ratio" and not _grew(view, start, hit):
-        return (
-            None  # more of them end at the limit, where the longest have always ended: no step waits longer
-        )
-    if _host_is_slow(view, seconds, hit) or (
-        metric == TAIL and float(np.median(raw[hit] / seconds[hit])) < 0.2
+        return False  # they were never fewer: the share of runaway responses that this model always has
+    if (
+        not bursts.by_tokens
+        and _nats_over_one_rate(both, begin, end) < np.log(len(both)) + BEYOND_CHANCE_NATS
     ):
-        return None  # everything is slow in those steps, or the tail is a small part of them
-    if metric == TAIL and _ends_at_deadlines(view, start, hit):
-        return None  # the seconds are those of what never ends, and no response is long
-    before, after = view.level(metric, 0, start), float(np.median(raw[hit]))
+        return False  # the longest of a heavy tail come in clusters now and then
+    # The longest of so many are that long now and then, and were before.
+    return not (bursts.metric in TOKENS and _is_own_scatter(bursts.tail, bursts.least_long, begin, end))
+
+
+def _long_ones_cost(bursts: _Bursts) -> bool:
+    """Whether the steps of the stretch that have a long tail are slow, by more than those beside them, and both came
+    within few steps."""
+    long, slow, pace = bursts.long[bursts.inside], bursts.slow[bursts.inside], bursts.pace[bursts.inside]
+    slow_share = float(slow[long].mean())
+    if slow_share < 0.6:
+        return False  # long tails do not cost seconds here
+    others = pace[~long]
+    apart = float(np.median(pace[long])) / float(np.median(others)) if len(others) >= 4 else np.inf
+    by_chance = float(slow[~long].mean()) if len(others) >= 4 else 0.0
+    if apart < 1.2 or (apart < CLEARLY_APART and slow_share < 2.0 * by_chance):
+        return False  # steps without long responses are as slow, or slow as often
+    hit, begin = bursts.both[bursts.inside], bursts.begin
+    just_before = float(np.median(bursts.tail[max(0, begin - 20) : begin]))
+    if float(np.median(bursts.tail[bursts.inside][hit])) < bursts.least * just_before:
+        return False  # it grew there slowly: longer responses, not a burst
+    slow_before = float(np.median(bursts.pace[max(0, begin - 12) : begin]))
+    return float(np.median(pace[hit])) >= 1.2 * slow_before  # else as slow before there was a tail
+
+
+def _is_explained(view: View, waiting: str, bursts: _Bursts) -> bool:
+    """Whether longer answers, a new level, a slow host or deadlines are what there is instead."""
+    metric, hit, start = bursts.metric, bursts.hit, int(bursts.at[bursts.begin])
+    is_clip = metric == "response_length/clip_ratio"
+    if bursts.rate >= LASTING and not _step_together(view, waiting, metric, start, bursts.least):
+        return True  # no burst but a level: then both must have come to it at once
+    grown = view.contrast("response_length/mean", start, width=20)
+    if grown is not None and is_clip and grown.ratio >= 1.3:
+        return True
+    # The tail is measured by the mean: it may grow, but not at once.
+    if grown is not None and not is_clip and grown.ratio >= 1.5 and grown.jump >= 0.5 * grown.diff:
+        return True
+    if is_clip and not _grew(view, start, hit):
+        return (
+            True  # more of them end at the limit, where the longest have always ended: no step waits longer
+        )
+    seconds = view.values[waiting]
+    if _host_is_slow(view, seconds, hit):
+        return True
+    is_small = metric == TAIL and float(np.median(view.values[metric][hit] / seconds[hit])) < 0.2
+    # The seconds of a tail may also be those of what never ends, and no response is long.
+    return is_small or (metric == TAIL and _ends_at_deadlines(view, start, hit))
+
+
+def _found(view: View, waiting: str, bursts: _Bursts) -> Finding | None:
+    metric, hit, start = bursts.metric, bursts.hit, int(bursts.at[bursts.begin])
+    seconds = view.values[waiting]
+    before, after = view.level(metric, 0, start), float(np.median(view.values[metric][hit]))
     usual = view.level(waiting, 0, start)
-    beside = idx[begin:end][~inside_long]
-    if by_tokens and len(beside) >= 4:
+    beside = bursts.at[bursts.inside][~bursts.long[bursts.inside]]
+    if bursts.by_tokens and len(beside) >= 4:
         usual = float(np.median(seconds[beside]))
-    lost = float(np.clip(seconds[hit] - usual, 0, None).sum()) * view.stride
     slow_gen = float(np.median(seconds[hit]))
     if after < 1.2 * before or slow_gen < 1.1 * usual:
         return None  # the mean became shorter: the tail is only longer than that
-    evidence = (
-        Evidence(
-            metric=metric,
-            step=view.step_at(start),
-            before=before,
-            after=after,
-            says=f"{num(before)} before, {num(after)} in {len(hit)} of {end - begin} steps since",
-        ),
-        Evidence(
-            metric=waiting,
-            step=view.step_at(start),
-            before=usual,
-            after=slow_gen,
-            says=f"{num(usual)} s in steps without them, {num(slow_gen)} s in those steps",
-        ),
-    )
+    step, steps = view.step_at(start), bursts.end - bursts.begin
+    says = f"{num(before)} before, {num(after)} in {len(hit)} of {steps} steps since"
+    waits = f"{num(usual)} s in steps without them, {num(slow_gen)} s in those steps"
     return Finding(
         rule=RULE,
         title=TITLE,
         area="implementation",
-        confidence=share(0.65 + 0.25 * min(1.0, rate_after) + 0.1 * (rate_before == 0)),
-        step=view.step_at(start),
-        evidence=evidence,
-        cost_s=lost,
+        confidence=share(0.65 + 0.25 * min(1.0, bursts.rate) + 0.1 * (bursts.rate_outside == 0)),
+        step=step,
+        evidence=(
+            Evidence(metric=metric, step=step, before=before, after=after, says=says),
+            Evidence(metric=waiting, step=step, before=usual, after=slow_gen, says=waits),
+        ),
+        cost_s=float(np.clip(seconds[hit] - usual, 0, None).sum()) * view.stride,
         action=ACTION,
         next_check=CHECK,
     )
