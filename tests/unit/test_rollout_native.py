@@ -24,6 +24,9 @@ from rollbook.errors import DeadlineError, EngineError, SyncError
 from rollbook.modeling.load import wrap_transformers
 from rollbook.modeling.logprobs import LmHead
 from rollbook.rollout.engine import GenerateRequest, Response
+from rollbook.rollout.native import paged_attention
+from rollbook.rollout.native.pages import CopyPages, ZeroPages
+from rollbook.rollout.native.paged_attention import KVPool, LayerShape
 from rollbook.types import FinishReason, SamplingParams, VersionRun
 
 
@@ -533,3 +536,18 @@ async def test_pages_hold_their_numbers_when_others_end() -> None:
     for asked, response in zip(requests, found, strict=True):
         expected = trainer_logprobs(model, asked.prompt_ids, response.response_ids)
         np.testing.assert_allclose(response.logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 30])
+def test_pages_are_copied_in_parts_that_fit_beside_the_pool(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "COPY_BYTES", at_once)
+    shape = LayerShape(num_kv_heads=1, key_dim=2, value_dim=2)
+    pool = KVPool([shape] * 2, num_pages=9, page_tokens=3, dtype=torch.float32, device=torch.device("cpu"))
+    for page in range(9):
+        for plane in (*pool.keys, *pool.values):
+            plane[page] = page
+    pool.carry_out([CopyPages((0, 1), (4, 5)), CopyPages((0, 2), (6, 7)), ZeroPages((8,))])
+    for plane in (*pool.keys, *pool.values):
+        assert [int(plane[page].unique().item()) for page in range(9)] == [0, 1, 2, 3, 0, 1, 0, 2, 0]

@@ -31,6 +31,8 @@ ATTENTION_NAME = "rollbook_paged"
 
 _SUM, _MAX = 0, 2  # modes of torch.embedding_bag
 TINY = 1e-30
+COPY_BYTES = 64 << 20
+"""Most that is held of pages while they are copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,21 @@ class KVPool:
 
     def carry_out(self, operations: Items[PageOperation]) -> None:
         """Apply page operations in order."""
+        device = self._planes[0].device
         for operation in merged(operations):
             if isinstance(operation, CopyPages):
-                sources = torch.tensor(operation.sources, device=self._planes[0].device)
-                targets = torch.tensor(operation.targets, device=self._planes[0].device)
+                sources = torch.tensor(operation.sources, device=device)
+                targets = torch.tensor(operation.targets, device=device)
                 for plane in self._planes:
-                    plane.index_copy_(1, targets, plane.index_select(1, sources))
+                    page_bytes = plane[:, 0].numel() * plane.element_size()
+                    # In parts, as many copies may be one operation: no page of one is both source and target.
+                    num_pages = max(1, COPY_BYTES // page_bytes)
+                    for read, written in zip(
+                        torch.split(sources, num_pages), torch.split(targets, num_pages)
+                    ):
+                        plane.index_copy_(1, written, plane.index_select(1, read))
             else:
-                pages = torch.tensor(operation.pages, device=self._planes[0].device)
+                pages = torch.tensor(operation.pages, device=device)
                 for plane in self._planes:
                     plane.index_fill_(1, pages, 0)
 
