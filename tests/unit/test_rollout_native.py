@@ -25,8 +25,8 @@ from rollbook.modeling.load import wrap_transformers
 from rollbook.modeling.logprobs import LmHead
 from rollbook.rollout.engine import GenerateRequest, Response
 from rollbook.rollout.native import paged_attention
-from rollbook.rollout.native.pages import CopyPages, ZeroPages
 from rollbook.rollout.native.paged_attention import KVPool, LayerShape
+from rollbook.rollout.native.pages import CopyPages, ZeroPages
 from rollbook.types import FinishReason, SamplingParams, VersionRun
 
 
