@@ -37,6 +37,7 @@ FLOATS = {
     "env-p99-seconds": ("-5", "1e300", "3"),
     "sandbox-start-seconds": ("-1", "1e300"),
     "cores-per-sandbox": ("-1", "0", "1e300"),
+    "gb-per-sandbox": ("-1", "0", "1e300"),
     "changed-frac": ("-0.1", "1.1"),
     "lend": ("-1",),
     "length-growth": ("-1", "9"),

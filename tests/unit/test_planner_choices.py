@@ -19,6 +19,7 @@ from rollbook.ledger.step import train_side
 from rollbook.planner.layouts import train_layouts
 from rollbook.planner.options import PlanOptions, option_name
 from rollbook.planner.plan import Plan, make_plan
+from rollbook.planner.pools import pools
 from rollbook.planner.publication import choose_publication
 from rollbook.planner.report import html_report
 from rollbook.planner.run_toml import run_toml
@@ -104,6 +105,15 @@ def test_cores_and_start_of_a_sandbox_count_in_core_hours() -> None:
     four = plan(**agent, cores_per_sandbox=4.0, sandbox_start_seconds=20.0).as_json()["agents"]
     assert isinstance(one, dict) and isinstance(four, dict)
     assert four["cpu_core_hours"] == pytest.approx(4 * one["cpu_core_hours"] * 50 / 30)
+
+
+def test_memory_of_a_sandbox_sizes_its_nodes() -> None:
+    """16 GB for each of two cores: a node of 64 cores has 512 GB, and the job holds 16 GB of each open sandbox."""
+    made = plan(turns=4.0, env_seconds=10.0, cores_per_sandbox=2.0, gb_per_sandbox=16.0)
+    pool = next(pool for pool in pools(made, made.require_chosen()) if pool.name == "sandbox")
+    assert pool.host_bytes_per_node == 512e9
+    assert made.beside.agents is not None
+    assert made.beside.agents.held_bytes == 16e9 * made.beside.agents.num_running
 
 
 def test_lent_training_gpus_shorten_an_asynchronous_step_as_the_simulator_has_it() -> None:
@@ -321,6 +331,7 @@ def test_a_plan_of_a_processor_names_no_gpu(tmp_path: Path) -> None:
         ({"reward_model": "Qwen3-0.6B"}, "--reward-model is Qwen3-0.6B with a reward by rule", "--reward model"),
         ({"reward_tokens": "99"}, "--reward-tokens is 99 with a reward by rule", "generative"),
         ({"cores_per_sandbox": 4.0}, "nothing runs in a sandbox", "--reward sandbox"),
+        ({"gb_per_sandbox": 8.0}, "nothing runs in a sandbox", "--reward sandbox"),
         ({"turns": 2.0, "env_p50_seconds": 3.0}, "without --env-seconds", "the mean"),
         (
             {"turns": 2.0, "env_seconds": 2.0, "env_p50_seconds": 3.0},

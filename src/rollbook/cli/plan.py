@@ -123,6 +123,9 @@ SandboxStartOption = Annotated[
 SandboxCoresOption = Annotated[
     float, typer.Option("--cores-per-sandbox", help="CPU cores that a sandbox holds.")
 ]
+SandboxMemoryOption = Annotated[
+    float, typer.Option("--gb-per-sandbox", help="Gigabytes of memory that a sandbox holds.")
+]
 SharePromptsOption = Annotated[
     bool,
     typer.Option(
@@ -197,6 +200,7 @@ def command(
     env_p99_seconds: EnvP99Option = DEFAULTS.env_p99_seconds,
     sandbox_start_seconds: SandboxStartOption = DEFAULTS.sandbox_start_seconds,
     cores_per_sandbox: SandboxCoresOption = DEFAULTS.cores_per_sandbox,
+    gb_per_sandbox: SandboxMemoryOption = DEFAULTS.gb_per_sandbox,
     engine: Annotated[
         str,
         typer.Option(
@@ -302,6 +306,7 @@ def command(
         max_context=max_context, assume=assumed, split=split, reward_model=reward_model,
         reward_tokens=reward_tokens, epochs=epochs, env_p50_seconds=env_p50_seconds,
         sandbox_start_seconds=sandbox_start_seconds, cores_per_sandbox=cores_per_sandbox,
+        gb_per_sandbox=gb_per_sandbox,
         share_prompts=share_prompts, prefill_chunk=prefill_chunk, stack=stack or TRAINS_WITH.get(emit, ""),
         sleep_level=sleep_level, rebuild_engine=rebuild_engine, changed_frac=changed_frac, lend=lend,
         length_growth=length_growth,

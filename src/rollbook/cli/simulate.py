@@ -47,6 +47,7 @@ from rollbook.cli.plan import (
     RewardTokensOption,
     RolloutTpOption,
     SandboxCoresOption,
+    SandboxMemoryOption,
     SandboxStartOption,
     SharePromptsOption,
     SigmaOption,
@@ -108,6 +109,7 @@ def command(
     env_p99_seconds: EnvP99Option = DEFAULTS.env_p99_seconds,
     sandbox_start_seconds: SandboxStartOption = DEFAULTS.sandbox_start_seconds,
     cores_per_sandbox: SandboxCoresOption = DEFAULTS.cores_per_sandbox,
+    gb_per_sandbox: SandboxMemoryOption = DEFAULTS.gb_per_sandbox,
     engine: EngineOption = DEFAULTS.engine,
     rollout_tp: RolloutTpOption = DEFAULTS.rollout_tp,
     rollout_dtype: DtypeOption = DEFAULTS.rollout_dtype,
@@ -215,6 +217,7 @@ def command(
         max_context=max_context, assume=assume, split=split, reward_model=reward_model,
         reward_tokens=reward_tokens, epochs=epochs, env_p50_seconds=env_p50_seconds,
         sandbox_start_seconds=sandbox_start_seconds, cores_per_sandbox=cores_per_sandbox,
+        gb_per_sandbox=gb_per_sandbox,
         share_prompts=share_prompts, prefill_chunk=prefill_chunk, stack=stack, sleep_level=sleep_level,
         rebuild_engine=rebuild_engine, changed_frac=changed_frac, lend=lend,
     )  # fmt: skip

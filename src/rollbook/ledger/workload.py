@@ -34,6 +34,8 @@ class AgentWork:
     keeps_prefix: bool = True
     """The engine still holds the KV of the earlier turns when the next one starts."""
     cpu_cores_per_sandbox: float = 1.0
+    bytes_per_sandbox: float = 4e9
+    """Host memory of one."""
     sandbox_start_s: float = 0.0
 
     @property

@@ -138,6 +138,8 @@ class Environments:
     """Of the open ones, at work or waiting for the next action."""
     held_core_hours: float
     """At most, of a step."""
+    held_bytes: float
+    """Host memory of the open ones."""
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -147,6 +149,7 @@ class Environments:
             "num_sandboxes_least": self.num_sandboxes_least,
             "held_cores": self.held_cores,
             "held_core_hours": self.held_core_hours,
+            "held_bytes": self.held_bytes,
         }
 
     @property
@@ -157,7 +160,7 @@ class Environments:
             f"Environments work {seconds(a.trajectory_env_s)} on an average trajectory and "
             f"{seconds(a.slowest_env_s)} "
             f"on the slowest; a step that waits for all its trajectories ends {seconds(self.wait_s)} later for it, "
-            f"and {count(self.num_running)} sandboxes are open at a time."
+            f"and {count(self.num_running)} sandboxes are open at a time, which hold {format_bytes(self.held_bytes)}."
         )
 
 
@@ -388,6 +391,7 @@ def _environments(request: PlanRequest, shown: Candidate) -> Environments:
         num_sandboxes_least=least,
         held_cores=held_cores,
         held_core_hours=held_cores * shown.step_s / 3600,
+        held_bytes=num_running * work.agent.bytes_per_sandbox,
     )
 
 

@@ -61,6 +61,7 @@ BOUNDS: dict[str, Bounds] = {
     "env_p50_seconds": Bounds(least=0, most=_MOST_S, remedy="give 0 (from the mean) or more, in seconds"),
     "sandbox_start_seconds": Bounds(least=0, most=_MOST_S, remedy="give 0 or more, in seconds"),
     "cores_per_sandbox": Bounds(least=0.01, most=1024, remedy="give a number of cores, such as 1 or 0.5"),
+    "gb_per_sandbox": Bounds(least=0.01, most=10_000, remedy="give gigabytes of memory, such as 4 or 0.5"),
     "sleep_level": Bounds(
         least=1, most=2, remedy="use 1 (weights wait in host memory) or 2 (the publication brings them back)"
     ),
@@ -127,6 +128,7 @@ class PlanOptions:
     env_p99_seconds: float = 0.0
     sandbox_start_seconds: float = 0.0
     cores_per_sandbox: float = 1.0
+    gb_per_sandbox: float = 4.0
     engine: str = "vllm"
     rollout_tp: int = 0
     rollout_dtype: str = "bfloat16"
@@ -212,6 +214,7 @@ class PlanOptions:
                 env_p99_s=self.env_p99_seconds,
                 sandbox_start_s=self.sandbox_start_seconds,
                 cpu_cores_per_sandbox=self.cores_per_sandbox,
+                bytes_per_sandbox=self.gb_per_sandbox * 1e9,
                 keeps_prefix=self.keep_prefix,
             ),
         )
@@ -303,7 +306,7 @@ class PlanOptions:
                     f"give --reward {' or '.join(rewards)}, or leave it out",
                 )
         has_sandbox = self.reward == "sandbox" or self.env_seconds > 0
-        for name in ("cores_per_sandbox", "sandbox_start_seconds"):
+        for name in ("cores_per_sandbox", "gb_per_sandbox", "sandbox_start_seconds"):
             if not has_sandbox and not self._is_default(name):
                 raise PlanError(
                     f"{option_name(name)} is {getattr(self, name):g} and nothing runs in a sandbox",

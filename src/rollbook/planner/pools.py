@@ -43,10 +43,15 @@ def pools(plan: Plan, chosen: Candidate) -> list[Pool]:
                 num_nodes=nodes,
                 gpus_per_node=0,
                 cores_per_node=CORES_PER_CPU_NODE,
-                host_bytes_per_node=CORES_PER_CPU_NODE * 4 * 2**30,
+                host_bytes_per_node=math.ceil(CORES_PER_CPU_NODE * _bytes_per_core(plan)),
             )
         )
     return found
+
+
+def _bytes_per_core(plan: Plan) -> float:
+    agent = plan.request.workload.agent
+    return agent.bytes_per_sandbox / agent.cpu_cores_per_sandbox
 
 
 def _gpu_pool(name: str, num_gpus: int, per_node: int) -> Pool:
