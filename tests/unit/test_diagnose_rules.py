@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rollbook.diagnose.readers.assemble import assemble
-from rollbook.diagnose.series import Event, Row, RunSeries
+from rollbook.diagnose.series import Event, Row, RunSeries, Seam
 from rollbook.diagnose.signs.seconds import lost_in_steps
 from rollbook.diagnose.tree import diagnose
 from rollbook.diagnose.view import View
@@ -666,3 +666,13 @@ def test_sides_far_apart_that_order_tokens_alike_differ_by_a_temperature(
     assert found.rule == "engine_mismatch"
     assert ("as at another temperature" in found.title) is says
     assert found.action.startswith("compare temperature") is says
+
+
+def test_a_schedule_that_counts_steps_run_again_twice_has_not_begun_anew() -> None:
+    """Four steps are run again; the rate falls by 2 % a step and is that of four steps later, or back where it began."""
+    falls = 1e-6 * 0.98**T
+    for after, is_well in ((falls * 0.98**4, True), (np.full(N, 1e-6), False)):
+        run = _run(**{"actor/lr": np.where(T >= AT, after, falls)})
+        replaced = {"actor/lr": falls[AT : AT + 4].tolist()}
+        run.seams = [Seam(step=int(run.steps[AT]), num_replaced=4, replaced=replaced)]
+        assert diagnose(run).is_well is is_well

@@ -354,6 +354,8 @@ def _at(view: View, restart: Restart) -> Finding | None:
     for metric, name, least, way, meaning in _STATE:
         if metric == "critic/rewards/mean" and view.has("critic/score/mean"):
             continue
+        if metric == "actor/lr" and _schedule_goes_on(view, restart.idx):
+            continue
         jump = _jump(view, metric, restart.idx)
         if jump is None:
             continue
@@ -457,6 +459,7 @@ def _begins_anew(view: View, idx: int) -> list[Evidence]:
         and idx >= 6
         and np.isfinite(lr[idx - 6 : idx + 1]).all()
         and np.all(lr[idx - 6 : idx] > 0)
+        and not _schedule_goes_on(view, idx)
     ):
         usual = float(np.max(np.abs(np.diff(np.log(lr[idx - 6 : idx])))))
         jump = float(np.log(max(lr[idx], 1e-30) / lr[idx - 1]))
@@ -468,6 +471,21 @@ def _begins_anew(view: View, idx: int) -> list[Evidence]:
                 )
             )
     return found
+
+
+def _schedule_goes_on(view: View, idx: int) -> bool:
+    """Whether the learning rate after a restart follows the last one of the steps that are run again: a schedule that
+    counts them twice is a few steps ahead, and no other."""
+    lr = view.values.get("actor/lr")
+    before = next((s.replaced.get("actor/lr") for s in view.run.seams if s.step == view.step_at(idx)), None)
+    if lr is None or before is None or len(before) < 2 or min(before[-2:]) <= 0 or not lr[idx] > 0:
+        return False
+    ahead = before[-1] ** 2 / before[-2]
+    return bool(abs(np.log(lr[idx] / ahead)) <= SAME_RATE)
+
+
+SAME_RATE = 0.03
+"""Logarithm by which a learning rate may differ from the next one of its schedule."""
 
 
 def _jump(view: View, metric: str, idx: int) -> tuple[float, float, float, float] | None:
