@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from rollbook.algos.advantage import estimate_advantages, gae
 from rollbook.algos.aggregate import AGGREGATIONS, aggregate, loss_counts
 from rollbook.algos.config import AlgorithmConfig, FilterConfig, OverlongConfig
-from rollbook.algos.filters import drop_reason, is_flat, train_sequences
+from rollbook.algos.filters import drop_reason, fresh_sequences, is_flat, train_sequences
 from rollbook.algos.policy import PolicyTensors, policy_objective
 from rollbook.algos.shaping import shape_rewards
 from rollbook.errors import DataError
@@ -323,3 +324,16 @@ def test_counting_tokens_before_the_masks_is_refused() -> None:
     empty = loss_counts(~mask, torch.tensor([0, 1]), max_response_tokens=4)
     with pytest.raises(DataError, match="1 loss tokens"):
         aggregate(torch.ones(1), mask, torch.tensor([0, 1]), mode="token_mean", counts=empty)
+
+
+def test_fresh_sequences_are_the_first_of_one_version_and_no_more_are_made() -> None:
+    """In an asynchronous run thousands of finished groups wait; a few show the gap of the newest version."""
+
+    def finished() -> Iterator[Group]:
+        for group_id in range(3):
+            yield group(group_id, [1.0, 0.0])
+        raise AssertionError("looked further than it had to")
+
+    found = fresh_sequences(finished(), FilterConfig(), weight_version=0, most=5)
+    assert [(s.group_id, s.member_idx) for s in found] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    assert fresh_sequences([group(0, [1.0])], FilterConfig(), weight_version=1, most=5) == []

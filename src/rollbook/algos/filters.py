@@ -7,7 +7,8 @@ group whose answers are all wrong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -53,25 +54,36 @@ def train_sequences(groups: Sequence[Group], config: FilterConfig) -> list[Train
     With `mask_truncated` a response that hit the token limit has an empty loss mask; its reward still counts in
     the group's baseline.
     """
-    sequences = []
-    for group in groups:
-        for trajectory in group.scored:
-            assert trajectory.reward is not None
-            action_mask = trajectory.action_mask()
-            trains = not (config.mask_truncated and trajectory.is_truncated)
-            sequences.append(
-                TrainSequence(
-                    group_id=group.group_id,
-                    member_idx=trajectory.member_idx,
-                    source=trajectory.prompt.source,
-                    token_ids=trajectory.token_ids(),
-                    action_mask=action_mask,
-                    loss_mask=action_mask.copy() if trains else np.zeros_like(action_mask),
-                    behavior_logprobs=trajectory.behavior_logprobs(),
-                    reward=trajectory.reward,
-                    oldest_version=trajectory.oldest_version,
-                    is_truncated=trajectory.is_truncated,
-                    replica_id=trajectory.replica_id,
-                )
-            )
-    return sequences
+    return [_train_sequence(group, trajectory, config) for group in groups for trajectory in group.scored]
+
+
+def fresh_sequences(
+    groups: Iterable[Group], config: FilterConfig, *, weight_version: int, most: int
+) -> list[TrainSequence]:
+    """As `train_sequences`, of the first members that were sampled under `weight_version` from their first token on."""
+    fresh = (
+        _train_sequence(group, trajectory, config)
+        for group in groups
+        for trajectory in group.scored
+        if trajectory.oldest_version == weight_version
+    )
+    return list(itertools.islice(fresh, most))
+
+
+def _train_sequence(group: Group, trajectory: Trajectory, config: FilterConfig) -> TrainSequence:
+    assert trajectory.reward is not None
+    action_mask = trajectory.action_mask()
+    trains = not (config.mask_truncated and trajectory.is_truncated)
+    return TrainSequence(
+        group_id=group.group_id,
+        member_idx=trajectory.member_idx,
+        source=trajectory.prompt.source,
+        token_ids=trajectory.token_ids(),
+        action_mask=action_mask,
+        loss_mask=action_mask.copy() if trains else np.zeros_like(action_mask),
+        behavior_logprobs=trajectory.behavior_logprobs(),
+        reward=trajectory.reward,
+        oldest_version=trajectory.oldest_version,
+        is_truncated=trajectory.is_truncated,
+        replica_id=trajectory.replica_id,
+    )

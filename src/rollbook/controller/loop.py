@@ -26,7 +26,7 @@ import torch
 from rollbook.algos.advantage import estimate_advantages
 from rollbook.algos.config import FilterConfig
 from rollbook.algos.correction import correct, mismatch
-from rollbook.algos.filters import train_sequences
+from rollbook.algos.filters import fresh_sequences, train_sequences
 from rollbook.algos.gap import logprob_gap
 from rollbook.buffer.buffer import Taken
 from rollbook.config.run_config import RunConfig
@@ -512,8 +512,12 @@ class Controller:
             buffer = self.rollout.buffer
             if buffer.serving_step != taken.step:  # the trainer has moved on from what the engines hold
                 return []
-            sequences = train_sequences(buffer.finished(), self.config.algorithm.filter)
-            return [s for s in sequences if s.oldest_version == batch.weight_version][:MAX_FRESH]
+            return fresh_sequences(
+                buffer.finished(),
+                self.config.algorithm.filter,
+                weight_version=batch.weight_version,
+                most=MAX_FRESH,
+            )
 
         def score() -> None:
             found = asyncio.run_coroutine_threadsafe(finished(), loop).result()
