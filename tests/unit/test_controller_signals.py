@@ -14,7 +14,7 @@ from rollbook.observe import catalogue
 from rollbook.observe.alerts import ALERTS, Thresholds
 from rollbook.observe.prometheus import exported_name
 from rollbook.observe.values import Last
-from rollbook.types import Failure, FailureKind, Prompt, Trajectory
+from rollbook.types import Failure, FailureKind, FinishReason, Group, Prompt, Trajectory, Turn, VersionRun
 from tiny_run import TinyRun
 
 OF_SOME_RUNS = {
@@ -101,4 +101,34 @@ def test_an_answer_that_could_not_be_scored_is_counted_in_an_evaluation_and_no_z
     failed = Trajectory(group_id=-2, member_idx=0, prompt=prompt, failure=failure)
     values = {name: value.result() for name, value in evaluation_values([right, failed]).items()}
     wanted = {"val/maths/reward": 1.0, "val/maths/exact_match": 1.0, "val/maths/failed_frac": 0.5}
+    assert wanted.items() <= values.items()
+
+
+def test_what_a_filter_dropped_is_generated_and_not_trained() -> None:
+    """Two whole responses were trained; two that hit the limit, of a flat group, were dropped."""
+    prompt = Prompt(prompt_id="p", prompt_ids=np.ones(1, np.int32), source="maths")
+
+    def group(group_id: int, reason: FinishReason, num_tokens: int) -> Group:
+        turn = Turn(
+            response_ids=np.zeros(num_tokens, np.int32),
+            behavior_logprobs=np.zeros(num_tokens, np.float32),
+            version_runs=(VersionRun(0, num_tokens),),
+            finish_reason=reason,
+        )
+        members = tuple(
+            Trajectory(group_id=group_id, member_idx=i, prompt=prompt, turns=(turn,), reward=0.0)
+            for i in range(2)
+        )
+        return Group(group_id=group_id, prompt=prompt, trajectories=members)
+
+    taken = Taken(
+        [group(0, FinishReason.STOP, 2)], [0], [], 0, [group(1, FinishReason.LENGTH, 8)], [prompt, prompt]
+    )
+    values = {name: value.result() for name, value in trajectory_values(taken, []).items()}
+    wanted = {
+        "response_length/clip_ratio": 0.0,
+        "generated/clip_ratio": 0.5,
+        "response_length/mean": 2.0,
+        "generated/response_length/mean": 5.0,
+    }
     assert wanted.items() <= values.items()
