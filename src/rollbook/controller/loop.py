@@ -362,7 +362,8 @@ class Controller:
         every = self.config.observe.trajectories_every_steps
         if every and step % every == 0:
             finished = [t for group in [*taken.groups, *taken.dropped] for t in group.scored]
-            self.recorder.trajectories(step, finished + failed, loss_masks=masks)
+            written = finished + failed
+            await asyncio.to_thread(self.recorder.trajectories, step, written, loss_masks=masks)
 
     async def evaluate(self, step: int) -> None:
         """Held-out prompts, before the next step's groups take the engine; before the first step, `step` is -1."""

@@ -422,8 +422,10 @@ class Recorder:
         return path
 
     def _write_tokens(self, trajectories: Sequence[Trajectory]) -> None:
+        import numpy as np
+
         assert self.decode is not None
-        seen = {int(i) for trajectory in trajectories for i in trajectory.token_ids()}
+        seen = {i for trajectory in trajectories for i in np.unique(trajectory.token_ids()).tolist()}
         with self._lock:
             new = sorted(seen - self._token_ids_written)
             if new:
