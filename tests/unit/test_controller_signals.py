@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from rollbook.buffer.buffer import Taken
+from rollbook.buffer.buffer import Eviction, Taken
 from rollbook.controller.evaluate import evaluation_values
-from rollbook.controller.step_metrics import idle_values, trajectory_values
+from rollbook.controller.step_metrics import idle_values, staleness_values, trajectory_values
 from rollbook.observe import catalogue
 from rollbook.observe.alerts import ALERTS, Thresholds
 from rollbook.observe.prometheus import exported_name
@@ -130,5 +130,33 @@ def test_what_a_filter_dropped_is_generated_and_not_trained() -> None:
         "generated/clip_ratio": 0.5,
         "response_length/mean": 2.0,
         "generated/response_length/mean": 5.0,
+    }
+    assert wanted.items() <= values.items()
+
+
+def test_staleness_is_told_of_the_newest_and_of_the_oldest_token_and_bias_of_what_was_evicted() -> None:
+    """Step 5 trains a group of two that versions 3 and 4 sampled; a group twice as long was too old."""
+    prompt = Prompt(prompt_id="p", prompt_ids=np.ones(1, np.int32), source="maths")
+    turn = Turn(
+        response_ids=np.zeros(4, np.int32),
+        behavior_logprobs=np.zeros(4, np.float32),
+        version_runs=(VersionRun(3, 1), VersionRun(4, 3)),
+        finish_reason=FinishReason.STOP,
+    )
+    members = tuple(
+        Trajectory(group_id=0, member_idx=i, prompt=prompt, turns=(turn,), reward=0.0) for i in range(2)
+    )
+    group = Group(group_id=0, prompt=prompt, trajectories=members)
+    stale = Eviction(group_id=1, reason="stale", staleness_steps=3, num_response_tokens=16)
+    taken = Taken([group], [2], [stale], 0, [], [prompt], step=5, version_steps={3: 3, 4: 4})
+    values = {name: value.result() for name, value in staleness_values(taken).items()}
+    wanted = {
+        "training/off_policy/trajectory_staleness/mean": 1.0,
+        "training/off_policy/trajectory_staleness_worst/mean": 2.0,
+        "training/off_policy/trajectory_spans/mean": 2.0,
+        "training/off_policy/staleness_hist/2": 2,
+        "training/off_policy/evicted_samples": 1,
+        "evicted/length_bias": 2.0,
+        "rollout/num_continued": 2,
     }
     assert wanted.items() <= values.items()
