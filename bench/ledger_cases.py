@@ -42,6 +42,8 @@ MATH_PROMPT_TOKENS = 150
 RUNAWAY_FRAC = 0.002
 """Responses that go on to the limit, where only their mean length is given: in a step of hundreds there always is one.
 (287 s for a limit of 16,384 tokens and a mean of 749: NeMo RL 0.3, Llama 70B; 0.0002 of verl's 7B on GSM8K.)"""
+USUAL_GROUP = 8
+"""Responses of a prompt, where only the sequences of a step are given: it decides what little prompts share."""
 TYPICAL_CONTEXT_TOKENS = 1000
 """Context of a single-stream decode measurement that does not give one."""
 
@@ -117,6 +119,8 @@ def middle(value: Any) -> float:
         raise ValueError(f"no single number in {value}")
     if isinstance(value, list):
         return sum(float(v) for v in value) / len(value)
+    if isinstance(value, str) and (ends := re.fullmatch(r"\s*([\d.]+)\s*(?:-|to)\s*([\d.]+)\s*", value)):
+        return (float(ends[1]) + float(ends[2])) / 2
     return float(value)
 
 
@@ -140,7 +144,7 @@ def numbers(text: Any) -> list[int]:
 _DEVICES = (
     "GB300", "GB200", "B300", "B200", "GH200", "H200", "H100 PCIe", "H100", "H800", "H20-141GB", "H20", "A100-40GB",
     "A100 PCIe", "A100", "A800", "MI355X", "MI350X", "MI325X", "MI300X", "L40S", "L40", "L20", "A10G", "A10", "A40",
-    "RTX 4090", "4090", "A6000", "910B", "910C",
+    "RTX PRO 6000", "RTX 5090", "5090", "RTX 4090", "4090", "A6000", "910B", "910C",
 )  # fmt: skip
 
 
@@ -182,7 +186,7 @@ _FRAMEWORKS = (
     (r"checkpoint[ -_]engine|ckpt[ -_]engine", "checkpoint_engine"),
     (r"nemo[ -_/]*rl", "nemo"),
     (r"\btrl\b", "trl"),
-    (r"slime|miles", "slime"),
+    (r"slime|miles|xorl", "slime"),
 )
 """Words of a source, and the framework's name in the assumptions."""
 
@@ -549,11 +553,11 @@ def _pretraining_rate(
     """Tokens a second and GPU, and its relative error."""
     degrees = [_degree(config.get(key, 1)) for key in ("tp", "pp", "cp")]
     model_parallel = degrees[0] * degrees[1] * degrees[2]
-    micro_batches = (
-        int(_first(config, {}, "gbs", "mini_batch", "sequences_per_step"))
-        // _degree(config.get("mbs", 1))
-        // max(cluster.num_gpus // model_parallel, 1)
-    )
+    published = _first(config, {}, "gbs", "mini_batch", "sequences_per_step")
+    if published is None:
+        raise NotCovered("the batch of an update was not published, and small ones wait for their exchange")
+    sequences = int(published)
+    micro_batches = sequences // _degree(config.get("mbs", 1)) // max(cluster.num_gpus // model_parallel, 1)
     layout = TrainLayout(
         tp_size=degrees[0],
         pp_size=degrees[1],
@@ -569,7 +573,7 @@ def _pretraining_rate(
     )
     stack = assumptions.stacks[name]
     rate = train_tokens_per_s_per_gpu(model, cluster, stack, layout, sequence_tokens=sequence)
-    tokens = int(_first(config, {}, "gbs", "mini_batch", "sequences_per_step")) * sequence / cluster.num_gpus
+    tokens = sequences * sequence / cluster.num_gpus
     update_s = update_exchange_s(model, cluster, stack, layout, num_gpus=cluster.num_gpus)
     rate = tokens / (tokens / rate + update_s + optimizer_s(model.computed_params, cluster, cluster.num_gpus))
     wider, _ = train_widening(model, cluster, assumptions, layout, stack=name)
@@ -650,6 +654,8 @@ def _sync_method(config: dict[str, Any]) -> SyncMethod:
     )
     if re.search(r"rdma|p2p|nixl|mooncake|reshard", text, re.IGNORECASE):
         return "sharded"
+    if re.search(r"\bipc\b", text, re.IGNORECASE):
+        return "ipc"
     if re.search(r"delta|sparse|lora|adapter", text, re.IGNORECASE):
         raise NotCovered("parts of the weights, and how large they are was not published")
     return (
@@ -703,7 +709,7 @@ def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
                 return
     if "time_s" in measured and "receive only" in str(config.get("note", "")):
         account = sync_account(model, cluster, assumptions.sync, replace(work, method="broadcast"))
-        seconds = account.total_bytes / assumptions.sync.assemble_bytes_per_s
+        seconds = account.total_bytes / assumptions.sync.assemble_cross_bytes_per_s
         yield "time_s", middle(measured["time_s"]), _within(seconds, account.error_frac)
 
 
@@ -736,6 +742,8 @@ def _sync_work(
     engine_ep = re.search(r"(?:generation|vLLM|SGLang|rollout).*EP\s*(\d+)", placement)
     replica_gpus = max(int(found[1]) for found in (engine_tp, engine_ep) if found) if engine_tp else 0
     train_pp = re.search(r"\bPP\s*(\d+)", placement)
+    trainer = re.split(r"generation|vLLM|SGLang|engine", placement, maxsplit=1)[0]
+    train_tp, train_ep = (re.search(rf"\b{name}\s*(\d+)", trainer) for name in ("TP", "EP"))
     cluster = Cluster(accelerator=accelerator, num_gpus=train + rollout)
     weights = dtype_of(str(config.get("rollout_precision", config["model"])))
     framework = str(config.get("framework", ""))
@@ -750,10 +758,13 @@ def _sync_work(
         splits_experts=True,
         shares_devices=_is_colocated(config) or not (sides or named or counted),
         pp_size=int(train_pp[1]) if train_pp else 1,
+        # Of Megatron: FSDP's ranks hold parts of every tensor, whatever is spread beside them.
+        ep_size=int(train_ep[1]) if train_ep else 1,
+        is_sharded=train_tp is None or int(train_tp[1]) > 1,
         quantizes_tensors=weights == "float8"
         and framework_name not in ("checkpoint_engine", "verl_checkpoint_engine")
         and not re.search(r"batched|prequant", framework),
-        state_is_offloaded=offloads and "veomni" not in placement,
+        state_is_offloaded=(offloads and "veomni" not in placement) or bool(config.get("param_offload")),
     )
 
 
@@ -796,11 +807,18 @@ def _changed_frac(model: ModelSpec) -> float:
 # Whole RL steps ----------------------------------------------------------------------------------------------
 
 
+_NAMES_OF_IMAGES = ("model", "model_as_named", "dataset")
+
+
 def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
     """Seconds of a whole RL step."""
     config, measured = case["config"], case["measured"]
     if config.get("max_agent_turns") or "agent" in str(config.get("mode", "")).lower():
         raise NotCovered("an agent's step without turns, tool seconds and full lengths")
+    if re.search(r"\bVL\b|multimodal|image", " ".join(str(config.get(key)) for key in _NAMES_OF_IMAGES)):
+        raise NotCovered("images, whose tower and preparation the ledger does not count")
+    if "offload policy" in str(config.get("optimizer_offload", "")).lower():
+        raise NotCovered("updates of parameters that stay in host memory")
     model = find_model(config.get("text_backbone", config["model"]))
     assumptions = _as_published(case, assumptions)
     cluster = Cluster(accelerator=accelerator_of(config["gpu"]), num_gpus=count_of(config["gpus"]))
@@ -865,7 +883,10 @@ def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         if key in measured:
             yield key, middle(measured[key]), step_s
             return
-    if "tokens_per_s_per_gpu" in measured:
+    if "trajectories_per_s" in measured:
+        rate, error = workload.num_sequences / step_s.value, step_s.high / step_s.value - 1
+        yield "trajectories_per_s", middle(measured["trajectories_per_s"]), _within(rate, error)
+    elif "tokens_per_s_per_gpu" in measured:
         rate = workload.trained_tokens / account.step_s.value / cluster.num_gpus
         error = account.step_s.high / account.step_s.value - 1
         yield "tokens_per_s_per_gpu", middle(measured["tokens_per_s_per_gpu"]), _within(rate, error)
@@ -885,8 +906,12 @@ def _as_configured(config: dict[str, Any], workload: Workload, assumptions: Assu
     tokens = _first(
         config, {}, "max_tokens_per_gpu", "ppo_max_token_len", "max_tokens_per_micro_batch", "max_token_len"
     )
-    if tokens is None and "micro_batch_per_gpu" in config:
-        tokens = float(config["micro_batch_per_gpu"]) * workload.sequence_tokens
+    # SkyRL's default is a micro batch of one sequence.
+    sequences = config.get(
+        "micro_batch_per_gpu", 1 if "skyrl" in str(config.get("framework")).lower() else None
+    )
+    if tokens is None and sequences is not None:
+        tokens = float(sequences) * float(config.get("padded_total_length", workload.sequence_tokens))
     return replace(
         assumptions,
         max_slots=int(slots or assumptions.max_slots),
@@ -899,16 +924,24 @@ def pads_sequences(case: Case) -> bool:
     """Whether forwards and updates run on rows as long as the longest sequence, by the case's own words."""
     config = case["config"]
     said = str(config.get("use_remove_padding", config.get("packing", ""))).lower()
-    is_padded = said in ("false", "no", "off") or "padded" in str(config.get("layout", "")).lower()
-    return is_padded and config.get("micro_batch_per_gpu") != 1  # one sequence alone is as long as it is
+    is_padded = re.match(r"(false|no|off)\b", said) or "padded" in str(config.get("layout", "")).lower()
+    return (
+        bool(is_padded) and config.get("micro_batch_per_gpu") != 1
+    )  # one sequence alone is as long as it is
 
 
 def _padded(config: dict[str, Any], workload: Workload) -> Workload:
-    """The same step with every sequence at its limits."""
+    """The same step with every sequence as long as the rows are, or at its limits."""
+    prompt_tokens = float(config.get("max_prompt_length", workload.prompt_tokens))
+    response_tokens = float(workload.max_response_tokens)
+    if "padded_total_length" in config:
+        prompt_tokens = workload.prompt_tokens
+        response_tokens = middle(config["padded_total_length"]) - prompt_tokens
     return replace(
         workload,
-        prompt_tokens=float(config.get("max_prompt_length", workload.prompt_tokens)),
-        response_tokens=float(workload.max_response_tokens),
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        max_response_tokens=max(workload.max_response_tokens, math.ceil(response_tokens)),
         length_samples=(),
     )
 
@@ -926,7 +959,7 @@ def _waits_a_step_ahead(config: dict[str, Any]) -> bool:
 def _rollout_engine(case: Case) -> str:
     """vLLM, in verl before 0.6 without CUDA graphs unless it is told otherwise (`enforce_eager: True`)."""
     config = case["config"]
-    said = str(config.get("enforce_eager", "")).lower()
+    said = str(config.get("enforce_eager", config.get("eager", ""))).lower()
     if "eager" in str(config.get("engine", "")).lower():
         return "vllm_eager"
     if said:
@@ -934,6 +967,8 @@ def _rollout_engine(case: Case) -> str:
     framework = str(config.get("framework", "")).lower()
     version, vllm = (re.search(name + r"\D{0,3}0\.(\d+)", framework) for name in ("verl", "vllm"))
     is_old = int(version[1]) < 6 if version else vllm is None or int(vllm[1]) < 10
+    if version is None and vllm is None:  # of an unknown year: Blackwell came later
+        is_old = not re.search(r"\bG?B[23]00", str(config.get("gpu", "")).upper())
     return "vllm_eager" if framework_of(case) == "verl" and is_old else "vllm"
 
 
@@ -973,13 +1008,18 @@ def _train_layout(
 def _workload(config: dict[str, Any], measured: dict[str, Any], said: str) -> Workload:
     prompts = _first(config, {}, "prompts_per_step", "train_batch_size_prompts", "num_prompts")
     group = _first(config, {}, "generations_per_prompt", "rollout_n", "group_size")
+    samples = _first(config, {}, "samples_per_step", "sequences_per_step")
+    if samples is not None and (prompts is None or group is None):
+        group = count_of(group or (count_of(samples) // count_of(prompts) if prompts else USUAL_GROUP))
+        prompts = max(count_of(samples) // group, 1)
     if prompts is None or group is None:
         raise NotCovered("the batch size was not published")
     prompts, group = count_of(prompts), count_of(group)
     sequences = prompts * group
     prompt = _first(config, measured, "mean_prompt_length", "prompt_length_mean") or MATH_PROMPT_TOKENS
     response = _first(config, measured, "mean_response_length", "response_length_mean")
-    whole = _first(config, measured, "avg_sequence_length", "mean_sequence_tokens")
+    response = None if response is None else middle(response)
+    whole = _first(measured, config, "avg_sequence_length", "mean_sequence_tokens", "mean_total_length")
     if whole is None and response is None and {"step_s", "tokens_per_s_per_gpu"} <= set(measured):
         # The rate that verl prints counts every token of the step.
         rate = middle(measured["tokens_per_s_per_gpu"]) * count_of(config["gpus"])
@@ -1035,7 +1075,10 @@ def _split(config: dict[str, Any]) -> tuple[Mode, int, int]:
     split = str(config.get("gpu_split", config.get("resource_split", "")))
     train = re.search(r"(\d+)\s*(?:train|policy)", split)
     rollout = re.search(r"(\d+)\s*(?:gen|rollout)", split)
-    apart: Mode = "separate_async" if "async" in mode or "off" in policy else "separate_sync"
+    lockstep = str(config.get("staleness_threshold")) == "0"
+    apart: Mode = (
+        "separate_async" if ("async" in mode or "off" in policy) and not lockstep else "separate_sync"
+    )
     if train and rollout:
         return apart, int(rollout[1]), int(train[1])
     half = count_of(config["gpus"]) // 2

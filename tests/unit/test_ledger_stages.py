@@ -71,7 +71,7 @@ def test_broadcast_is_paced_by_its_slowest_stage() -> None:
     sync = DEFAULT.sync
     account = sync_account(LLAMA, CLUSTER, sync, SYNC)
     assert account.slowest == "gather"
-    assert account.seconds > account.total_bytes / sync.assemble_bytes_per_s + sync.base_s
+    assert account.seconds > account.total_bytes / sync.assemble_cross_bytes_per_s + sync.base_s
     slowest_s = account.stages_s["gather"]
     others_s = (account.stages_s["transfer"] + account.stages_s["load"]) * BUCKET_BYTES / account.total_bytes
     assert account.seconds == pytest.approx(account.fixed_s + slowest_s + others_s)
@@ -106,7 +106,7 @@ def test_what_other_nodes_hold_comes_over_one_port_in_float32() -> None:
     near = sync_account(LLAMA, CLUSTER, sync, replace(SYNC, num_train_gpus=8)).stages_s["gather"]
     far = sync_account(LLAMA, CLUSTER, sync, replace(SYNC, num_train_gpus=16)).stages_s["gather"]
     total = 2 * LLAMA.computed_params
-    assert near == pytest.approx(total / sync.assemble_bytes_per_s)
+    assert near == pytest.approx(total / sync.assemble_cross_bytes_per_s)
     assert far - near == pytest.approx(total * 0.5 * 2 / (0.7 * CLUSTER.nic_bytes_per_s))
 
 

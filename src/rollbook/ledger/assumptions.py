@@ -43,7 +43,10 @@ class DecodeAssumptions:
     """Memory traffic of a prompt token beside its matrices: per layer and hidden unit of dense layers, and per unit of
     input, output and middle of the experts it visits."""
     layer_s: Mapping[str, float]
-    """Launches and small operators of one attention and one feed-forward block, by engine."""
+    """Gaps and small operators of one attention and one feed-forward block on the device, by engine."""
+    launch_layer_s: Mapping[str, float]
+    """Of the host for launching the operators of those two blocks, by engine: it runs ahead of the device, so a step
+    takes the longer of both. A CUDA graph is launched at once."""
     latent_layer_s: float
     """On top, for latent attention: compressions, absorbed products and their norms."""
     expert_frac: Mapping[str, float]
@@ -77,12 +80,17 @@ class DecodeAssumptions:
         """Seconds for this engine."""
         return self.layer_s.get(engine, self.layer_s["default"])
 
+    def launch_layer_s_of(self, engine: str) -> float:
+        """Seconds for this engine."""
+        return self.launch_layer_s.get(engine, self.launch_layer_s["default"])
+
     def for_engine(self, engine: str) -> DecodeAssumptions:
         """The same with that engine's seconds as the default."""
         step_s, row_s = self.host_s_of(engine)
         return replace(
             self,
             layer_s={"default": self.layer_s_of(engine)},
+            launch_layer_s={"default": self.launch_layer_s_of(engine)},
             host_s={"default": step_s},
             host_row_s={"default": row_s},
             waiting_frac={"default": self.waiting_frac_of(engine)},
@@ -173,9 +181,11 @@ class SyncAssumptions:
     handle_base_s: float
     """The same between processes that share devices: engines woken, memory mapped, handles opened."""
     near_base_s: float
-    """The same within a node, or where every receiver takes its own shard."""
+    """The same within a node."""
+    slices_base_s: float
+    """The same where every receiver takes its own slices: memory registered, transfers planned, a barrier."""
     receiver_bytes_per_s: float
-    """Each receiving GPU taking its own shard, inside a node."""
+    """Each receiving GPU taking its own slices, inside a node; huge where its link is all that limits it."""
     receiver_cross_bytes_per_s: float
     """The same between nodes."""
     gather_bytes_per_s: float
@@ -185,7 +195,9 @@ class SyncAssumptions:
     load_bytes_per_s: float
     """Per GPU of a replica."""
     assemble_bytes_per_s: float
-    """One trainer rank making full tensors of the shards of its node, and packing them into buckets."""
+    """One trainer rank making full tensors of the shards of its node, and packing them for engines of that node."""
+    assemble_cross_bytes_per_s: float
+    """The same for engines of other nodes."""
     far_bytes_per_param: float
     """In which shards of other nodes come to that rank: 2, or 4 where master weights are gathered and cast then."""
     shard_gather_bytes_per_s: float
@@ -194,9 +206,11 @@ class SyncAssumptions:
     disk_bytes_per_s: float
     """Gathering, writing and reading on a shared file system."""
     per_tensor_s: float
-    """Gathering and naming one tensor on one node of trainers; once more for each doubling of nodes."""
+    """Naming one tensor and announcing it, on one node of trainers; once more for each doubling of nodes."""
+    gather_call_s: float
+    """One gather of a tensor, or of one expert's matrix from each rank; once more for each doubling of nodes."""
     handle_tensor_s: float
-    """Of one tensor that changes hands on its own device: gathered, its handle passed, found by name and copied."""
+    """Of one tensor that changes hands on its own device: its handle passed, found by name and copied."""
     quantize_tensor_s: float
     """Of one tensor that is quantised, scaled and shuffled on its own."""
     host_copy_bytes_per_s: float

@@ -3,7 +3,8 @@
 One decode step of a replica reads the dense weights once, the experts that its batch touches, and the KV of its
 sequences; multiplies; exchanges activations between the replica's GPUs; and pays a fixed time per layer for
 launches and small operators. Bytes and FLOPs overlap within a part (`max`), parts follow each other (`+`). Beside
-them the host prepares the next step: a model so small that its device is done first waits for the scheduler.
+them the host prepares the next step, and without CUDA graphs launches every operator: a model so small that its device
+is done first waits for it.
 All functions take arrays of rows, so a whole curve of running sequences costs one call.
 """
 
@@ -36,6 +37,8 @@ class DecodeStep:
     kv_s: Curve
     exchange_s: Curve
     fixed_s: float
+    launch_s: float
+    """Of the host for launching every operator, beside all of these."""
     bytes_per_gpu: Curve
     host_s: Curve | float = 0.0
     """Of the host, beside all of these."""
@@ -47,6 +50,7 @@ class DecodeStep:
     @property
     def seconds(self) -> Curve:
         device_s = self.young_factor * (self.weights_s + self.kv_s + self.exchange_s + self.fixed_s)
+        device_s = np.maximum(device_s, self.launch_s)
         waiting_s = self.waiting_frac * self.host_s
         return waiting_s + np.maximum(device_s, self.host_s - waiting_s)
 
@@ -146,6 +150,7 @@ def decode_step(
         kv_s=kv_s,
         exchange_s=_exchange_s(model, cluster, assumptions, layout, rows),
         fixed_s=assumptions.step_s + _layer_s(model, cluster, assumptions, layout),
+        launch_s=_num_launches(model) * assumptions.launch_layer_s_of(layout.engine),
         bytes_per_gpu=dense / layout.tp_size + experts / num_gpus + kv,
         host_s=host_s + host_row_s * rows / copies,
         waiting_frac=assumptions.waiting_frac_of(layout.engine),
@@ -160,18 +165,36 @@ def decode_step(
         kv_s=fit.per_row_token_s * rows * context,
         exchange_s=np.zeros_like(rows),
         fixed_s=fit.base_s,
+        launch_s=0.0,
         host_s=0.0,
         young_factor=1.0,
     )
 
 
+def _num_blocks(model: ModelSpec) -> float:
+    """Pairs of a mixer and a feed-forward block."""
+    return (model.num_attention_layers + model.num_linear_layers + model.num_mlp_layers) / 2
+
+
+_LINEAR_LAUNCHES = 1.5
+"""Operators of a linear mixer to those of attention, 14 to 9: projections, convolution, gates, norms, recurrence."""
+_EXPERTS_LAUNCHES = 3.6
+"""Operators of a layer of experts to those of a dense feed-forward block, 18 to 5: router, choice, sorting, two grouped
+products, sum, and a shared expert with its gate."""
+
+
+def _num_launches(model: ModelSpec) -> float:
+    """Operators of one step, in those of a pair of attention and dense feed-forward block."""
+    mixers = model.num_attention_layers + _LINEAR_LAUNCHES * model.num_linear_layers
+    dense = model.num_mlp_layers - model.num_moe_layers
+    return (mixers + dense + _EXPERTS_LAUNCHES * model.num_moe_layers) / 2
+
+
 def _layer_s(
     model: ModelSpec, cluster: Cluster, assumptions: DecodeAssumptions, layout: ReplicaLayout
 ) -> float:
-    mixers = model.num_attention_layers + model.num_linear_layers
-    blocks = (mixers + model.num_mlp_layers) / 2
     latent = model.num_attention_layers if model.kv_lora_rank else 0
-    seconds = blocks * assumptions.layer_s_of(layout.engine)
+    seconds = _num_blocks(model) * assumptions.layer_s_of(layout.engine)
     seconds += model.num_moe_layers * assumptions.moe_layer_s_of(cluster.accelerator)
     return seconds + latent * assumptions.latent_layer_s
 

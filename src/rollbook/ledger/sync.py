@@ -59,6 +59,10 @@ class SyncWork:
     """The trainer holds bfloat16, and each tensor is quantised on its own on its way into the engine."""
     pp_size: int = 1
     """Pipeline stages of the trainer: each sends what it holds, at the same time."""
+    ep_size: int = 1
+    """Trainer ranks among which experts are spread: one gather brings a matrix of each."""
+    is_sharded: bool = True
+    """A trainer rank holds parts of the tensors beside the experts; False: whole ones, which nothing gathers."""
     state_is_offloaded: bool = False
     """The trainer's weights lie in host memory when the publication starts."""
 
@@ -96,6 +100,15 @@ def num_tensors(model: ModelSpec, *, splits_experts: bool) -> int:
     return sum(kind.num_tensors // (stacked if kind.cut == "experts" else 1) for kind in tensor_kinds(model))
 
 
+def _num_gathers(model: ModelSpec, work: SyncWork) -> float:
+    """Calls in which a trainer's ranks make whole tensors, all stages together."""
+    if work.num_train_gpus == 1:
+        return 0.0
+    experts = num_tensors(model, splits_experts=True) - num_tensors(model, splits_experts=False)
+    others = num_tensors(model, splits_experts=False) if work.is_sharded else 0
+    return others + experts * work.splits_experts / work.ep_size
+
+
 def sync_account(
     model: ModelSpec, cluster: Cluster, assumptions: SyncAssumptions, work: SyncWork
 ) -> SyncAccount:
@@ -121,7 +134,8 @@ def sync_account(
         numbers = lora_params(model, work.lora_rank) if work.lora_rank else model.computed_params
         sent = work.changed_frac * (numbers * _POSITION_BYTES + total)
         return _delta(cluster, assumptions, work, total, sent, tensors, error_frac, crosses=crosses)
-    rates = _rates(cluster, assumptions, work, total, crosses=crosses)
+    num_gathers = _num_gathers(model, work)
+    rates = _rates(cluster, assumptions, work, total, crosses=crosses, is_gathered=num_gathers > 0)
     slowest = min(rates, key=lambda stage: rates[stage])
     bucket = min(work.bucket_bytes, total)
     others = sum(bucket / rate for stage, rate in rates.items() if stage != slowest)
@@ -130,13 +144,18 @@ def sync_account(
         fixed_s = assumptions.process_base_s
     elif work.method == "ipc" and work.num_train_gpus > 1:
         fixed_s = assumptions.handle_base_s
+    elif work.method == "sharded":
+        fixed_s = assumptions.slices_base_s
     if work.method in ("broadcast", "in_process", "ipc"):
         nodes = max(work.num_train_gpus / cluster.gpus_per_node, 1.0)
         tensor_s = assumptions.per_tensor_s if work.method == "broadcast" else assumptions.handle_tensor_s
         if work.num_train_gpus == 1:
             tensor_s = 0.0  # nothing is gathered
+        named_s = tensors * tensor_s + num_gathers * assumptions.gather_call_s
+        # Engines on the same devices are handed the tensors of all stages one after the other.
+        stages = work.pp_size if work.method == "broadcast" else 1
         # A gather between nodes is a tree: each doubling adds a hop.
-        fixed_s += tensors / work.pp_size * tensor_s * (1 + math.log2(nodes))
+        fixed_s += named_s / stages * (1 + math.log2(nodes))
     if work.quantizes_tensors:
         # Slices are only scaled and shuffled where they arrive, a stream is quantised where it starts as well.
         fixed_s += tensors * assumptions.quantize_tensor_s * (0.5 if work.method == "sharded" else 1.0)
@@ -186,20 +205,26 @@ def _crosses_nodes(cluster: Cluster, work: SyncWork) -> bool:
 
 
 def _rates(
-    cluster: Cluster, assumptions: SyncAssumptions, work: SyncWork, total: float, *, crosses: bool
+    cluster: Cluster,
+    assumptions: SyncAssumptions,
+    work: SyncWork,
+    total: float,
+    *,
+    crosses: bool,
+    is_gathered: bool,
 ) -> dict[str, float]:
-    """Bytes of the full weights per second through each stage."""
+    """Bytes of the full weights per second through each stage. `is_gathered`: no trainer GPU holds whole tensors."""
     accelerator = cluster.accelerator
     link = cluster.nic_bytes_per_s if crosses else accelerator.scale_up_bytes_per_s
     gathered = assumptions.gather_cross_bytes_per_s if crosses else assumptions.gather_bytes_per_s
     gather = min(gathered, _LINK_FRAC * link * max(work.num_train_gpus - 1, 1))
     load = assumptions.load_bytes_per_s * work.replica_gpus
     if work.method in ("in_process", "ipc"):
-        return {"gather": gather, "load": load} if work.num_train_gpus > 1 else {"load": load}
+        return {"gather": gather, "load": load} if is_gathered else {"load": load}
     if work.method == "broadcast":
-        # One trainer GPU holds everything that it sends.
-        alone = work.num_train_gpus == 1
-        assembly = math.inf if alone else work.pp_size * _assembly(cluster, assumptions, work)
+        assembly = (
+            work.pp_size * _assembly(cluster, assumptions, work, crosses=crosses) if is_gathered else math.inf
+        )
         return {"gather": assembly, "transfer": _BROADCAST_FRAC * link, "load": load}
     if work.method == "disk":
         write = assumptions.disk_bytes_per_s
@@ -216,7 +241,7 @@ def _rates(
     }
 
 
-def _assembly(cluster: Cluster, assumptions: SyncAssumptions, work: SyncWork) -> float:
+def _assembly(cluster: Cluster, assumptions: SyncAssumptions, work: SyncWork, *, crosses: bool) -> float:
     """Bytes a second at which one trainer rank makes full tensors, which the stream waits for.
 
     What other nodes hold of its pipeline stage comes over that rank's own port, in some frameworks as the float32
@@ -225,7 +250,8 @@ def _assembly(cluster: Cluster, assumptions: SyncAssumptions, work: SyncWork) ->
     """
     nodes = max(work.num_train_gpus / work.pp_size / cluster.accelerator.scale_up_gpus, 1.0)
     far = (1 - 1 / nodes) * assumptions.far_bytes_per_param / DTYPE_BYTES["bfloat16"]
-    return 1 / (1 / assumptions.assemble_bytes_per_s + far / (_LINK_FRAC * cluster.nic_bytes_per_s))
+    packed = assumptions.assemble_cross_bytes_per_s if crosses else assumptions.assemble_bytes_per_s
+    return 1 / (1 / packed + far / (_LINK_FRAC * cluster.nic_bytes_per_s))
 
 
 def _delta(
