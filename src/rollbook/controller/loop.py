@@ -196,13 +196,12 @@ class Controller:
             group_filter: instead of the run's; a rehearsal has its own.
         """
         with self.recorder.span("pack", **self.expected.of("pack")) as span:
-            sequences = train_sequences(taken.groups, group_filter or self.config.algorithm.filter)
-            if not sequences:
+            batch = await self.compute(lambda: self._pack(taken, step, group_filter))
+            if batch is None:
                 self.recorder.event("empty_batch", evictions=len(taken.evictions))
                 self.expected.leave_out(OF_A_BATCH)
                 return None
-            batch = self.trainer.make_batch(sequences, step=step, weight_version=self.weight_version)
-            self.expected.batch_of(len(sequences), batch.num_tokens)
+            self.expected.batch_of(len(batch.sequences), batch.num_tokens)
             span.set(**self.expected.of("pack"))
         for stage, fill in self.forward_passes():
             with self.recorder.span(stage, **self.expected.of(stage)) as span:
@@ -214,6 +213,12 @@ class Controller:
         if has_loss and not any(s.loss_mask.any() for s in batch.sequences):
             self._say_all_rejected(step)
         return batch
+
+    def _pack(self, taken: Taken, step: int, group_filter: FilterConfig | None) -> TrainBatch | None:
+        sequences = train_sequences(taken.groups, group_filter or self.config.algorithm.filter)
+        if not sequences:
+            return None
+        return self.trainer.make_batch(sequences, step=step, weight_version=self.weight_version)
 
     def _say_all_rejected(self, step: int) -> None:
         """The step makes no update. Said once, since it will be so again; the metrics hold the share of every step."""
