@@ -665,3 +665,15 @@ def test_three_slow_steps_as_far_apart_as_each_other_are_a_schedule() -> None:
         seconds = _noisy(44.0, 14) + 650.0 * np.isin(T, (50, 90, third))
         changed = {name: np.full(N, np.nan) for name in keep} | {"timing_s/step": seconds}
         assert _diagnose(changed).verdict == verdict
+
+
+def test_a_last_step_that_waits_for_the_longest_response_of_all_is_no_hang() -> None:
+    """The last step but one takes a quarter of an hour longer, with a response twice as long, or without."""
+    late = np.where(T == N - 2, 1.0, 0.0)
+    slow = {
+        "timing_s/gen": _noisy(50.0, 10) + 900.0 * late,
+        "timing_s/step": _noisy(106.0, 14, 0.01) + 900.0 * late,
+    }
+    longest = {"response_length/max": _noisy(3000.0, 9, 0.06) * (1 + 1.5 * late)}
+    assert _diagnose(slow).verdict == "collective_hang"
+    assert _diagnose(slow | longest).verdict != "collective_hang"

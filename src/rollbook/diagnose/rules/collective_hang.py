@@ -64,8 +64,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         if found is None:
             continue
         idx, usual, seconds = found
-        spells = view.spells(stage, least=np.log(1.5))
-        if not said and spells is not None and spells.hit[idx] and is_of_the_schedule(view, spells):
+        if not said and _has_a_reason(view, stage, idx):
             continue
         says = f"{num(seconds)} s in step {view.step_at(idx)}, {num(usual)} s is usual"
         evidence.append(
@@ -110,6 +109,14 @@ def judge(view: View) -> Finding | NotJudged | None:
         "elsewhere is the cause: fewer micro batches, an exception, a dead host",
         next_check="number of micro batches per rank in that step, and the kernel log of each host",
     )
+
+
+def _has_a_reason(view: View, stage: str, idx: int) -> bool:
+    """Whether the step of a stall is one of the schedule's, or waits for the longest response of all."""
+    spells = view.spells(stage, least=np.log(1.5))
+    if spells is not None and spells.hit[idx] and is_of_the_schedule(view, spells):
+        return True
+    return stage in ("timing_s/gen", "timing_s/step") and memory.leaps_with_the_longest(view, idx)
 
 
 _COLLECTIVE = ("update_actor", "update_weights", "old_log_prob", "ref", "values", "update_critic")
