@@ -8,9 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -22,11 +20,11 @@ from rich.text import Text
 from rollbook.observe.catalogue import STAGES
 from rollbook.observe.clock import Clock, SystemClock
 from rollbook.observe.numbers import count, counted, frac, seconds, tiny
+from rollbook.observe.progress import Progress, number_of
 from rollbook.observe.recorder import Event
 
 SPARK = "▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉"
-NUM_SPARK_STEPS = 400
 MAX_SOURCES = 4
 """Data sources with a row of their own; the rest share one."""
 _NOTICES = {
@@ -61,97 +59,6 @@ PHASES = {
 MAX_LINE_CHARS = 120
 WARMUP_LINE_S = 5.0
 """Least seconds between two lines of the warm-up."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """What the view knows: the last readings and the step in progress."""
-
-    num_steps: int | None = None
-    first_step: int | None = None
-    step: int | None = None
-    num_done: int = 0
-    data: dict[str, float] = field(default_factory=dict)
-    """Last reading of every metric."""
-    rewards: dict[str, deque[float]] = field(default_factory=dict)
-    """Data source -> mean reward, a value a step."""
-    open_spans: dict[str, float] = field(default_factory=dict)
-    """Span name -> monotonic start, of the step and the stages in progress."""
-    started_mono_s: float = 0.0
-    steps_began_mono_s: float | None = None
-    first_readings: dict[str, float] = field(default_factory=dict)
-    warmup: dict[str, float] = field(default_factory=dict)
-    """Last readings of the supervised warm-up."""
-    num_warmup_updates: int = 0
-    warmup_began_mono_s: float = 0.0
-    warmup_at_mono_s: float = 0.0
-    """Of its last update."""
-    measuring: str = ""
-    """Which part of the calibration is under way."""
-
-    def take_event(self, event: Event) -> None:
-        kind, name, mono_s = event["kind"], str(event.get("name", "")), _number(event["mono_s"])
-        if kind == "span_open":
-            self.open_spans[name] = mono_s
-            if name == "warmup":
-                self.warmup_began_mono_s = mono_s
-            if name == "step":
-                step = event.get("step")
-                self.step = step if isinstance(step, int) else None
-                if self.first_step is None:
-                    self.first_step, self.steps_began_mono_s = self.step, mono_s
-        elif kind == "span":
-            self.open_spans.pop(name, None)
-        elif kind in ("run_started", "run_resumed"):
-            self.started_mono_s = mono_s
-        elif kind == "warmup":
-            self.warmup |= {"update": _number(event.get("update")), "loss": _number(event.get("loss"))}
-            self.num_warmup_updates = int(_number(event.get("num_updates")))
-            self.warmup_at_mono_s = mono_s
-        elif kind == "measuring":
-            self.measuring = f"{event.get('part')}/{event.get('num_parts')} {event.get('what')}"
-        elif kind == "warmup_check" and isinstance(exact := event.get("exact_match"), list):
-            self.warmup["held-out"] = min(map(_number, exact), default=0.0)
-
-    def take_step(self, step: int, data: Mapping[str, float]) -> None:
-        self.data.update(data)
-        for name, value in data.items():
-            self.first_readings.setdefault(name, value)
-            match = re.fullmatch(r"reward/(.+)/mean", name)
-            if match:
-                self.rewards.setdefault(match[1], deque(maxlen=NUM_SPARK_STEPS)).append(value)
-        if "timing_s/step" in data:
-            self.step = step
-            self.num_done += 1
-
-    def warmup_line(self, now_mono_s: float) -> str:
-        """Where the warm-up is, and how long it may still take: it ends earlier once enough is answered."""
-        update, most = self.warmup.get("update", 0.0), self.num_warmup_updates
-        line = f"warm-up  update {count(update)}" + (f"/{most}" if most else "")
-        line += "".join(
-            f"  {name} {count(round(value, 3))}" for name, value in self.warmup.items() if name != "update"
-        )
-        if 0 < update < most and "warmup" in self.open_spans:
-            took_s = self.warmup_at_mono_s - self.warmup_began_mono_s
-            left_s = took_s / update * (most - update) - (now_mono_s - self.warmup_at_mono_s)
-            line += f"  at most {seconds(max(left_s, 0.0))} left"
-        return line
-
-    def stages(self) -> list[tuple[str, float | None, float | None]]:
-        """(span name, measured seconds, expected seconds) of the last step, in the order of a step."""
-        rows = []
-        for name, suffix in STAGES.items():
-            measured = self.data.get(f"timing_s/{suffix}")
-            if measured is not None or name in self.open_spans:
-                rows.append((name, measured, self.data.get(f"expected_s/{suffix}")))
-        return rows
-
-    def remaining_s(self, now_mono_s: float) -> float | None:
-        if self.num_steps is None or not self.num_done or self.steps_began_mono_s is None:
-            return None
-        assert self.first_step is not None
-        num_left = max(0, self.num_steps - self.first_step - self.num_done)
-        return (now_mono_s - self.steps_began_mono_s) / self.num_done * num_left
 
 
 class TerminalView:
@@ -213,7 +120,7 @@ class TerminalView:
 
     def _say_phase(self, kind: str, event: Event) -> None:
         """Without a panel: a line for each thing that takes time before the first step."""
-        name, mono_s = str(event.get("name", "")), _number(event["mono_s"])
+        name, mono_s = str(event.get("name", "")), number_of(event["mono_s"])
         if kind in ("run_started", "run_resumed"):
             self._print(f"{'run' if kind == 'run_started' else 'resuming'} {self.run_dir}")
         elif kind == "span_open" and name in PHASES and self.progress.step is None:
@@ -491,12 +398,13 @@ def sparkline(values: list[float], width: int) -> str:
 def plan_lines(event: Event) -> list[str]:
     """The plan in a few lines, from its event."""
     held = event.get("stages")
-    stages = {str(k): _number(v) for k, v in held.items()} if isinstance(held, Mapping) else {}
+    stages = {str(k): number_of(v) for k, v in held.items()} if isinstance(held, Mapping) else {}
     rows = sorted(stages.items(), key=lambda stage: -stage[1])
     return [
         f"plan     {event.get('topology')}",
-        f"         a step takes {seconds(_number(event.get('step_s')))}, "
-        f"all that are left {seconds(_number(event.get('total_s')))}; mean seconds by stage (below: measured/planned):",
+        f"         a step takes {seconds(number_of(event.get('step_s')))}, "
+        f"all that are left {seconds(number_of(event.get('total_s')))}; "
+        "mean seconds by stage (below: measured/planned):",
         "         " + "  ".join(f"{name} {value:.3g}" for name, value in rows),
     ]
 
@@ -536,7 +444,3 @@ def _fitting(parts: list[tuple[int, str]]) -> str:
 
 def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else "…" + text[-(width - 1) :]
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
