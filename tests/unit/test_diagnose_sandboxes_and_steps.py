@@ -226,3 +226,16 @@ def test_samples_that_wait_ever_longer_outside_of_generation_leak() -> None:
     assert finding.rule == "sandbox_leak"
     assert 37 <= finding.step <= 60  # long before the leap
     assert diagnose(run_of({"perf/non_generation_time/mean": noisy(11.0, 31, 0.05)}, format="slime")).is_well
+
+
+@pytest.mark.parametrize("num_after", [3, 6, 40])
+def test_a_pool_that_dies_is_dated_at_its_step_however_soon_the_log_ends(num_after: int) -> None:
+    n = 60 + num_after
+    dead = np.arange(n) >= 60
+    broken = {
+        "env/turn_s/mean": noisy(np.where(dead, 29.4, 2.96), 31, 0.05, n=n),
+        "num_turns/mean": noisy(np.where(dead, 2.1, 5.2), 32, 0.05, n=n),
+        "critic/score/mean": noisy(np.where(dead, 0.07, 0.46), 33, 0.05, n=n),
+    }
+    finding = diagnose(run_of(broken, n=n)).findings[0]
+    assert (finding.rule, finding.step) == ("dead_sandbox_pool", 61)

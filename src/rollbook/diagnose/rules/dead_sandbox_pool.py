@@ -63,12 +63,15 @@ def judge(view: View) -> Finding | NotJudged | None:
         )
     if not is_agentic and failure_kinds_of(view).main in ("reward", "timeout", "engine", "out_of_memory"):
         return None  # the log says what the failures are, and they are not the environment's
-    best: Finding | None = None
-    for idx in _moments(view):
-        found = _at(view, idx)
-        if found is not None and (best is None or found.confidence > best.confidence):
-            best = found
+    found = [finding for idx in _moments(view) if (finding := _at(view, idx)) is not None]
+    best = max(found, key=lambda finding: (finding.confidence, _parted(finding)), default=None)
     return best or _one_by_one(view) or _ever_fewer(view) or told
+
+
+def _parted(finding: Finding) -> float:
+    """How far apart what was before and after lie, over all evidence: most at the very step."""
+    ends = [(item.before or 0.0, item.after or 0.0) for item in finding.evidence]
+    return sum(abs(after - before) / max(abs(before), abs(after), 1e-12) for before, after in ends)
 
 
 def _told(view: View) -> Finding | None:
