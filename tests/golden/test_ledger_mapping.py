@@ -133,7 +133,7 @@ def test_megatron_cuts_by_tensor_pipeline_and_experts_and_repeats_the_rest() -> 
     )  # fmt: skip
     q, experts, norms = (kind(mapping, name) for name in ("attention q", "experts", "norms"))
     assert (q.trainer_pieces, q.trainer_holders) == (4, 8)
-    assert q.gathered_bytes == q.bytes * 7 / 8
+    assert q.gathered_bytes == q.bytes / 2 * 3 / 4  # of its stage's half
     assert (experts.trainer_pieces, experts.trainer_holders) == (1, 16)
     assert experts.trainer_cut == "whole experts over EP 8"
     assert (norms.trainer_pieces, norms.trainer_holders) == (1, 2)
@@ -240,3 +240,22 @@ def test_what_cannot_be_mapped_is_refused_with_a_remedy() -> None:
         separated(changed_frac=1.5)
     with pytest.raises(PlanError, match="use one of: broadcast, sharded, disk, delta"):
         separated().route("ipc")
+
+
+def test_pipeline_stages_gather_what_they_hold_at_the_same_time() -> None:
+    """Qwen3-30B-A3B, 128 experts of 48 layers in EP 16 and PP 4 on 64 GPUs: a stage's quarter of their 57 GB lies on
+    two nodes, and a gathering GPU receives 7 of 16 parts from its own and 8 from the other."""
+    layout = TrainLayout(ep_size=16, pp_size=4)
+    mapping = sync_mapping(
+        QWEN_MOE,
+        Cluster(accelerator=H100, num_gpus=80),
+        Trainer(num_gpus=64, layout=layout, is_sharded=False),
+        ReplicaLayout(tp_size=2),
+        num_rollout_gpus=16,
+        shares_devices=False,
+    )
+    experts = 48 * 128 * 3 * 2048 * 768 * 2
+    assert kind(mapping, "experts").gathered_bytes == pytest.approx(experts / 4 * 15 / 16)
+    gathers = {load.link: load.bytes for load in mapping.route("broadcast").links if load.stage == "gather"}
+    assert gathers["scale-up"] == pytest.approx(experts / 4 * 7 / 16)
+    assert gathers["network"] == pytest.approx(experts / 4 * 8 / 16)

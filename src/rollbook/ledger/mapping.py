@@ -100,7 +100,7 @@ class KindMove:
     bytes: float
     """One copy, as the engine holds it."""
     gathered_bytes: float
-    """That a gathering trainer GPU receives from others, in the trainer's dtype."""
+    """That a gathering trainer GPU receives from the others of its pipeline stage, in the trainer's dtype."""
     landed_bytes: float
     """That one engine GPU ends up with."""
 
@@ -234,6 +234,7 @@ def _move(
     kind: TensorKind, trainer: Trainer, engine: ReplicaLayout, trainer_dtype: str, *, is_adapter: bool
 ) -> KindMove:
     pieces, holders = trainer.pieces(kind), trainer.holders(kind)
+    stages = min(trainer.layout.pp_size, holders)
     if kind.cut == "whole":
         cuts, where = 1, _ENGINE_CUTS["whole"]
     elif kind.cut == "experts":
@@ -258,7 +259,7 @@ def _move(
         engine_cut=where,
         engine_dtype=dtype if kind.is_quantized or dtype == "float32" else "bfloat16",
         bytes=in_bytes,
-        gathered_bytes=kind.params * DTYPE_BYTES[trainer_dtype] * (1 - 1 / holders),
+        gathered_bytes=kind.params / stages * DTYPE_BYTES[trainer_dtype] * (1 - stages / holders),
         landed_bytes=in_bytes / cuts,
     )
 
@@ -349,15 +350,18 @@ class _Roads:
         )
 
     def _gather(self) -> list[LinkLoad]:
-        """Of the other holders of a copy, those in the same scale-up domain send over it, the rest over the network."""
-        domain = self.cluster.accelerator.scale_up_gpus
+        """Pipeline stages gather what they hold at the same time: of the other holders in a stage, those in the same
+        scale-up domain send over it, the rest over the network."""
+        domain, stages = self.cluster.accelerator.scale_up_gpus, self.trainer.layout.pp_size
         near = far = 0.0
         for move in self.moves:
-            inside = min(move.trainer_holders, domain)
-            full = move.gathered_bytes / max(move.trainer_holders - 1, 1)
+            holders = max(move.trainer_holders // stages, 1)
+            inside = min(holders, domain)
+            full = move.gathered_bytes / max(holders - 1, 1)
             near += full * (inside - 1)
-            far += full * (move.trainer_holders - inside)
-        what = "a gathering trainer GPU receives the others' shards"
+            far += full * (holders - inside)
+        of_stage = " of each stage" if stages > 1 else ""
+        what = f"a gathering trainer GPU{of_stage} receives the others' shards"
         return [self._load("gather", "scale-up", what, near), self._load("gather", "network", what, far)]
 
     def _into_place(self) -> LinkLoad:
