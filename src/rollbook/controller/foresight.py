@@ -152,13 +152,10 @@ def _assumptions(config: RunConfig) -> Assumptions:
 
 
 def _needs_proximal(config: RunConfig) -> bool:
-    """As `Controller.needs_proximal`: on policy with one update the current policy is the anchor."""
+    """As `Controller.needs_proximal`."""
     algorithm, trainer = config.algorithm, config.trainer
-    is_on_policy = config.buffer.max_staleness_steps == 0
     updates = trainer.num_epochs * trainer.num_mini_batches
-    return algorithm.proximal != "behavior" and (
-        algorithm.needs_proximal_first or not is_on_policy or updates > 1
-    )
+    return algorithm.proximal != "behavior" and (algorithm.needs_proximal_first or updates > 1)
 
 
 def _accelerator(config: RunConfig, gpu: str, notes: list[str]) -> Accelerator:

@@ -457,15 +457,12 @@ class Controller:
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether a forward must give the trust-region anchor: with one update on policy it is the current policy.
-
-        The staleness bound decides, not the schedule, so that a bound of 0 gives the same numbers in all of them.
-        """
+        """Whether a forward must give the trust-region anchor before the updates: with one update a step it is the
+        current policy, and nobody else reads it first."""
         algorithm = self.config.algorithm
         if algorithm.proximal == "behavior":
             return False
-        is_on_policy = self.config.buffer.max_staleness_steps == 0
-        return algorithm.needs_proximal_first or not is_on_policy or self.trainer.num_updates_per_step > 1
+        return algorithm.needs_proximal_first or self.trainer.num_updates_per_step > 1
 
     async def publish(self, weight_version: int) -> PublicationReport:
         """One publication, repeated once if it fails. Replicas that missed it are out of service.

@@ -1,8 +1,8 @@
 """The algorithm's loss as the trainer calls it, micro batch by micro batch.
 
-On the on-policy shortcut (one optimizer update a step) nobody computed proximal logprobs before the update: the
-current policy's own numbers, before the update, are the proximal ones. The objective then notes them, so that gap
-and mismatch are reported all the same.
+Where a step makes one optimizer update and nothing reads proximal logprobs before it, nobody computed them: the
+current policy's own numbers, before the update, are the proximal ones, also of stale tokens. The objective then notes
+them, so that gap and mismatch are reported all the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PolicyObjective:
 
     config: AlgorithmConfig
     proximal_is_current: bool
-    """The on-policy shortcut is in force."""
+    """That shortcut is in force."""
     noted: dict[int, Floats] = field(default_factory=dict)
     """sequence_idx -> [n] logprobs before the update, on the shortcut."""
 
