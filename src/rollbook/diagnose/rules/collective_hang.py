@@ -3,6 +3,7 @@ stalls again and again, or slows down for good by a failing link. The work is th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from rollbook.diagnose.cost import is_asynchronous, is_worth, run_seconds
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
+from rollbook.diagnose.series import Event
 from rollbook.diagnose.signs.seconds import (
     TRAINER_STAGES,
     is_of_the_schedule,
@@ -28,85 +30,86 @@ RULE = "collective_hang"
 def judge(view: View) -> Finding | NotJudged | None:
     said = view.events("collective_timeout")
     stages = [f"timing_s/{s}" for s in TRAINER_STAGES if view.has(f"timing_s/{s}")]
-    evidence: list[Evidence] = []
-    confidence = 0.0
-    step = view.step_at(view.n - 1)
-    if said:
-        first = said[0]
-        step = first.step if first.step is not None else step
-        evidence.append(Evidence(metric="log", step=step, says=first.text))
-        confidence = 0.9
-    standing = standstill_of(view)
-    if standing is not None and standing.told_by == RULE:
-        step, confidence = standing.step, max(confidence, 0.92)
-        evidence.append(standing.evidence)
-    for event in view.events("open_span"):
-        usual = view.level(f"timing_s/{event.fields.get('metric', event.text)}")
-        open_s = float(event.fields.get("open_s", 0.0))
-        if open_s >= max(60.0, 10 * usual if np.isfinite(usual) else 600.0) and event.text not in (
-            "step",
-            "rollout",
-        ):
-            says = f"stage {event.text} is open for {num(open_s)} s, {num(usual)} s is usual"
-            evidence.append(Evidence(metric=f"timing_s/{event.text}", step=event.step or step, says=says))
-            confidence = max(confidence, 0.85)
     if not is_asynchronous(view):
         stages.append("timing_s/gen")  # in an asynchronous run that one is a wait for samples
-    if waiting_of(view) == "timing_s/step" and not is_asynchronous(view):
-        stages = ["timing_s/step"]  # no stage is timed: at equal lengths the whole step tells
+        if waiting_of(view) == "timing_s/step":
+            stages = ["timing_s/step"]  # no stage is timed: at equal lengths the whole step tells
     slow = _stalls_again(view, _COLLECTIVE) or _slow_link(view)
     if slow is None and not view.has("timing_s/gen"):
         slow = _stalls_again(view, ("step",))  # what waits for responses is in the whole step alone
     if slow is not None and not said:
         return slow
-    for stage in [s for s in stages if view.has(s)]:
-        found = stalls_at_end(view, stage)
-        if found is None:
+    signs = [*_words(view, said), *_open_spans(view), *_last_stalls(view, stages, surely=bool(said))]
+    if signs:
+        return _hangs(view, signs)
+    if stages:
+        return None
+    return NotJudged(
+        rule=RULE,
+        missing=("timing_s/update_actor", "timing_s/old_log_prob", "timing_s/update_weights"),
+        lacks="seconds of stages",
+        collect="log the seconds of each trainer stage, and keep the console log (the watchdog writes there)",
+    )
+
+
+Sign = tuple[Evidence, float]
+"""Evidence of a hang, and how sure it makes of it."""
+
+
+def _words(view: View, said: list[Event]) -> Iterator[Sign]:
+    """A watchdog's words, and a last line on other ranks that is said again and again."""
+    for event in said[:1]:
+        step = event.step if event.step is not None else view.step_at(view.n - 1)
+        yield Evidence(metric="log", step=step, says=event.text), 0.9
+    standing = standstill_of(view)
+    if standing is not None and standing.told_by == RULE:
+        yield standing.evidence, 0.92
+
+
+def _open_spans(view: View) -> Iterator[Sign]:
+    """Stages of a run of ours that goes on which have been open for many times what they take."""
+    for event in view.events("open_span"):
+        metric = f"timing_s/{event.text}"
+        usual = view.level(f"timing_s/{event.fields.get('metric', event.text)}")
+        open_s = float(event.fields.get("open_s", 0.0))
+        is_long = open_s >= max(60.0, 10 * usual if np.isfinite(usual) else 600.0)
+        if is_long and event.text not in ("step", "rollout"):
+            says = f"stage {event.text} is open for {num(open_s)} s, {num(usual)} s is usual"
+            yield Evidence(metric=metric, step=event.step or view.step_at(view.n - 1), says=says), 0.85
+
+
+def _last_stalls(view: View, stages: list[str], *, surely: bool) -> Iterator[Sign]:
+    """Stages that take many times their usual time in the last steps, with nothing that explains it."""
+    for stage in stages:
+        found = stalls_at_end(view, stage) if view.has(stage) else None
+        if found is None or (not surely and _has_a_reason(view, stage, found[0])):
             continue
         idx, usual, seconds = found
-        if not said and _has_a_reason(view, stage, idx):
-            continue
-        says = f"{num(seconds)} s in step {view.step_at(idx)}, {num(usual)} s is usual"
-        evidence.append(
-            Evidence(metric=stage, step=view.step_at(idx), before=usual, after=seconds, says=says)
-        )
-        step = min(step, view.step_at(idx))
-        confidence = max(confidence, 0.8) if not said else 0.97
-    if not evidence:
-        return (
-            None
-            if stages or said
-            else NotJudged(
-                rule=RULE,
-                missing=("timing_s/update_actor", "timing_s/old_log_prob", "timing_s/update_weights"),
-                lacks="seconds of stages",
-                collect="log the seconds of each trainer stage, and keep the console log (the watchdog writes there)",
-            )
-        )
+        step = view.step_at(idx)
+        says = f"{num(seconds)} s in step {step}, {num(usual)} s is usual"
+        evidence = Evidence(metric=stage, step=step, before=usual, after=seconds, says=says)
+        yield evidence, 0.97 if surely else 0.8
+
+
+def _hangs(view: View, signs: list[Sign]) -> Finding:
+    evidence = [item for item, _ in signs]
+    stalled = [e.after - e.before for e in evidence if e.after is not None and e.before is not None]
+    step = min(item.step for item in evidence)
     imbalance = view.contrast("global_seqlen/minmax_diff", view.idx_of(step))
     if imbalance is not None and imbalance.ratio >= 3:
         says = "tokens of the ranks differ more than before"
-        evidence.append(
-            Evidence(
-                metric="global_seqlen/minmax_diff",
-                step=step,
-                before=imbalance.before,
-                after=imbalance.after,
-                says=says,
-            )
-        )
-    stalled = [e.after - e.before for e in evidence if e.after is not None and e.before is not None]
+        before, after = imbalance.before, imbalance.after
+        evidence.append(Evidence(metric=imbalance.metric, step=step, before=before, after=after, says=says))
     return Finding(
         rule=RULE,
         title="a collective hangs: one rank does not take part",
         area="implementation",
-        confidence=share(confidence),
+        confidence=share(max(confidence for _, confidence in signs)),
         step=step,
         evidence=tuple(evidence),
         cost_s=float(sum(stalled)) if stalled else None,
         action="dump the stacks of all ranks (py-spy, or TORCH_NCCL_TRACE_BUFFER_SIZE) before killing "
-        "the job; the rank that is "
-        "elsewhere is the cause: fewer micro batches, an exception, a dead host",
+        "the job; the rank that is elsewhere is the cause: fewer micro batches, an exception, a dead host",
         next_check="number of micro batches per rank in that step, and the kernel log of each host",
     )
 

@@ -64,8 +64,17 @@ def judge(view: View) -> Finding | NotJudged | None:
     if not is_agentic and failure_kinds_of(view).main in ("reward", "timeout", "engine", "out_of_memory"):
         return None  # the log says what the failures are, and they are not the environment's
     found = [finding for idx in _moments(view) if (finding := _at(view, idx)) is not None]
-    best = max(found, key=lambda finding: (finding.confidence, _parted(finding)), default=None)
-    return best or _one_by_one(view) or _ever_fewer(view) or told
+    best = max(found, key=lambda finding: finding.confidence, default=None)
+    if (
+        best is not None
+    ):  # the first of the surest, at the one of the steps around it that parts before and after
+        beside = [f for f in found if f.confidence == best.confidence and 0 <= f.step - best.step <= BESIDE]
+        return max(beside, key=_parted)
+    return _one_by_one(view) or _ever_fewer(view) or told
+
+
+BESIDE = 2
+"""Steps by which a noisy series may date its break early."""
 
 
 def _parted(finding: Finding) -> float:
