@@ -10,10 +10,7 @@ group is built anew (`BroadcastGroup.create`).
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -23,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, FileStore, ProcessGroupGloo, Store, TCPStore, Work
 
+from rollbook.config.environment import environment
 from rollbook.errors import SyncError
 from rollbook.sync.bucket import MAX_SLOTS, SlotBuffers
 from rollbook.sync.transport import Once, Receiver, Sender, settled, wait_until_packed
@@ -83,7 +81,7 @@ class BroadcastGroup:
         if backend == "nccl":
             from torch.distributed import ProcessGroupNCCL  # CUDA builds only
 
-            with torch.cuda.device(device), _environment(WATCHDOG):
+            with torch.cuda.device(device), environment(**WATCHDOG):
                 options = ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 return cls(ProcessGroupNCCL(store, rank, size, options), device, rank)
@@ -120,21 +118,6 @@ class BroadcastGroup:
             self.group.broadcast([data], options).wait()
             queued: torch.cuda.Event = self._stream.record_event()
             return queued
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """The process's environment with these variables: torch reads them when a group is made, for that group."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 class BroadcastSender(Sender):
