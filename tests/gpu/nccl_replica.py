@@ -18,7 +18,8 @@ from sync_engine import StepEngine
 from sync_fakes import fused_engine, live_digests
 from sync_transports import BehindTransport
 
-from rollbook.sync.broadcast import BroadcastGroup, BroadcastReceiver
+from rollbook.config.environment import environment
+from rollbook.sync.broadcast import WATCHDOG, BroadcastGroup, BroadcastReceiver
 from rollbook.sync.digest import fold
 from rollbook.sync.remote import ReplicaServer
 
@@ -26,9 +27,10 @@ DEVICE = torch.device("cuda", 1)
 
 
 async def serve(kind: str, store: str) -> tuple[BehindTransport, ReplicaServer, StepEngine]:
-    group = await asyncio.to_thread(
-        BroadcastGroup.create, "nccl", rank=1, size=2, device=DEVICE, deadline_s=30, file=store
-    )
+    with environment(**WATCHDOG):
+        group = await asyncio.to_thread(
+            BroadcastGroup.create, "nccl", rank=1, size=2, device=DEVICE, deadline_s=30, file=store
+        )
     engine = StepEngine(fused_engine(is_tied=False, device=str(DEVICE)))
     port = BehindTransport(engine)
     port.fault = getattr(sync_faults, kind)()

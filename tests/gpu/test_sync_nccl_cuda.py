@@ -19,7 +19,8 @@ from sync_faults import OF_BUCKETS, OF_MANIFESTS, Fault
 from sync_transports import FULL
 
 from rollbook.errors import SyncError
-from rollbook.sync.broadcast import BroadcastGroup, BroadcastSender
+from rollbook.config.environment import environment
+from rollbook.sync.broadcast import WATCHDOG, BroadcastGroup, BroadcastSender
 from rollbook.sync.digest import digest, fold
 from rollbook.sync.inproc import Copied
 from rollbook.sync.publisher import Publisher
@@ -69,6 +70,12 @@ def joined(store: Path, rank: int = 0, deadline_s: float = 30) -> BroadcastGroup
     return BroadcastGroup.create(
         "nccl", rank=rank, size=2, device=device, deadline_s=deadline_s, file=str(store)
     )
+
+
+@pytest.fixture(autouse=True)
+def given_up_on_the_device() -> Iterator[None]:
+    with environment(**WATCHDOG):
+        yield
 
 
 @pytest.mark.parametrize("kind", [*OF_BUCKETS, *OF_MANIFESTS])

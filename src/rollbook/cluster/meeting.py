@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from rollbook.config.environment import environment
 from rollbook.config.run_config import RunConfig
 from rollbook.modeling.load import LoadedModel, ModelFacts
-from rollbook.sync.broadcast import BroadcastGroup
+from rollbook.sync.broadcast import WATCHDOG, BroadcastGroup
 from rollbook.weights import TensorSpec
 
 
@@ -69,11 +70,12 @@ def join_broadcast(config: RunConfig, meeting: str, *, rank: int) -> BroadcastGr
     devices = (config.model.device, config.rollout.device)
     is_nccl = all(name.startswith("cuda") for name in devices) and config.run.schedule == "separate_async"
     host, _, port = meeting.rpartition(":")
-    return BroadcastGroup.create(
-        "nccl" if is_nccl else "gloo",
-        rank=rank,
-        size=config.rollout.num_replicas + 1,
-        device=torch.device(devices[min(rank, 1)]) if is_nccl else torch.device("cpu"),
-        deadline_s=config.cluster.start_deadline_s,
-        **({"file": meeting} if meeting.startswith("/") else {"host": host, "port": int(port)}),
-    )
+    with environment(**WATCHDOG):  # a replica's death must not end the trainer's process
+        return BroadcastGroup.create(
+            "nccl" if is_nccl else "gloo",
+            rank=rank,
+            size=config.rollout.num_replicas + 1,
+            device=torch.device(devices[min(rank, 1)]) if is_nccl else torch.device("cpu"),
+            deadline_s=config.cluster.start_deadline_s,
+            **({"file": meeting} if meeting.startswith("/") else {"host": host, "port": int(port)}),
+        )

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, FileStore, ProcessGroupGloo, Store, TCPStore, Work
 
-from rollbook.config.environment import environment
 from rollbook.errors import SyncError
 from rollbook.sync.bucket import MAX_SLOTS, SlotBuffers
 from rollbook.sync.transport import Once, Receiver, Sender, settled, wait_until_packed
@@ -33,7 +32,8 @@ WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # the group's collectives are given up; 3, the default, ends the process
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""How torch treats an NCCL collective that some rank never came to, when the group's deadline is over."""
+"""How torch is to treat an NCCL collective that some rank never came to, when the group's deadline is over. It reads
+the environment when a group is made: whoever calls `BroadcastGroup.create` sets these."""
 
 
 class Collective(Protocol):
@@ -71,7 +71,7 @@ class BroadcastGroup:
 
         Args:
             deadline_s: for the meeting, and for each collective. Over NCCL one that is not complete by then is given
-                up on the device, and what it should have brought does not stand its digests.
+                up on the device (with `WATCHDOG`), and what it should have brought does not stand its digests.
             file: path of a file that does not exist yet, for ranks of one host; else `host` and `port` of rank 0.
         """
         timeout = timedelta(seconds=deadline_s)
@@ -81,7 +81,7 @@ class BroadcastGroup:
         if backend == "nccl":
             from torch.distributed import ProcessGroupNCCL  # CUDA builds only
 
-            with torch.cuda.device(device), environment(**WATCHDOG):
+            with torch.cuda.device(device):
                 options = ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 return cls(ProcessGroupNCCL(store, rank, size, options), device, rank)
