@@ -18,8 +18,8 @@ from sync_fakes import FakeSource, tiny_tensors
 from sync_faults import OF_BUCKETS, OF_MANIFESTS, Fault
 from sync_transports import FULL
 
-from rollbook.errors import SyncError
 from rollbook.config.environment import environment
+from rollbook.errors import SyncError
 from rollbook.sync.broadcast import WATCHDOG, BroadcastGroup, BroadcastSender
 from rollbook.sync.digest import digest, fold
 from rollbook.sync.inproc import Copied
