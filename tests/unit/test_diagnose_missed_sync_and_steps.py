@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from diagnose_runs import DIFF, KL, PEARSON, noisy, run_of
 from rollbook.diagnose.signs.policy import policy_of
@@ -69,3 +70,18 @@ def test_an_engine_that_never_got_weights_is_dated_from_the_first_steps() -> Non
     )
     assert diagnosis.verdict == "missed_weight_sync"
     assert diagnosis.findings[0].step <= 6
+
+
+@pytest.mark.parametrize(
+    ("grows", "verdict"), [("evenly", "missed_weight_sync"), ("ever faster", "engine_mismatch")]
+)
+def test_a_gap_that_grows_ever_faster_feeds_on_itself(grows: str, verdict: str) -> None:
+    """Fifty steps from 0.006 to 0.1: engines that keep their weights part by the policy's steps, which add up to a
+    line; what doubles every twelve steps does not. No loss is NaN yet."""
+    since = np.clip(np.arange(120) - 69, 0, None)
+    apart = 1 + since * 0.3 if grows == "evenly" else 1.057**since
+    gap = {DIFF: noisy(0.006 * apart, 2, 0.03), KL: noisy(0.001 * apart**2, 3, 0.06)}
+    assert diagnose(run_of(gap)).verdict == verdict
+    warms = {"actor/lr": np.clip(np.arange(120) / 119, 0.01, 1) * 1e-6}
+    if grows == "ever faster":
+        assert diagnose(run_of(gap | warms)).verdict != verdict  # the policy's own steps become larger

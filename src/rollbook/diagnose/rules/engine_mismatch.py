@@ -18,7 +18,7 @@ from rollbook.diagnose.rules.missed_weight_sync import (
     staleness_explains,
 )
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
-from rollbook.diagnose.signs.gap import GAP, far_from_start, gap_of, usual_level
+from rollbook.diagnose.signs.gap import GAP, accelerates, far_from_start, gap_of, usual_level
 from rollbook.diagnose.signs.publications import publications_of
 from rollbook.diagnose.signs.seconds import is_of_the_schedule
 from rollbook.diagnose.signs.versions import STALENESS
@@ -82,6 +82,8 @@ def judge(view: View) -> Finding | NotJudged | None:
             return _finding(view, rise.idx, 0.9 if rise.peak_ratio >= 2 else 0.75, "at once, and stays")
         if rise.is_ramp and not explained and not no_sync and gap.num_fine == 0 and gap.num_bad:
             return _finding(view, 0, 0.7, "from the first step, and grows")
+        if rise.is_ramp and not explained and not no_sync and accelerates(view, rise):
+            return _finding(view, view.foot(rise), 0.75, "ever more and ever faster: it feeds on itself")
     if (spells := _in_spells(view)) is not None:
         return spells
     if (weighed := _weighed_away(view)) is not None:

@@ -16,7 +16,7 @@ from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import noise_scale, running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
-from rollbook.diagnose.signs.gap import GAP, Gap, begins_fine, gap_led, gap_of
+from rollbook.diagnose.signs.gap import GAP, Gap, accelerates, begins_fine, gap_led, gap_of
 from rollbook.diagnose.signs.policy import policy_of, step_kl_holds_the_gap
 from rollbook.diagnose.signs.publications import publications_of
 from rollbook.diagnose.signs.rewards import reward_of
@@ -150,6 +150,7 @@ def _is_unexplained_ramp(view: View, gap: Gap, rise: Break) -> bool:
         staleness_explains(view, rise)
         or optimizer_explains(view, rise)
         or goes_with_the_policy(view)
+        or accelerates(view, rise)
         or policy_of(view).nan_step is not None
     )
 

@@ -216,6 +216,28 @@ def begins_fine(view: View) -> bool:
     return fine > 0 and bad == 0
 
 
+FASTER = 2.0
+"""Growth over the last third of a ramp, over that of its first third, from which on it feeds on itself: engines that
+keep their weights part by the policy's steps, which add up to a straight line at the most (1.3 in published shapes)."""
+LEAST_RAMP = 12
+"""Values that such a ramp must have."""
+
+
+def accelerates(view: View, rise: Break) -> bool:
+    """Whether a gap grows ever faster, at a learning rate that does not rise meanwhile."""
+    known = np.flatnonzero(np.isfinite(view.values[GAP][: rise.end_idx]))
+    ramp = view.values[GAP][known[known >= rise.idx]]
+    if len(ramp) < LEAST_RAMP:
+        return False
+    third = len(ramp) // 3
+    before = view.level(GAP, max(0, rise.idx - 20), rise.idx)
+    one, two = (float(np.median(ramp[at - 2 : at + 3])) for at in (third, 2 * third))
+    last = float(np.median(ramp[-4:]))
+    rates = view.level("actor/lr", rise.idx - 3, rise.idx + 3), view.last("actor/lr", third)
+    is_warming = rates[1] > 1.3 * rates[0]
+    return not is_warming and last >= 2.0 * before and last - two >= FASTER * max(one - before, 0.0)
+
+
 LED_STEPS = 4
 LED_RATIO = 2.5
 """Steps before the policy's own movement, and growth by then, from which on the gap came first."""
