@@ -23,7 +23,7 @@ from rollbook.ledger.own_machine import own_seconds_width
 from rollbook.ledger.prefill import prefill_account
 from rollbook.ledger.quantity import format_bytes
 from rollbook.ledger.reliability import assumed_model_factor, model_traits, widening
-from rollbook.ledger.residence import Residence
+from rollbook.ledger.residence import Residence, Stay
 from rollbook.ledger.workload import Workload
 from rollbook.observe.numbers import counted
 
@@ -136,23 +136,10 @@ def default_rollout_side(
     tail_s = float((seconds * curve.is_tail).sum())
     generate_s, busy_s, env_wait_s = float(seconds.sum()), float((seconds * curve.busy_share).sum()), 0.0
     if agents is not None:
-        per_replica = workload.num_sequences / num_replicas
-        running = min(room.slots, per_replica)
-        # As the curve of running sequences lowers a token's seconds, so do those that wait.
-        pace = (
-            generate_s / float(curve.num_steps.sum()) / float(np.interp(running, agents.rows, agents.step_s))
-        )
-        stay = agents.stay(
-            per_replica=per_replica,
-            num_slots=room.slots,
-            num_replicas=num_replicas,
-            token_s=pace * agents.token_s(per_replica, room.slots),
-        )
+        num_steps = float(curve.num_steps.sum())
+        stay = _stay(agents, room, generate_s / num_steps, num_replicas=num_replicas)
         env_wait_s, busy_s = max(stay.last_s - generate_s, 0.0), max(stay.busy_s, busy_s)
     rate = room.slots / full_s / layout.num_gpus
-    why_not = list(room.why_not)
-    if num_gpus < layout.num_gpus:
-        why_not.append(f"a replica takes {counted(layout.num_gpus, 'GPU')}, the rollout side has {num_gpus}")
     prefill = prefill_account(
         model,
         workload,
@@ -164,11 +151,6 @@ def default_rollout_side(
         context_tokens=room.held_tokens,
         plain_step_s=full_s,
     )
-    if 0 < workload.prefill_chunk_tokens <= room.slots:
-        why_not.append(
-            f"{room.slots} running sequences leave nothing of a step's {workload.prefill_chunk_tokens} tokens for "
-            f"prompts: more than {room.slots} would"
-        )
     notes, error_frac = _reliability(model, cluster, assumptions, layout)
     idle_gpus = num_gpus - num_replicas * layout.num_gpus
     if idle_gpus > 0:
@@ -206,9 +188,36 @@ def default_rollout_side(
         ),
         env_wait_s=env_wait_s,
         error_frac=error_frac,
-        why_not=tuple(why_not),
+        why_not=_why_not(workload, layout, room, num_gpus=num_gpus),
         notes=tuple(notes),
     )
+
+
+def _stay(agents: Residence, room: KvRoom, mean_step_s: float, *, num_replicas: int) -> Stay:
+    """Of the agents of one step, whose decode steps take `mean_step_s` over the curve of running sequences."""
+    per_replica = agents.workload.num_sequences / num_replicas
+    running = min(room.slots, per_replica)
+    # As the curve of running sequences lowers a token's seconds, so do those that wait.
+    pace = mean_step_s / float(np.interp(running, agents.rows, agents.step_s))
+    return agents.stay(
+        per_replica=per_replica,
+        num_slots=room.slots,
+        num_replicas=num_replicas,
+        token_s=pace * agents.token_s(per_replica, room.slots),
+    )
+
+
+def _why_not(workload: Workload, layout: ReplicaLayout, room: KvRoom, *, num_gpus: int) -> tuple[str, ...]:
+    """Why these replicas cannot run on `num_gpus`; empty where they can."""
+    reasons = list(room.why_not)
+    if num_gpus < layout.num_gpus:
+        reasons.append(f"a replica takes {counted(layout.num_gpus, 'GPU')}, the rollout side has {num_gpus}")
+    if 0 < workload.prefill_chunk_tokens <= room.slots:
+        reasons.append(
+            f"{room.slots} running sequences leave nothing of a step's {workload.prefill_chunk_tokens} tokens for "
+            f"prompts: more than {room.slots} would"
+        )
+    return tuple(reasons)
 
 
 def _token_flops(model: ModelSpec, context_tokens: float) -> float:

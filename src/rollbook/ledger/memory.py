@@ -184,113 +184,84 @@ def memory_items(
         offloaded_what: that state in words.
     """
     memory = train_memory(model, workload, assumptions, num_gpus=train.num_gpus, layout=layout)
-    trained = trained_params(model, workload) / train.num_gpus
+    # On a processor: no context, no graphs, no collectives.
+    is_cpu = cluster.accelerator.is_cpu
+    overhead = 0.0 if is_cpu else assumptions.memory_overhead_frac * cluster.accelerator.hbm_bytes
+    fixed = min(_CONTEXT_BYTES + _COMMUNICATION_BYTES, overhead)
+    context: _Row = ("context and communication", fixed, "CUDA context, NCCL buffers")
+    places: dict[Place, list[_Row]] = {
+        "train device": [
+            *_state_rows(model, workload, assumptions, memory, num_gpus=train.num_gpus),
+            *_work_rows(memory, layout),
+            context,
+        ],
+        "rollout device": [
+            *_engine_rows(rollout),
+            ("CUDA graphs", min(_GRAPHS_BYTES, overhead - fixed), "one per batch size"),
+            context,
+        ],
+        "train host": [
+            ("training state (pinned)", offloaded_bytes, f"{offloaded_what}, not on the device"),
+            (
+                "offloaded training state (pinned)",
+                (memory.state + memory.frozen) * shares_devices,
+                "state, reference and reward model while the engine is awake",
+            ),
+        ],
+    }
+    items = [
+        MemoryItem(place=place, name=name, bytes=num_bytes, formula=formula)
+        for place, rows in places.items()
+        for name, num_bytes, formula in rows
+        if num_bytes >= 1
+    ]
+    return sorted(items, key=lambda item: (item.place, -item.bytes))
+
+
+_Row = tuple[str, float, str]
+"""Owner, bytes on one GPU, and their formula."""
+
+
+def _state_rows(
+    model: ModelSpec, workload: Workload, assumptions: Assumptions, memory: TrainMemory, *, num_gpus: int
+) -> list[_Row]:
+    """The policy's state in its parts, and the other models of a training GPU."""
+    trained = trained_params(model, workload) / num_gpus
     on_device = min(assumptions.train_state_bytes_per_param / 4, 1.0)  # of weights and gradients
-    weights = 2 * (model.params / train.num_gpus * on_device + (trained if workload.lora_rank else 0.0))
+    weights = 2 * (model.params / num_gpus * on_device + (trained if workload.lora_rank else 0.0))
     gradients = 2 * trained * on_device
     kept = max(memory.policy_state - weights - gradients, 0.0)  # master weights and moments on the device
     master = min(4 * trained, kept)
-    formula = "adapters" if workload.lora_rank else "N"
-    overhead = assumptions.memory_overhead_frac * cluster.accelerator.hbm_bytes
-    if cluster.accelerator.is_cpu:  # no context, no graphs, no collectives
-        overhead = 0.0
-    fixed = min(_CONTEXT_BYTES + _COMMUNICATION_BYTES, overhead)
-    items = [
-        MemoryItem(place="train device", name="weights", bytes=weights, formula="2 N / GPUs"),
-        MemoryItem(place="train device", name="gradients", bytes=gradients, formula=f"2 {formula} / GPUs"),
-        MemoryItem(place="train device", name="master weights", bytes=master, formula=f"4 {formula} / GPUs"),
-        MemoryItem(
-            place="train device",
-            name="optimizer moments",
-            bytes=kept - master,
-            formula=f"8 {formula} / GPUs",
-        ),
-        MemoryItem(
-            place="train device", name="critic", bytes=memory.critic_state, formula="as the policy's state"
-        ),
-        MemoryItem(place="train device", name="reference", bytes=memory.reference, formula="2 N / GPUs"),
-        MemoryItem(
-            place="train device",
-            name="reward model",
-            bytes=memory.reward_model,
-            formula="2 N / GPUs, its own N",
-        ),
-        MemoryItem(
-            place="train device",
-            name="activations",
-            bytes=memory.activations,
-            formula=f"{layout.recompute} recomputation of one micro batch",
-        ),
-        MemoryItem(
-            place="train device",
-            name="weights and gradients of the rank",
-            bytes=memory.whole,
-            formula="4 N / (TP x PP), experts / (EP x PP), and 2 of the reference, beyond the shares above",
-        ),
-        MemoryItem(
-            place="train device",
-            name="logits chunk",
-            bytes=memory.logits,
-            formula=f"10 B x {LOGITS_CHUNK_TOKENS} tokens x vocabulary",
-        ),
-        MemoryItem(
-            place="train device",
-            name="gathered layers",
-            bytes=memory.buffers,
-            formula="2 layers of weights, 1 of gradients",
-        ),
-        MemoryItem(
-            place="train device",
-            name="context and communication",
-            bytes=fixed,
-            formula="CUDA context, NCCL buffers",
-        ),
-        MemoryItem(
-            place="rollout device",
-            name="rollout weights",
-            bytes=rollout.weights_bytes_per_gpu - rollout.judge_bytes_per_gpu,
-            formula="weights / GPUs of a replica",
-        ),
-        MemoryItem(
-            place="rollout device",
-            name="reward model",
-            bytes=rollout.judge_bytes_per_gpu,
-            formula="its weights / GPUs of a replica",
-        ),
-        MemoryItem(
-            place="rollout device",
-            name="KV pool",
-            bytes=rollout.kv_pool_bytes / rollout.tp_size,
-            formula="what weights and overhead leave",
-        ),
-        MemoryItem(
-            place="rollout device",
-            name="CUDA graphs",
-            bytes=min(_GRAPHS_BYTES, overhead - fixed),
-            formula="one per batch size",
-        ),
-        MemoryItem(
-            place="rollout device",
-            name="context and communication",
-            bytes=fixed,
-            formula="CUDA context, NCCL buffers",
+    params = "adapters" if workload.lora_rank else "N"
+    return [
+        ("weights", weights, "2 N / GPUs"),
+        ("gradients", gradients, f"2 {params} / GPUs"),
+        ("master weights", master, f"4 {params} / GPUs"),
+        ("optimizer moments", kept - master, f"8 {params} / GPUs"),
+        ("critic", memory.critic_state, "as the policy's state"),
+        ("reference", memory.reference, "2 N / GPUs"),
+        ("reward model", memory.reward_model, "2 N / GPUs, its own N"),
+        (
+            "weights and gradients of the rank",
+            memory.whole,
+            "4 N / (TP x PP), experts / (EP x PP), and 2 of the reference, beyond the shares above",
         ),
     ]
-    items.append(
-        MemoryItem(
-            place="train host",
-            name="training state (pinned)",
-            bytes=offloaded_bytes,
-            formula=f"{offloaded_what}, not on the device",
-        )
-    )
-    if shares_devices:
-        items.append(
-            MemoryItem(
-                place="train host",
-                name="offloaded training state (pinned)",
-                bytes=memory.state + memory.frozen,
-                formula="state, reference and reward model while the engine is awake",
-            )
-        )
-    return sorted((i for i in items if i.bytes >= 1), key=lambda i: (i.place, -i.bytes))
+
+
+def _work_rows(memory: TrainMemory, layout: TrainLayout) -> list[_Row]:
+    """What a micro batch takes on a training GPU."""
+    return [
+        ("activations", memory.activations, f"{layout.recompute} recomputation of one micro batch"),
+        ("logits chunk", memory.logits, f"10 B x {LOGITS_CHUNK_TOKENS} tokens x vocabulary"),
+        ("gathered layers", memory.buffers, "2 layers of weights, 1 of gradients"),
+    ]
+
+
+def _engine_rows(rollout: RolloutSide) -> list[_Row]:
+    judge = rollout.judge_bytes_per_gpu
+    return [
+        ("rollout weights", rollout.weights_bytes_per_gpu - judge, "weights / GPUs of a replica"),
+        ("reward model", judge, "its weights / GPUs of a replica"),
+        ("KV pool", rollout.kv_pool_bytes / rollout.tp_size, "what weights and overhead leave"),
+    ]
