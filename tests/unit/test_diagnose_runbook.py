@@ -72,6 +72,15 @@ def test_the_manual_says_when_a_state_is_saved(
     assert f"| checkpoints | {says}" in text
 
 
+@pytest.mark.parametrize(("drops", "is_listed"), [(True, True), (False, False)])
+def test_the_alert_of_a_starved_filter_stands_where_a_filter_drops_groups(
+    capsys: pytest.CaptureFixture[str], drops: bool, is_listed: bool
+) -> None:
+    """Whatever the algorithm is called: GRPO with drop_flat is starved as DAPO is."""
+    text = manual(capsys, ADDITION, "--set", f"algorithm.filter.drop_flat={str(drops).lower()}")
+    assert ("FilterStarvation" in text) == is_listed
+
+
 def test_a_bound_of_zero_is_broken_by_any_stale_sample(capsys: pytest.CaptureFixture[str]) -> None:
     text = manual(capsys, ADDITION, "--set", "run.schedule=sync")
     assert "`trajectory_staleness_worst/max` above 0 in any step" in text

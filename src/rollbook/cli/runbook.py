@@ -111,7 +111,7 @@ def _job(config: RunConfig, path: Path) -> Job:
         step_deadline_s=config.buffer.step_deadline_s,
         max_failure_frac=config.run.max_failure_frac,
         has_environment=config.run.max_turns > 1,
-        has_filter=config.algorithm.name == "dapo",
+        has_filter=config.algorithm.filter.drop_flat,
         checkpoint_every_steps=config.checkpoint.every_steps,
         memory=_memory(config),
     )
