@@ -947,13 +947,17 @@ def _padded(config: dict[str, Any], workload: Workload) -> Workload:
 
 
 def _step_method(case: Case) -> SyncMethod:
-    """Of a colocated step: TRL's engine and verl's live in the trainer's processes, other engines have their own."""
-    return "in_process" if framework_of(case) in ("trl", "verl") else "ipc"
+    """Of a colocated step: TRL's engine and that of verl before 0.6 live in the trainer's processes, others have their
+    own."""
+    framework = framework_of(case)
+    is_inside = framework == "trl" or (framework == "verl" and _is_old_verl(case["config"]))
+    return "in_process" if is_inside else "ipc"
 
 
 def _waits_a_step_ahead(config: dict[str, Any]) -> bool:
-    """slime's asynchronous loop generates the next step whole beside this one's training: nothing fills its tail."""
-    return "one step ahead" in str(config.get("mode", "")).lower()
+    """slime's asynchronous loop and verl's of one step off generate the next step whole beside this one's training:
+    nothing fills its tail."""
+    return re.search(r"one[ _-]step[ _-](ahead|off)", str(config.get("mode", "")).lower()) is not None
 
 
 def _rollout_engine(case: Case) -> str:
@@ -964,12 +968,18 @@ def _rollout_engine(case: Case) -> str:
         return "vllm_eager"
     if said:
         return "vllm_eager" if said == "true" else "vllm"
+    return "vllm_eager" if framework_of(case) == "verl" and _is_old_verl(config) else "vllm"
+
+
+def _is_old_verl(config: dict[str, Any]) -> bool:
+    """verl before 0.6, or vLLM before 0.10 where that is said; of an unknown year, before Blackwell."""
     framework = str(config.get("framework", "")).lower()
     version, vllm = (re.search(name + r"\D{0,3}0\.(\d+)", framework) for name in ("verl", "vllm"))
-    is_old = int(version[1]) < 6 if version else vllm is None or int(vllm[1]) < 10
-    if version is None and vllm is None:  # of an unknown year: Blackwell came later
-        is_old = not re.search(r"\bG?B[23]00", str(config.get("gpu", "")).upper())
-    return "vllm_eager" if framework_of(case) == "verl" and is_old else "vllm"
+    if version is not None:
+        return int(version[1]) < 6
+    if vllm is not None:
+        return int(vllm[1]) < 10
+    return re.search(r"\bG?B[23]00", str(config.get("gpu", "")).upper()) is None
 
 
 def _moves_state(case: Case) -> bool:
@@ -1069,10 +1079,10 @@ _NUM_LENGTHS = 1000
 
 def _split(config: dict[str, Any]) -> tuple[Mode, int, int]:
     mode = str(config.get("mode", "colocated sync")).lower()
-    if "async" not in mode and "disaggregated" not in mode:
+    if not re.search(r"async|disaggregated|one[ _-]step[ _-]off", mode):
         return "sync", 0, 0
     policy = str(config.get("on_off_policy", "")).lower()
-    split = str(config.get("gpu_split", config.get("resource_split", "")))
+    split = str(config.get("gpu_split", config.get("resource_split", mode)))
     train = re.search(r"(\d+)\s*(?:train|policy)", split)
     rollout = re.search(r"(\d+)\s*(?:gen|rollout)", split)
     lockstep = str(config.get("staleness_threshold")) == "0"
