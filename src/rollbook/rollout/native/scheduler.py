@@ -370,21 +370,22 @@ class Scheduler:
         sequence.was_admitted = True
         self._note_start(sequence)
         sequence.num_computed = 0
-        for _ in range(num_pages):
-            self._add_page(sequence)
+        self._add_pages(sequence, num_pages)
         self._reuse_prefix(sequence)
         self._mark_ready(sequence)
 
-    def _add_page(self, sequence: Sequence) -> None:
-        page, slot, idx = self.pool.take_lowest(), sequence.slot, len(sequence.pages)
+    def _add_pages(self, sequence: Sequence, num_pages: int) -> None:
+        pages = [self.pool.take_lowest() for _ in range(num_pages)]
         if self.cache is not None:
-            page = self.cache.make_way(page)
-        self.pool.zero([page])
-        sequence.pages.append(page)
-        self.slots.widen_pages(idx + 1)
-        self.slots.pages[slot, idx] = page
-        self.slots.num_pages[slot] = idx + 1
-        self._page_slot[page], self._page_idx[page] = slot, idx
+            pages = [self.cache.make_way(page) for page in pages]
+        self.pool.zero(pages)
+        slot, first = sequence.slot, len(sequence.pages)
+        sequence.pages += pages
+        end = len(sequence.pages)
+        self.slots.widen_pages(end)
+        self.slots.pages[slot, first:end] = pages
+        self.slots.num_pages[slot] = end
+        self._page_slot[pages], self._page_idx[pages] = slot, np.arange(first, end)
         self._layout = None
 
     # ---- reuse of a prefix
@@ -459,7 +460,7 @@ class Scheduler:
                 if self.cache is None or not self.cache.evict(1):
                     self._preempt(self.running()[-1])
             if sequence.slot >= 0:
-                self._add_page(sequence)
+                self._add_pages(sequence, 1)
         self._widen_responses()
 
     def _widen_responses(self) -> None:
