@@ -211,7 +211,7 @@ class PrefixCache:
 
     def keep(self, token_ids: Ids, pages: Items[int]) -> None:
         """Copy the pages of a finished sequence into the cache, as far as free or least recently used pages allow."""
-        path: list[PageKey] = []
+        path: dict[PageKey, None] = {}
         sources: list[int] = []
         targets: list[int] = []
         parent_id, size = 0, self.page_tokens
@@ -228,12 +228,12 @@ class PrefixCache:
                 bisect.insort(self._children.setdefault(parent_id, []), tokens)
                 sources.append(source)
                 targets.append(held.page)
-            path.append(key)
+            path[key] = None
             parent_id = held.node_id
         self.pool.copy(sources, targets)
-        self._touch(path)
+        self._touch(list(path))
 
-    def evict(self, num_pages: int, keep: Items[PageKey] = ()) -> bool:
+    def evict(self, num_pages: int, keep: Container[PageKey] = ()) -> bool:
         """Give the least recently used pages, except `keep`, back to the pool; False when there are not enough."""
         for _ in range(num_pages):
             victim = next((key for key in self._by_key if key not in keep), None)
