@@ -85,3 +85,16 @@ def test_a_gap_that_grows_ever_faster_feeds_on_itself(grows: str, verdict: str) 
     warms = {"actor/lr": np.clip(np.arange(120) / 119, 0.01, 1) * 1e-6}
     if grows == "ever faster":
         assert diagnose(run_of(gap | warms)).verdict != verdict  # the policy's own steps become larger
+
+
+def test_a_ramp_of_thousands_of_steps_is_no_step() -> None:
+    """Its first forty steps rise by a tenth of what they are: only from far away does it climb, to twelve times."""
+    n = 3000
+    since = np.clip(np.arange(n) - 1200, 0, None)
+    gap = {
+        DIFF: noisy(0.006 * (1 + since / 160), 2, 0.05, n=n),
+        KL: noisy(0.001 * (1 + since / 160) ** 2, 3, 0.1, n=n),
+    }
+    finding = diagnose(run_of(gap, n=n)).findings[0]
+    assert finding.rule == "missed_weight_sync"
+    assert abs(finding.step - 1200) <= 150

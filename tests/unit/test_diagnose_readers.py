@@ -596,3 +596,22 @@ def test_a_run_of_ours_that_somebody_stopped_is_well_and_its_repeated_steps_keep
     diagnosis = diagnose(run)
     assert "run_stopped" not in [f.rule for f in diagnosis.findings]
     assert any("somebody stopped the run" in note and "stopping at once" in note for note in diagnosis.notes)
+
+
+@pytest.mark.parametrize(
+    "name", ["sample_staleness_theta_avg", "sample_staleness_theta/avg", "sample_staleness_proximal/avg"]
+)
+def test_areals_ages_are_read_however_its_tracker_joins_their_names(tmp_path: Path, name: str) -> None:
+    step = "Epoch 1/1 Step {0}/9 Train step {0}/9 done.\n│ ppo_actor/update/version_stats/{1} │ 1.5 │\n"
+    (tmp_path / "run.log").write_text("".join(step.format(i, name) for i in range(1, 5)))
+    assert (
+        load(str(tmp_path / "run.log")).values["training/off_policy/trajectory_staleness/mean"].tolist()
+        == [1.5] * 4
+    )
+
+
+def test_slimes_prompts_are_what_samples_have_beside_responses(tmp_path: Path) -> None:
+    lengths = "'rollout/response_lengths': 900.0, 'rollout/total_lengths': 1040.0"
+    line = f"rollout {{}}: {{{{'rollout/raw_reward': 0.5, {lengths}}}}}\n"
+    (tmp_path / "run.log").write_text("".join(map(line.format, range(5))))
+    assert load(str(tmp_path / "run.log")).values["prompt_length/mean"].tolist() == [140.0] * 5

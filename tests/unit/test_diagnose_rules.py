@@ -669,7 +669,7 @@ def test_sides_far_apart_that_order_tokens_alike_differ_by_a_temperature(
 
 
 def test_a_schedule_that_counts_steps_run_again_twice_has_not_begun_anew() -> None:
-    """Four steps are run again; the rate falls by 2 % a step and is that of four steps later, or back where it began."""
+    """Four steps are run again; the rate falls by 2 % a step and is that of four steps later, or where it began."""
     falls = 1e-6 * 0.98**T
     for after, is_well in ((falls * 0.98**4, True), (np.full(N, 1e-6), False)):
         run = _run(**{"actor/lr": np.where(T >= AT, after, falls)})

@@ -677,3 +677,35 @@ def test_a_last_step_that_waits_for_the_longest_response_of_all_is_no_hang() -> 
     longest = {"response_length/max": _noisy(3000.0, 9, 0.06) * (1 + 1.5 * late)}
     assert _diagnose(slow).verdict == "collective_hang"
     assert _diagnose(slow | longest).verdict != "collective_hang"
+
+
+@pytest.mark.parametrize(
+    ("num_stalls", "seconds", "verdict"),
+    [(4, 300.0, "collective_hang"), (4, 60.0, "well"), (3, 300.0, "well")],
+)
+def test_four_stalls_of_minutes_are_no_moments(num_stalls: int, seconds: float, verdict: str) -> None:
+    stalls = seconds * np.isin(T, (95, 131, 134, 147)[:num_stalls])
+    slow = {
+        "timing_s/update_actor": _noisy(7.4, 11) + stalls,
+        "timing_s/step": _noisy(220.0, 14, 0.01) + stalls,
+    }
+    assert _diagnose(slow | {"timing_s/gen": _noisy(195.0, 10)}).verdict == verdict
+
+
+def test_what_stopped_the_run_goes_before_what_it_lived_with() -> None:
+    """A few steps had runaway responses, for a while; much later memory ran out in the hand-over."""
+    burst = (T >= 50) & (T < 66) & (T % 4 == 0)
+    lived = {
+        "response_length/max": _noisy(3000.0, 9, 0.06) * np.where(burst, 6.0, 1.0),
+        "timing_s/gen": _noisy(50.0, 10) * np.where(burst, 4.0, 1.0),
+        "timing_s/step": _noisy(106.0, 14, 0.01) + np.where(burst, 150.0, 0.0),
+    }
+    died = Event(
+        kind="out_of_memory",
+        step=N - 1,
+        text="CUDA out of memory. Tried to allocate 4 GiB",
+        fields={"stage": "sync"},
+    )
+    assert _diagnose(lived).verdict == "tail_burst"
+    diagnosis = _diagnose(lived, end=died)
+    assert [f.rule for f in diagnosis.findings] == ["oom_in_sync", "tail_burst"]

@@ -21,6 +21,9 @@ EXCURSION_NOISES = 6.0
 BASELINE = 40
 """Values before a break that tell its baseline."""
 
+SLOW_STEPS, SLOW_SHARE = 200, 0.55
+"""Values of a departure that is so slow that its first forty look like a step, and what its first quarter has of it."""
+
 Direction = Literal[-1, 1]
 
 
@@ -49,6 +52,8 @@ class Break:
     """Whether it went back within a few values."""
     early_share: float = 1.0
     """Share of the late departure that the first quarter of what came after had reached: about 1 for a step."""
+    num_after: int = 0
+    """Values that it has lasted."""
 
     @property
     def ratio(self) -> float:
@@ -66,7 +71,8 @@ class Break:
 
     @property
     def is_ramp(self) -> bool:
-        return self.growth >= 1.6 and self.rise_steps >= 3
+        is_slow = self.num_after >= SLOW_STEPS and self.early_share <= SLOW_SHARE
+        return is_slow or (self.growth >= 1.6 and self.rise_steps >= 3)
 
 
 def ratio_of(after: float, before: float) -> float:
@@ -238,6 +244,7 @@ def _describe(
         end_idx=int(known[end]) if end < len(clean) else None,
         ends_at_once=end < len(clean) and _falls_within(clean, at, end, base, direction, 4),
         early_share=_early_share(after, base),
+        num_after=len(after),
     )
 
 

@@ -151,7 +151,9 @@ def diagnose(run: RunSeries) -> Diagnosis:
     found = [f for f in found if not _is_of_the_algorithm(view, f, known_states)]
     trifles = [f for f in found if cost.is_trifle(view, f)]
     found = [f for f in found if f not in trifles]
-    found.sort(key=lambda f: (-round(f.confidence, 1), AREAS.index(f.area), f.step))
+    found.sort(
+        key=lambda f: (-round(f.confidence, 1), not _is_of_the_end(view, f), AREAS.index(f.area), f.step)
+    )
     causes: list[Finding] = []
     consequences: list[Finding] = []
     for finding in found:
@@ -178,6 +180,11 @@ def diagnose(run: RunSeries) -> Diagnosis:
         renamed=run.renamed,
     )
     return as_logged(diagnosis, view)
+
+
+def _is_of_the_end(view: View, finding: Finding) -> bool:
+    """Whether a finding stands on the words in which the log ends: what stopped it goes before what it lived with."""
+    return any(item.metric == "log" and item.step >= view.step_at(view.n - 1) for item in finding.evidence)
 
 
 def _in_words(view: View, finding: Finding) -> Finding:

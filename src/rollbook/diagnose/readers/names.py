@@ -154,12 +154,6 @@ AREAL = {
     "ppo_actor/update/behave_approx_kl/avg": "rollout_corr/kl",
     "ppo_actor/update/behave_k3/avg": "rollout_corr/k3_kl",
     "ppo_actor/update/compute_logp/kl_div_dual/avg": "rollout_corr/k3_kl",
-    "ppo_actor/update/version_stats/sample_staleness_theta_avg": "training/off_policy/trajectory_staleness/mean",
-    "ppo_actor/update/version_stats/sample_staleness_theta_max": "training/off_policy/trajectory_staleness/max",
-    "ppo_actor/update/version_stats/sample_staleness_theta_min": "training/off_policy/trajectory_staleness/min",
-    "ppo_actor/update/version_stats/sample_staleness_proximal_avg": "training/off_policy/trajectory_staleness/mean",
-    "ppo_actor/update/version_stats/sample_staleness_proximal_max": "training/off_policy/trajectory_staleness/max",
-    "ppo_actor/update/version_stats/sample_staleness_proximal_min": "training/off_policy/trajectory_staleness/min",
     "ppo_actor/update/logp_abs_diff/avg": "training/logprob_gap/mean",
     "ppo_actor/update/logp_abs_diff/max": "training/logprob_gap/max",
     "timeperf/rollout": "timing_s/gen",
@@ -232,7 +226,12 @@ TRL_PPO = {
 }
 """Of TRL's `PPOTrainer` and `RLOOTrainer`, whose `val/` is the value model's or the policy's, never a validation."""
 
+_AGE = "training/off_policy/trajectory_staleness"
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
+    *(
+        (re.compile(rf"(?:.+/)?sample_staleness_(?:theta|proximal)[/_]{how}(?:/avg)?"), f"{_AGE}/{what}")
+        for how, what in (("avg", "mean"), ("max", "max"), ("min", "min"))
+    ),
     (re.compile(r"mismatch/mismatch_(.+)"), r"rollout_corr/\1"),
     (re.compile(r"mismatch/(rollout_(?:is|rs)_.+)"), r"rollout_corr/\1"),
     (re.compile(r"rewards?/(chosen|rejected|accuracies|margins)(?:/mean)?"), r"preference/\1"),

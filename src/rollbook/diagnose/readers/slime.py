@@ -23,6 +23,14 @@ def recognizes(head: str) -> float:
     return min(1.0, 0.7 + 0.05 * found) if found else 0.0
 
 
+def _with_prompts(data: dict[str, float]) -> dict[str, float]:
+    """A record with the mean length of its prompts, where it has that of whole samples and of responses."""
+    total = data.get("rollout/total_lengths")
+    response = data.get("rollout/response_lengths", data.get("rollout/response_len/mean"))
+    is_told = total is not None and response is not None and total > response
+    return data | ({"prompt_length/mean": total - response} if is_told and total and response else {})
+
+
 def read(path: Path) -> Iterator[Row | Event]:
     """Rows keyed by rollout id."""
     watcher = LineWatcher()
@@ -52,7 +60,7 @@ def read(path: Path) -> Iterator[Row | Event]:
             rollout = int(number_text)
             if event := watcher.ending.step(rollout):
                 yield event
-        yield Row(step=rollout, data=data)
+        yield Row(step=rollout, data=_with_prompts(data))
     if rollout is not None and optimizer:
         yield Row(step=rollout, data=optimizer)
     yield from watcher.end(rollout)

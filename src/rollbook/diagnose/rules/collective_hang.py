@@ -128,6 +128,8 @@ STALL_S = 45.0
 """Seconds over the usual from which a step of such a stage stalls: at equal tokens no work differs by so much."""
 LEAST_STALLS = 5
 """Steps that stall before it is a habit: a busy cluster stands still for a moment, too."""
+LONG_STALL, LONG_STALL_S = 8.0, 120.0
+"""Times the usual of a stage, and seconds over it, from which on one fewer is: no moment lasts minutes."""
 GRAVE_FRAC = 0.2
 """Share of the run's seconds that is lost from which on fewer stalls are no moment."""
 RARE = 0.02
@@ -148,7 +150,11 @@ def _stalls_again(view: View, timed: tuple[str, ...]) -> Finding | None:
         if spells is None or spells.inside - spells.before < STALL_S:
             continue
         lost = spells.over_quiet(view.values[metric]) * view.stride
-        if spells.num_hits < LEAST_STALLS and not lost >= GRAVE_FRAC * run_seconds(view):
+        is_long = (
+            spells.inside >= LONG_STALL * spells.before and spells.inside - spells.before >= LONG_STALL_S
+        )
+        least = LEAST_STALLS - 1 if is_long and stage != "step" else LEAST_STALLS
+        if spells.num_hits < least and not lost >= GRAVE_FRAC * run_seconds(view):
             continue
         if spells.num_hits < RARE * (view.n - spells.first) and not _are_of_one_length(view, metric, spells):
             continue

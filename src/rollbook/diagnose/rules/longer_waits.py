@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.cost import is_asynchronous
 from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.rules.filter_starvation import DROPPED
@@ -41,7 +42,9 @@ def for_good(view: View, excess: str) -> Finding | None:
         return _by_batches(view)
     wait, step_s = view.level("timing_s/gen", idx), step_seconds(view, idx)
     before = view.level("timing_s/gen", max(0, idx - 40), idx)
-    if not np.isfinite(wait) or wait < 0.35 * step_s or wait < LONGER * before:
+    failed = _fails_since(view, idx)
+    least = WAITS_FRAC if not failed else FAILED_FRAC
+    if not np.isfinite(wait) or wait < least * step_s or wait < LONGER * before:
         return _by_batches(view)  # shorter responses need no shorter wait: prompts, calls and the tail stay
     if _has_another_reason(view, idx):
         return None
@@ -65,13 +68,25 @@ def for_good(view: View, excess: str) -> Finding | None:
         if fall is not None and view.near(fall.idx, idx, least=8):
             evidence.append(of_break(fall))
             confidence += 0.1
+    evidence += [of_break(rise, "what fails does not reach the trainer") for rise in failed]
+    lost = (wait - before) * (view.n - idx) * view.stride if np.isfinite(before) else None
+    return _waits(view, idx, evidence, confidence, lost)
+
+
+WAITS_FRAC, FAILED_FRAC = 0.35, 0.2
+"""Share of a step that the trainer must wait, and where ever more fails since then."""
+
+
+def _fails_since(view: View, idx: int) -> list[Break]:
+    """Failures that rise, near a position."""
+    found = []
     for metric in dict.fromkeys((*ENV_FAILURES, *view.family("failures/", "/num"))):
         rise = view.rise(metric, log=False)
         least = 0.03 if metric.endswith(("frac", "ratio")) else 3.0
-        if rise is not None and rise.late >= 2 * rise.before + least and rise.score >= 4:
-            evidence.append(of_break(rise, "what fails does not reach the trainer"))
-    lost = (wait - before) * (view.n - idx) * view.stride if np.isfinite(before) else None
-    return _waits(view, idx, evidence, confidence, lost)
+        many = rise is not None and rise.late >= 2 * rise.before + least and rise.score >= 4
+        if rise is not None and many and view.near(rise.idx, idx, share=0.15, least=10):
+            found.append(rise)
+    return found
 
 
 def _waits(

@@ -372,8 +372,8 @@ def _every_reward_zero(view: View) -> Finding | None:
     return None
 
 
-def _policy_stands(view: View, idx: int) -> bool:
-    """Whether the update was sound, and entropy, lengths, turns and the gap did not move, at a step."""
+def _policy_stands(view: View, idx: int, *, most: float = 1.25) -> bool:
+    """Whether the update was sound, and entropy, lengths, turns and the gap did not move so many times at a step."""
     if is_broken_update(view, idx):
         return False
     if other_prompts(view, idx):
@@ -389,7 +389,7 @@ def _policy_stands(view: View, idx: int) -> bool:
         wide = view.contrast(metric, idx, width=30)
         at_once = wide is not None and abs(wide.jump) >= 0.6 * abs(wide.diff)
         for moved in (c, wide if at_once else None):
-            if moved is not None and abs(moved.score) >= 6 and not 0.8 <= moved.ratio <= 1.25:
+            if moved is not None and abs(moved.score) >= 6 and not 1 / most <= moved.ratio <= most:
                 return False
     return True
 
@@ -400,7 +400,7 @@ def _without_sources(view: View) -> Finding | None:
     if reward.fall is None or reward.drop_frac < 0.2:
         return None
     idx = reward.fall.idx
-    if not _policy_stands(view, idx):
+    if not _policy_stands(view, idx, most=1.15):  # harder prompts are answered at greater length
         return None
     if failures_rise(view, idx) or policy_of(view).blow_up_idx is not None:
         return None

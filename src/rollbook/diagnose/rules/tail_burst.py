@@ -39,6 +39,8 @@ TOKENS = (
 )
 CLEARLY_LONGER = 4.0
 """Growth of the longest responses from which on their tokens say more than the seconds of a host that swings."""
+LEAST_RATE, SURE_HITS = 0.12, 8
+"""Share of the steps of a stretch that must have one; and how many of them, far longer, for which half is enough."""
 LASTING = 0.9
 """Share of the steps that are hit from which a stretch is a new level and no row of bursts."""
 
@@ -215,7 +217,8 @@ def _bursts(view: View, metric: str, tail: Series, least: float) -> _Bursts | No
 def _has_a_beginning(bursts: _Bursts) -> bool:
     """Whether they are frequent in the stretch, were not before it, and chance makes no such stretch."""
     begin, end, rate, both = bursts.begin, bursts.end, bursts.rate, bursts.both
-    if rate < 0.12 or rate < 3 * bursts.rate_outside + 0.05 or begin < 4 or len(bursts.hit) < 4:
+    least = LEAST_RATE if not bursts.by_tokens or len(bursts.hit) < SURE_HITS else 0.5 * LEAST_RATE
+    if rate < least or rate < 3 * bursts.rate_outside + 0.4 * least or begin < 4 or len(bursts.hit) < 4:
         return False
     counted = bursts.long if bursts.by_tokens else both  # the tokens begin, whatever the host's seconds do
     if not _is_an_onset(counted[:begin], float(counted[begin:end].mean())):

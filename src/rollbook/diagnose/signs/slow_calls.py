@@ -16,13 +16,13 @@ from rollbook.diagnose.view import View, once
 
 CALLS = ("env/turn_s/mean", "perf/non_generation_time/mean")
 """Seconds of a call; or of a sample in which nothing is generated for it (slime): its tools, environment and score."""
-TIMES_AS_LONG = 2.5
+TIMES_AS_LONG = 2.2
 """Growth of the seconds of a call beyond what other calls of a policy that learns would bring."""
 GRADUAL = 0.65
 """Share of a growth that its first quarter may have."""
 HAD_GROWN, STEADY = 1.5, 0.9
 """Growth before a break, and rank correlation with the steps, from which on the break is a part of one growth."""
-FELT_FRAC = 0.05
+FELT_FRAC = 0.04
 """Share of those steps' seconds that must be lost to it: calls that overlap with others may be slow for nobody."""
 
 
