@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from diagnose_runs import run_of
+from diagnose_runs import noisy, run_of
 from rollbook.diagnose.rules.tail_burst import judge
+from rollbook.diagnose.tree import diagnose
 from rollbook.diagnose.view import View
 
 N, LIMIT = 400, 8192.0
@@ -42,3 +43,18 @@ def test_the_longest_that_come_in_clusters_by_chance_are_no_burst(seed: int, gro
 def test_answers_that_run_away_beside_such_scatter_are_one(seed: int) -> None:
     found = judge(View.of(run_of(_lengths(seed, growth=1.2, runaway=0.004), n=N)))
     assert found is not None and found.rule == "tail_burst"
+
+
+def test_a_cluster_of_the_longest_that_ends_again_is_chance_where_as_many_that_go_on_are_not() -> None:
+    """Seven of thirty steps, and two long after them; eleven of the last fifty."""
+    n = 197
+    for hits, verdict in (
+        ((48, 50, 52, 56, 73, 75, 77, 142, 162), "well"),
+        ((147, 150, 155, 158, 163, 168, 171, 176, 181, 187, 193), "tail_burst"),
+    ):
+        long = np.isin(np.arange(n), hits)
+        tail = {
+            "response_length/max": noisy(4200.0, 9, 0.12, n=n) * np.where(long, 2.0, 1.0),
+            "timing_s/gen": noisy(45.0, 10, 0.1, n=n) * np.where(long, 1.95, 1.0),
+        }
+        assert diagnose(run_of(tail, n=n)).verdict == verdict

@@ -156,7 +156,8 @@ def _stalls_again(view: View, timed: tuple[str, ...]) -> Finding | None:
         least = LEAST_STALLS - 1 if is_long and stage != "step" else LEAST_STALLS
         if spells.num_hits < least and not lost >= GRAVE_FRAC * run_seconds(view):
             continue
-        if spells.num_hits < RARE * (view.n - spells.first) and not _are_of_one_length(view, metric, spells):
+        rare = RARE * (0.5 if is_long else 1.0) * (view.n - spells.first)
+        if spells.num_hits < rare and not _are_of_one_length(view, metric, spells):
             continue
         if _works_more(view, spells) or is_of_the_schedule(view, spells):
             continue

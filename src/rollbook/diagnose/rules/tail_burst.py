@@ -223,10 +223,9 @@ def _has_a_beginning(bursts: _Bursts) -> bool:
     counted = bursts.long if bursts.by_tokens else both  # the tokens begin, whatever the host's seconds do
     if not _is_an_onset(counted[:begin], float(counted[begin:end].mean())):
         return False  # they were never fewer: the share of runaway responses that this model always has
-    if (
-        not bursts.by_tokens
-        and _nats_over_one_rate(both, begin, end) < np.log(len(both)) + BEYOND_CHANCE_NATS
-    ):
+    goes_on = end >= len(both) - max(3, len(both) // 20)
+    by_chance = (1.0 if goes_on else STRETCHES) * np.log(len(both)) + BEYOND_CHANCE_NATS
+    if not bursts.by_tokens and _nats_over_one_rate(both, begin, end) < by_chance:
         return False  # the longest of a heavy tail come in clusters now and then
     # The longest of so many are that long now and then, and were before.
     return not (bursts.metric in TOKENS and _is_own_scatter(bursts.tail, bursts.least_long, begin, end))
@@ -311,8 +310,10 @@ ONSET_NATS = 6.0
 
 
 BEYOND_CHANCE_NATS = 1.5
-"""Evidence for a stretch of more hits, beyond what the best of all stretches has by chance (the logarithm of the
-steps)."""
+"""Evidence for a stretch of more hits, beyond what the best of all stretches has by chance."""
+STRETCHES = 1.6
+"""Power of the number of steps by which stretches that ended are as good as independent: one that goes on has only a
+beginning."""
 
 
 LEAST_PAST = 12
