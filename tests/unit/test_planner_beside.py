@@ -149,11 +149,11 @@ def test_what_cannot_be_meant_is_told(capsys: pytest.CaptureFixture[str], args: 
 
 def test_the_slow_tail_of_environments_acts_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """Three calls between four turns: 15 s without spread, and some more because the next ones wait for slots that are
-    held meanwhile; several times that with a 99th percentile of 40 s."""
+    held meanwhile; most of that again with a 99th percentile of 40 s."""
     even, spread = planned(capsys, *AGENTS), planned(capsys, *AGENTS, "--env-p99-seconds", "40")
     even_s, spread_s = (plan["step"]["seconds"]["env"] for plan in (even, spread))
     assert 15.0 < even_s == even["agents"]["wait_s"] < 40.0
-    assert spread_s > 45 + even_s - 15
+    assert spread_s > 1.5 * even_s
     grown = spread["step"]["seconds"]["total"] - even["step"]["seconds"]["total"]
     assert grown == pytest.approx(spread_s - even_s)
     assert spread["agents"]["slowest_env_s"] > even["agents"]["slowest_env_s"] == 15.0
@@ -168,7 +168,7 @@ def test_environments_with_a_tail_agree_with_the_simulator(
     r = request(agent=agent)
     candidate = Search(r).candidate(mode, *split)
     # Environments spread batches that would bunch, which the closed form does not know.
-    rel = 0.08 if mode == "sync" else 0.12
+    rel = 0.03 if mode == "sync" else 0.12
     assert candidate.step_s == pytest.approx(simulate(scenario_of(r, candidate)).step_s, rel=rel)
 
 

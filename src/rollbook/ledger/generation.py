@@ -23,7 +23,7 @@ from rollbook.ledger.own_machine import own_seconds_width
 from rollbook.ledger.prefill import prefill_account
 from rollbook.ledger.quantity import format_bytes
 from rollbook.ledger.reliability import assumed_model_factor, model_traits, widening
-from rollbook.ledger.residence import Residence, Stay
+from rollbook.ledger.residence import Residence
 from rollbook.ledger.workload import Workload
 from rollbook.observe.numbers import counted
 
@@ -136,8 +136,8 @@ def default_rollout_side(
     tail_s = float((seconds * curve.is_tail).sum())
     generate_s, busy_s, env_wait_s = float(seconds.sum()), float((seconds * curve.busy_share).sum()), 0.0
     if agents is not None:
-        num_steps = float(curve.num_steps.sum())
-        stay = _stay(agents, room, generate_s / num_steps, num_replicas=num_replicas)
+        per_replica = workload.num_sequences / num_replicas
+        stay = agents.stay(per_replica=per_replica, num_slots=room.slots, num_replicas=num_replicas)
         env_wait_s, busy_s = max(stay.last_s - generate_s, 0.0), max(stay.busy_s, busy_s)
     rate = room.slots / full_s / layout.num_gpus
     prefill = prefill_account(
@@ -190,20 +190,6 @@ def default_rollout_side(
         error_frac=error_frac,
         why_not=_why_not(workload, layout, room, num_gpus=num_gpus),
         notes=tuple(notes),
-    )
-
-
-def _stay(agents: Residence, room: KvRoom, mean_step_s: float, *, num_replicas: int) -> Stay:
-    """Of the agents of one step, whose decode steps take `mean_step_s` over the curve of running sequences."""
-    per_replica = agents.workload.num_sequences / num_replicas
-    running = min(room.slots, per_replica)
-    # As the curve of running sequences lowers a token's seconds, so do those that wait.
-    pace = mean_step_s / float(np.interp(running, agents.rows, agents.step_s))
-    return agents.stay(
-        per_replica=per_replica,
-        num_slots=room.slots,
-        num_replicas=num_replicas,
-        token_s=pace * agents.token_s(per_replica, room.slots),
     )
 
 

@@ -22,7 +22,10 @@ from rollbook.ledger.workload import Workload
 _NUM_TIMES = 400
 _NUM_SUM_CELLS = 2048
 _NUM_DECODES = 24
+_NUM_CALLS = 128
 _NUM_STARTS = 24
+_NUM_PACES = 4
+_NUM_TOKEN_S = 6
 _NUM_ROUNDS = 8
 _BEYOND = 1e-4
 """Expected number of a step's trajectories beyond the largest value that is looked at."""
@@ -68,54 +71,88 @@ class Residence:
             live = running * decode_s / (decode_s + env_s)
         return live
 
-    def token_s(self, per_replica: float, num_slots: float) -> float:
-        """Seconds of a token of one of the trajectories in so many slots while it decodes.
-
-        What is admitted at once waits at once: only as far as calls differ, by two standard deviations, are the rows
-        spread over the time that they take; or where trajectories get their slots one after the other.
-        """
-        later_frac = max(1 - num_slots / per_replica, 0.0)
-        spread = min(max(2 * math.sqrt(math.expm1(self._sigma**2)), later_frac), 1.0)
-        running = np.asarray(min(num_slots, per_replica), np.float64)
-        rows = self._live(running, spread * self.env_s)
-        return float(np.interp(rows, self.rows, self.step_s))
-
-    def ended(self, at_s: Curve, token_s: float) -> Curve:
-        """[n] probability that a trajectory, alone with its slot, has ended `at_s` [n] after it began."""
+    def ended(self, at_s: Curve, token_s: Curve | float) -> Curve:
+        """[n] probability that a trajectory, alone with its slot, has ended `at_s` [n] after it began, with tokens of
+        `token_s` [n], or always as many seconds, in the mean until then."""
         work, agent, sigma = self.workload, self.workload.agent, self._sigma
         lengths = work.lengths()
         if sigma == 0:
             return 1 - lengths.survival(np.maximum(at_s - self.env_s, 0.0) / token_s) * (at_s >= 0)
         sums, cdf = call_sums(agent.env_s, sigma, agent.num_calls, work.num_sequences)
-        # Finer towards the longest responses, which decide a maximum.
-        beyond = np.concatenate([np.geomspace(1.0, _BEYOND / work.num_sequences, _NUM_DECODES), [0.0]])
-        decode_s = lengths.quantile(1 - (beyond[:-1] + beyond[1:]) / 2) * token_s
-        left = at_s[:, None] - decode_s[None, :]
-        return np.asarray(np.interp(left, sums, cdf, left=0.0) @ (beyond[:-1] - beyond[1:]))
+        tokens, shares = self._decodes(1.0)
+        left = at_s[:, None] - np.multiply.outer(np.broadcast_to(token_s, at_s.shape), tokens)
+        return np.asarray(np.interp(left, sums, cdf, left=0.0) @ shares)
 
-    def stay(self, *, per_replica: float, num_slots: float, num_replicas: int, token_s: float) -> Stay:
-        """Of `per_replica` trajectories in `num_slots`, which they hold through their calls where prefixes are kept."""
+    def _decodes(self, token_s: float) -> tuple[Curve, Curve]:
+        """[n] seconds of decoding and [n] shares of the trajectories, finer towards the longest, which decide a
+        maximum."""
+        work = self.workload
+        beyond = np.concatenate([np.geomspace(1.0, _BEYOND / work.num_sequences, _NUM_DECODES), [0.0]])
+        middle = 1 - (beyond[:-1] + beyond[1:]) / 2
+        return work.lengths().quantile(middle) * token_s, beyond[:-1] - beyond[1:]
+
+    def decode_frac(self, at_s: Curve, token_s: float) -> Curve:
+        """[n] share of their stay for which those that stay longer than `at_s` [n] decode, in the mean: who stays
+        long has waited for slow calls."""
+        work, agent, sigma = self.workload, self.workload.agent, self._sigma
+        decode_s, shares = self._decodes(token_s)
+        sums, mass = np.asarray([self.env_s]), np.ones(1)
+        if sigma > 0:
+            sums, cdf = call_sums(agent.env_s, sigma, agent.num_calls, work.num_sequences)
+            every = _NUM_SUM_CELLS // _NUM_CALLS
+            sums, mass = sums[every // 2 :: every], np.diff(cdf[every - 1 :: every], prepend=0.0)
+        stays_s = sums[:, None] + decode_s[None, :]
+        number = (mass[:, None] * shares[None, :]).ravel()
+        decoding = number * (decode_s[None, :] / stays_s).ravel()
+        order = np.argsort(stays_s, axis=None)[::-1]
+        longest_first = stays_s.ravel()[order]
+        longer = np.searchsorted(-longest_first, -at_s, side="left")  # of them stay longer
+        of_all = np.concatenate([[0.0], np.cumsum(number[order])])[longer]
+        of_decoding = np.concatenate([[0.0], np.cumsum(decoding[order])])[longer]
+        frac = of_decoding / np.maximum(of_all, 1e-300)
+        last = max(int(np.searchsorted(-of_all, 0.0)) - 1, 0)  # beyond the longest, as the longest
+        return np.asarray(np.where(of_all > 0, frac, frac[last]))
+
+    def stay(self, *, per_replica: float, num_slots: float, num_replicas: int) -> Stay:
+        """Of `per_replica` trajectories in `num_slots`, which they hold through their calls where prefixes are kept.
+
+        A token takes as long as the trajectories that decode at its time let it, fewer and fewer: those under way, and
+        who of them decodes, set the seconds of a token, which set who is under way.
+        """
         work = self.workload
         keeps = work.agent.keeps_prefix and per_replica > num_slots
         first = float(num_slots) if keeps else per_replica
         later = per_replica - first
-        longest_s = self.longest_s(token_s)
+        slowest_s = float(np.interp(min(num_slots, per_replica), self.rows, self.step_s))
+        # What begins at once, answers equally long and calls equally long also waits at once.
+        in_step = self._sigma == 0 and float(work.lengths().survival(work.response_tokens * 1.001)) == 0
         waves = math.ceil(later / max(first, 1.0))
-        mean_s = token_s * work.response_tokens + self.env_s
-        width = (longest_s + 1.2 * waves * mean_s) / _NUM_TIMES
+        mean_s = slowest_s * work.response_tokens + self.env_s
+        width = (self.longest_s(slowest_s) + 1.2 * waves * mean_s) / _NUM_TIMES
         at_s = (np.arange(_NUM_TIMES) + 0.5) * width
-        ended = self.ended(at_s, token_s)
-        inside = first * (1 - ended)
-        log_all = first * np.log(np.maximum(ended, 1e-300))
-        if later > 0:
-            starts_s = self._starts_s(at_s, ended, first, later)
-            after = at_s[:, None] - starts_s[None, :]
-            theirs = np.where(after > 0, np.interp(after, at_s, ended, left=0.0), 0.0)
-            each = later / len(starts_s)
-            inside = inside + each * ((after > 0) * (1 - theirs)).sum(axis=1)
-            log_all = log_all + each * np.log(np.maximum(theirs, 1e-300)).sum(axis=1)
+        clock: Curve = at_s / slowest_s
+        """[n] tokens that one which always decodes has made."""
+        pace_s = np.geomspace(
+            float(self.step_s[0]), max(slowest_s, 1.001 * float(self.step_s[0])), _NUM_TOKEN_S
+        )
+        at_pace = np.stack([self.ended(at_s, each) for each in pace_s]) if later > 0 else np.zeros((1, 1))
+        for _ in range(_NUM_PACES):
+            ended = self.ended(at_s, at_s / clock)
+            inside, log_all = first * (1 - ended), first * np.log(np.maximum(ended, 1e-300))
+            if later > 0:
+                starts_s = self._starts_s(at_s, ended, first, later)
+                after = at_s[:, None] - starts_s[None, :]
+                token_s = after / np.maximum(clock[:, None] - np.interp(starts_s, at_s, clock), 1e-12)
+                theirs = np.where(after > 0, _between(at_pace, pace_s, token_s, after / width - 0.5), 0.0)
+                each = later / len(starts_s)
+                inside = inside + each * ((after > 0) * (1 - theirs)).sum(axis=1)
+                log_all = log_all + each * np.log(np.maximum(theirs, 1e-300)).sum(axis=1)
+            typical_s = float(np.interp(0.5, ended, at_s / clock))
+            live = inside if in_step else inside * self.decode_frac(at_s, typical_s)
+            now_s = np.interp(np.minimum(np.maximum(live, 1.0), num_slots), self.rows, self.step_s)
+            clock = np.cumsum(width / now_s)
         last_s = float((1 - np.exp(num_replicas * log_all)).sum()) * width
-        busy_s = float((1 - np.exp(-self.live(inside))).sum()) * width
+        busy_s = float((1 - np.exp(-live)).sum()) * width
         return Stay(last_s=last_s, busy_s=min(busy_s, last_s))
 
     def longest_s(self, token_s: float) -> float:
@@ -140,6 +177,18 @@ class Residence:
         num = min(max(round(later), 1), _NUM_STARTS)
         wanted = (np.arange(num) + 0.5) / num * later / first
         return np.asarray(np.interp(wanted, np.maximum.accumulate(freed), at_s))
+
+
+def _between(table: Curve, pace_s: Curve, token_s: Curve, row: Curve) -> Curve:
+    """Values of `table` [paces, times] at these seconds of a token and rows of its times, linear in both."""
+    of_pace = np.log(np.maximum(token_s, pace_s[0]) / pace_s[0]) / math.log(pace_s[1] / pace_s[0])
+    of_pace = np.clip(of_pace, 0.0, len(pace_s) - 1.001)
+    row = np.clip(row, 0.0, table.shape[1] - 1.001)
+    i, j = of_pace.astype(np.int64), row.astype(np.int64)
+    di, dj = of_pace - i, row - j
+    low = table[i, j] * (1 - dj) + table[i, j + 1] * dj
+    high = table[i + 1, j] * (1 - dj) + table[i + 1, j + 1] * dj
+    return np.asarray(low * (1 - di) + high * di)
 
 
 _SUMS: dict[tuple[float, float, float, int], tuple[Curve, Curve]] = {}

@@ -129,14 +129,14 @@ class _Engines:
             stays = Residence(workload=work, rows=every.astype(np.float64), step_s=typical_s)
             self._token_s = float(np.interp(float(stays.live(rows)), every, typical_s))
             self._ages, self._survival = _stay_survival(stays, self._token_s, work.num_sequences)
-            decode_s = work.response_tokens * self._token_s
-            self._decode_frac = decode_s / (decode_s + stays.env_s)
+            self._decode_fracs = stays.decode_frac(self._ages, self._token_s)
         else:
             self._token_s = self._step_s(rows, self._typical_context)
             longest = float(work.lengths().quantile(1 - _BEYOND / work.num_sequences))
             tokens = np.linspace(0.0, longest, _NUM_AGES)
             self._ages, self._survival = tokens * self._token_s, work.lengths().survival(tokens)
-            self._decode_frac = 1.0
+            self._decode_fracs = np.ones(_NUM_AGES)
+        self._is_agent = is_agent
         self._survival[-1] = 0.0
         self._log_ended = np.log1p(-np.minimum(self._survival, 1 - 1e-12))
         self._longest = float(self._ages[-1])
@@ -196,11 +196,21 @@ class _Engines:
                 self._queue.appendleft((batch, left - taken))
         return started
 
-    def _pace(self, running: float, context: float) -> tuple[float, float]:
-        """Seconds of one of age, and trajectories that decode, where `running` are under way with this much context."""
+    def _decode_frac(self, ages: Curve, weights: Curve) -> float:
+        """Of trajectories that are so old, the share that decodes at the pace of `_token_s`."""
+        if not self._is_agent:
+            return 1.0
+        fracs = np.interp(ages, self._ages, self._decode_fracs)
+        return float(fracs.ravel() @ weights.ravel()) / max(float(weights.sum()), 1e-300)
+
+    def _pace(self, running: float, context: float, frac: float) -> tuple[float, float]:
+        """Seconds of one of age, and trajectories that decode, where `running` are under way with this much context.
+
+        Args:
+            frac: of them that decode at the pace of `_token_s`.
+        """
         running /= self.wider
-        frac = self._decode_frac
-        if frac == 1.0:
+        if not self._is_agent:
             # What runs has itself beside it: a mean below 1 is few replicas with one, not all with less.
             rows = min(max(running + max(1 - running / self._per_replica, 0.0), 1.0), self._slots)
             return self._step_s(rows, context) / self._token_s, running
@@ -227,7 +237,8 @@ class _Engines:
             ended = max(running - float(later.sum()), 0.0)
             mean = running - ended / 2 + min(ended, waiting) / 2
             age = float((alive + later) @ (ages + cell / 2)) / max(2 * mean, 1e-9)
-            pace, live = self._pace(mean, self._context + age / self._token_s)
+            frac = self._decode_frac(ages + cell / 2, alive + later)
+            pace, live = self._pace(mean, self._context + age / self._token_s, frac)
             seconds = cell * pace + self._stall_s
             if seconds <= limit_s * (1 + 1e-9):
                 break
@@ -262,7 +273,9 @@ class _Engines:
         began_at, number = self._parts.of(batch)
         ages = self._position - began_at[:, None] + self._ahead
         missing = 1 - np.exp(self.num_replicas * (number @ np.interp(ages, self._ages, self._log_ended)))
-        pace, _ = self._pace(self.running, self._typical_context)
+        survivors = number[:, None] * np.interp(ages, self._ages, self._survival)
+        frac = self._decode_frac(ages, survivors * (missing * np.gradient(self._ahead))[None, :])
+        pace, _ = self._pace(self.running, self._typical_context, frac)
         return float(np.trapezoid(missing, self._ahead)) * pace
 
 
