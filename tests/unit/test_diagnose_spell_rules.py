@@ -91,6 +91,42 @@ def test_a_stage_that_stalls_for_minutes_at_equal_tokens_is_a_collective(stage: 
     assert found.findings[0].step == 51
 
 
+@pytest.mark.parametrize(
+    ("at", "lasting_s", "usual_s", "verdict"),
+    [
+        ((95, 145, 148), (270, 310, 350), 7.0, "collective_hang"),  # a fifteenth of the step, each time
+        ((95, 145), (270, 310), 7.0, "well"),
+        ((95, 145, 148), (60, 80, 100), 7.0, "well"),  # moments of a busy cluster
+        (
+            (95, 145, 148),
+            (400, 550, 700),
+            50.0,
+            "well",
+        ),  # half of the step: there a host stands still by chance
+    ],
+)
+def test_few_stalls_of_minutes_that_keep_to_one_stage_are_a_collective(
+    at: tuple[int, ...], lasting_s: tuple[float, ...], usual_s: float, verdict: str
+) -> None:
+    over = np.zeros(N)
+    over[list(at)] = lasting_s
+    seconds = {
+        "timing_s/update_actor": _noisy(usual_s, 11) + over,
+        "timing_s/step": _noisy(106.0, 14, 0.01) + over,
+    }
+    found = _diagnose(seconds)
+    assert found.verdict == verdict
+    assert [f.step for f in found.findings] == ([at[0] + 1] if found.findings else [])
+
+
+def test_stalls_are_dated_by_the_first_and_not_by_the_longest() -> None:
+    over = 600.0 * np.isin(T, (40, 90)) + 900.0 * (T == 120)
+    found = _diagnose(
+        {"timing_s/adv": _noisy(0.2, 22) + over, "timing_s/step": _noisy(106.0, 14, 0.01) + over}
+    )
+    assert [(f.rule, f.step) for f in found.findings] == [("collective_hang", 41)]
+
+
 def test_a_stage_that_takes_longer_for_more_tokens_is_none() -> None:
     more = 1.0 + 9.0 * SINGLE
     busy = {
@@ -525,7 +561,7 @@ def test_rare_stalls_that_all_last_as_long_are_a_time_out_and_no_hiccups(
     rows = []
     for step in range(1, 801):
         data = {name: float(s * np.exp(rng.normal(0, 0.03))) for name, s in seconds.items()}
-        stall = stalls.get(step, 0.0) * (1.0 if is_timeout else float(rng.uniform(0.2, 1.5)))
+        stall = stalls.get(step, 0.0) * (1.0 if is_timeout else float(rng.uniform(0.2, 0.38)))
         data["timing_s/old_log_prob"] += stall
         data["timing_s/step"] = sum(data.values())
         data["critic/score/mean"] = 0.3 + 2e-4 * step + float(rng.normal(0, 0.01))
@@ -677,19 +713,6 @@ def test_a_last_step_that_waits_for_the_longest_response_of_all_is_no_hang() -> 
     longest = {"response_length/max": _noisy(3000.0, 9, 0.06) * (1 + 1.5 * late)}
     assert _diagnose(slow).verdict == "collective_hang"
     assert _diagnose(slow | longest).verdict != "collective_hang"
-
-
-@pytest.mark.parametrize(
-    ("num_stalls", "seconds", "verdict"),
-    [(4, 300.0, "collective_hang"), (4, 60.0, "well"), (3, 300.0, "well")],
-)
-def test_four_stalls_of_minutes_are_no_moments(num_stalls: int, seconds: float, verdict: str) -> None:
-    stalls = seconds * np.isin(T, (95, 131, 134, 147)[:num_stalls])
-    slow = {
-        "timing_s/update_actor": _noisy(7.4, 11) + stalls,
-        "timing_s/step": _noisy(220.0, 14, 0.01) + stalls,
-    }
-    assert _diagnose(slow | {"timing_s/gen": _noisy(195.0, 10)}).verdict == verdict
 
 
 def test_what_stopped_the_run_goes_before_what_it_lived_with() -> None:

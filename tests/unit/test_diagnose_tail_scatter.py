@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from diagnose_runs import noisy, run_of
+from rollbook.diagnose.finding import Finding
 from rollbook.diagnose.rules.tail_burst import judge
 from rollbook.diagnose.tree import diagnose
 from rollbook.diagnose.view import View
@@ -43,6 +44,18 @@ def test_the_longest_that_come_in_clusters_by_chance_are_no_burst(seed: int, gro
 def test_answers_that_run_away_beside_such_scatter_are_one(seed: int) -> None:
     found = judge(View.of(run_of(_lengths(seed, growth=1.2, runaway=0.004), n=N)))
     assert found is not None and found.rule == "tail_burst"
+
+
+def test_rare_answers_many_times_as_long_as_any_before_are_one_and_dated_by_the_first() -> None:
+    """One step of sixteen since step 200, where the longest scatter by a half: chance makes neither such lengths nor
+    that there was none before."""
+    values = _lengths(5, growth=1.0, runaway=0.0)
+    hit = np.zeros(N, np.bool_)
+    hit[200::16] = True
+    values["response_length/max"] = np.where(hit, LIMIT, np.minimum(values["response_length/max"], 3000.0))
+    values["timing_s/gen"] = 5.0 + 0.02 * values["response_length/max"]
+    found = judge(View.of(run_of(values, n=N)))
+    assert isinstance(found, Finding) and found.step == 201
 
 
 def test_a_cluster_of_the_longest_that_ends_again_is_chance_where_as_many_that_go_on_are_not() -> None:

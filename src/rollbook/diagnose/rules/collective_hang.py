@@ -12,12 +12,13 @@ from rollbook.diagnose.cost import is_asynchronous, is_worth, run_seconds
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
-from rollbook.diagnose.series import Event
+from rollbook.diagnose.series import Event, Series
 from rollbook.diagnose.signs.seconds import (
     TRAINER_STAGES,
     is_of_the_schedule,
     lost_seconds,
     stalls_at_end,
+    step_seconds,
     waiting_of,
 )
 from rollbook.diagnose.signs.standstill import standstill_of
@@ -128,8 +129,10 @@ STALL_S = 45.0
 """Seconds over the usual from which a step of such a stage stalls: at equal tokens no work differs by so much."""
 LEAST_STALLS = 5
 """Steps that stall before it is a habit: a busy cluster stands still for a moment, too."""
-LONG_STALL, LONG_STALL_S = 8.0, 120.0
-"""Times the usual of a stage, and seconds over it, from which on one fewer is: no moment lasts minutes."""
+LONG_STALL, LONG_STALL_S = 7.0, 120.0
+"""Times the quiet seconds, and seconds, over them, from which on a stall is long: no moment lasts minutes."""
+LEAST_LONG, BY_CHANCE = 3, 0.1
+"""Long stalls that are enough, however rare, and the odds up to which a host would stand still in that stage only."""
 GRAVE_FRAC = 0.2
 """Share of the run's seconds that is lost from which on fewer stalls are no moment."""
 RARE = 0.02
@@ -147,27 +150,18 @@ def _stalls_again(view: View, timed: tuple[str, ...]) -> Finding | None:
     for stage in timed:
         metric = f"timing_s/{stage}"
         spells = view.spells(metric, least=np.log(1.5))
-        if spells is None or spells.inside - spells.before < STALL_S:
-            continue
-        lost = spells.over_quiet(view.values[metric]) * view.stride
-        is_long = (
-            spells.inside >= LONG_STALL * spells.before and spells.inside - spells.before >= LONG_STALL_S
-        )
-        least = LEAST_STALLS - 1 if is_long and stage != "step" else LEAST_STALLS
-        if spells.num_hits < least and not lost >= GRAVE_FRAC * run_seconds(view):
-            continue
-        rare = RARE * (0.5 if is_long else 1.0) * (view.n - spells.first)
-        if spells.num_hits < rare and not _are_of_one_length(view, metric, spells):
+        if spells is None or not _are_no_hiccups(view, metric, spells):
             continue
         if _works_more(view, spells) or is_of_the_schedule(view, spells):
             continue
+        first = int(np.flatnonzero(_over_quiet(view, metric, spells) >= STALL_S)[0])
         longest, usual = float(np.nanmax(view.values[metric][spells.hit])), spells.before
         says = f"{num(usual)} s is usual, up to {num(longest)} s in {spells.num_hits} steps in between"
         evidence.append(
-            Evidence(metric=metric, step=view.step_at(spells.first), before=usual, after=longest, says=says)
+            Evidence(metric=metric, step=view.step_at(first), before=usual, after=longest, says=says)
         )
-        idx = min(idx, spells.first)
-        cost += lost
+        idx = min(idx, first)
+        cost += spells.over_quiet(view.values[metric]) * view.stride
     if not evidence or not is_worth(view, cost):
         return None
     confidence = 0.8 + 0.05 * len(evidence)
@@ -182,6 +176,32 @@ def _stalls_again(view: View, timed: tuple[str, ...]) -> Finding | None:
         "not answer, a host that was busy or asleep; put a deadline on every call that leaves the process",
         next_check=f"log the seconds of each stage: which of them has the {num(cost)} s?",
     )
+
+
+def _are_no_hiccups(view: View, metric: str, spells: Spells) -> bool:
+    """Whether spells of a stage are stalls, and not the moments for which a busy cluster stands still."""
+    if spells.inside - spells.before < STALL_S:
+        return False
+    if _keep_to_a_stage(view, metric, spells):
+        return True
+    lost = spells.over_quiet(view.values[metric]) * view.stride
+    if spells.num_hits < LEAST_STALLS and not lost >= GRAVE_FRAC * run_seconds(view):
+        return False
+    is_rare = spells.num_hits < RARE * (view.n - spells.first)
+    return not is_rare or _are_of_one_length(view, metric, spells)
+
+
+def _keep_to_a_stage(view: View, metric: str, spells: Spells) -> bool:
+    """Whether minutes are lost in one stage each time: a host that stands still does so in whatever stage it is."""
+    over = _over_quiet(view, metric, spells)
+    num_long = int(np.sum((over >= LONG_STALL_S) & (over >= LONG_STALL * spells.quiet)))
+    share_of_step = spells.before / max(spells.before, step_seconds(view))
+    return num_long >= LEAST_LONG and share_of_step ** (num_long - 1) <= BY_CHANCE
+
+
+def _over_quiet(view: View, metric: str, spells: Spells) -> Series:
+    """[n] seconds over the quiet level in the steps of spells, 0 in the others."""
+    return np.where(spells.hit, view.values[metric] - spells.quiet, 0.0)
 
 
 def _are_of_one_length(view: View, metric: str, spells: Spells) -> bool:

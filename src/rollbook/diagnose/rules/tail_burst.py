@@ -39,8 +39,10 @@ TOKENS = (
 )
 CLEARLY_LONGER = 4.0
 """Growth of the longest responses from which on their tokens say more than the seconds of a host that swings."""
-LEAST_RATE, SURE_HITS = 0.12, 8
-"""Share of the steps of a stretch that must have one; and how many of them, far longer, for which half is enough."""
+LEAST_GROWTH = 1.5
+"""Growth of the longest responses from which on they are long."""
+LEAST_RATE = 0.12
+"""Share of the steps of a stretch that must have one, where the longest of so many may be as long by themselves."""
 LASTING = 0.9
 """Share of the steps that are hit from which a stretch is a new level and no row of bursts."""
 
@@ -129,7 +131,9 @@ def _tails(view: View, longest: str) -> list[tuple[str, Series, float]]:
         values = view.values.get(metric)
         if values is not None and np.isfinite(values).sum() >= 12:
             relative = values / mean if mean is not None and metric != TAIL else values
-            out.append((metric, relative, 1.5))
+            out.append((metric, relative, LEAST_GROWTH))
+            if metric in TOKENS and (reach := _own_reach(relative)) > LEAST_GROWTH:
+                out.append((metric, relative, reach))
     turns = view.values.get(TURNS)
     if turns is not None and np.isfinite(turns).sum() >= 12 and view.level(TURNS) > 2:
         out.append((TURNS, turns, 2.0))
@@ -158,6 +162,13 @@ class _Bursts:
     """Whether the responses are so much longer that they must take time, whatever the host does."""
     begin: int
     end: int
+    nats: float
+    """How sure it is that they are more frequent there, beyond chance."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the responses are longer than the longest of so many ever are by themselves."""
+        return self.metric in TOKENS and self.least > LEAST_GROWTH
 
     @property
     def both(self) -> NDArray[np.bool_]:
@@ -210,25 +221,22 @@ def _bursts(view: View, metric: str, tail: Series, least: float) -> _Bursts | No
         slow = pace >= 1.25
     if (long & slow).sum() < 4:
         return None
-    begin, end = _stretch(long & slow)
-    return _Bursts(metric, least, at, tail, pace, least_long, long, slow, by_tokens, begin, end)
+    counted = long if by_tokens else long & slow  # the tokens begin, whatever the host's seconds do
+    return _Bursts(metric, least, at, tail, pace, least_long, long, slow, by_tokens, *_stretch(counted))
 
 
 def _has_a_beginning(bursts: _Bursts) -> bool:
     """Whether they are frequent in the stretch, were not before it, and chance makes no such stretch."""
-    begin, end, rate, both = bursts.begin, bursts.end, bursts.rate, bursts.both
-    least = LEAST_RATE if not bursts.by_tokens or len(bursts.hit) < SURE_HITS else 0.5 * LEAST_RATE
-    if rate < least or rate < 3 * bursts.rate_outside + 0.4 * least or begin < 4 or len(bursts.hit) < 4:
+    if bursts.begin < 4 or len(bursts.hit) < 4:
         return False
-    counted = bursts.long if bursts.by_tokens else both  # the tokens begin, whatever the host's seconds do
-    if not _is_an_onset(counted[:begin], float(counted[begin:end].mean())):
-        return False  # they were never fewer: the share of runaway responses that this model always has
-    goes_on = end >= len(both) - max(3, len(both) // 20)
-    by_chance = (1.0 if goes_on else STRETCHES) * np.log(len(both)) + BEYOND_CHANCE_NATS
-    if not bursts.by_tokens and _nats_over_one_rate(both, begin, end) < by_chance:
+    if not bursts.is_foreign and bursts.rate < max(LEAST_RATE, 3 * bursts.rate_outside + 0.05):
+        return False
+    if bursts.nats < (FAR_LONGER_NATS if bursts.by_tokens else BEYOND_CHANCE_NATS):
         return False  # the longest of a heavy tail come in clusters now and then
     # The longest of so many are that long now and then, and were before.
-    return not (bursts.metric in TOKENS and _is_own_scatter(bursts.tail, bursts.least_long, begin, end))
+    return not (
+        bursts.metric in TOKENS and _is_own_scatter(bursts.tail, bursts.least_long, bursts.begin, bursts.end)
+    )
 
 
 def _long_ones_cost(bursts: _Bursts) -> bool:
@@ -305,17 +313,13 @@ def _found(view: View, waiting: str, bursts: _Bursts) -> Finding | None:
     )
 
 
-ONSET_NATS = 6.0
-"""Logarithm of the odds against so few hits before a stretch at its own rate, from which on it has a beginning."""
+BEYOND_CHANCE_NATS, FAR_LONGER_NATS = 5.5, 4.5
+"""Evidence for a stretch of more hits, beyond what chance makes, from which on it is one (by chance in one of a
+hundred logs); and where the responses are many times as long, which they seldom are at all."""
 
 
-BEYOND_CHANCE_NATS = 1.5
-"""Evidence for a stretch of more hits, beyond what the best of all stretches has by chance."""
-STRETCHES = 1.6
-"""Power of the number of steps by which stretches that ended are as good as independent: one that goes on has only a
-beginning."""
-
-
+OWN_SCATTER_NATS = 1.5
+"""The same against the rate at which the steps before say that the longest are as long."""
 LEAST_PAST = 12
 """Steps before a stretch that tell how much the longest responses scatter."""
 
@@ -337,26 +341,49 @@ def _is_own_scatter(tail: Series, least: float, begin: int, end: int) -> bool:
     if not 0.0 < usual < rate < 1.0:
         return 0.0 < rate <= usual
     nats = hits * np.log(rate / usual) + (steps - hits) * np.log((1.0 - rate) / (1.0 - usual))
-    return bool(nats < np.log(len(tail)) + BEYOND_CHANCE_NATS)
+    chance = np.log(len(tail)) * (1 if end == len(tail) else 2)
+    return bool(nats < chance + OWN_SCATTER_NATS)
 
 
-def _nats_over_one_rate(both: NDArray[np.bool_], begin: int, end: int) -> float:
-    """Log likelihood of one rate of hits inside a stretch and one outside of it, over that of one rate for all."""
-
-    def nats(hits: float, steps: float) -> float:
-        rate = hits / steps if steps else 0.0
-        return hits * np.log(rate) + (steps - hits) * np.log1p(-rate) if 0.0 < rate < 1.0 else 0.0
-
-    inside, all_hits = float(both[begin:end].sum()), float(both.sum())
-    apart = nats(inside, end - begin) + nats(all_hits - inside, len(both) - (end - begin))
-    return float(apart - nats(all_hits, len(both)))
+def _own_reach(tail: Series) -> float:
+    """Multiple of its median that the longest of many responses reaches by itself in one of ten such logs: they scatter
+    as Gumbel's distribution does, whose quartiles the log tells."""
+    known = np.log(np.maximum(tail[np.isfinite(tail)], 1e-12))
+    low, high = np.quantile(known, (0.25, 0.75))
+    return float(np.exp((high - low) / 1.573 * np.log(10.0 * len(known) * np.log(2.0))))
 
 
-def _is_an_onset(before: NDArray[np.bool_], rate: float) -> bool:
-    """Whether the steps before a stretch have so few hits that its own rate cannot be theirs (Chernoff's bound)."""
-    share = min(float(before.mean()), rate - 1e-9)
-    odds = share * np.log(max(share, 1e-12) / rate) + (1 - share) * np.log((1 - share) / max(1 - rate, 1e-12))
-    return bool(len(before) * odds >= ONSET_NATS)
+MOST_BOUNDS = 600
+"""Beginnings and ends of stretches that are looked at."""
+
+
+def _stretch(hit: NDArray[np.bool_]) -> tuple[int, int, float]:
+    """[begin, end) of the stretch whose rate of hits is most surely another one than that of the other steps, and how
+    sure that is: the log likelihood of two rates over that of one, less what the best of as many stretches has by
+    chance. Between two ends that grows as the logarithm of the steps, from a beginning on it hardly does.
+
+    >>> hit = np.zeros(100, np.bool_)
+    >>> hit[[40, 43, 44, 47]] = True
+    >>> begin, end, nats = _stretch(hit)
+    >>> begin, end, round(nats, 1)
+    (40, 48, 6.6)
+    """
+    n, at = len(hit), np.flatnonzero(hit)
+    at = at[:: -(-len(at) // MOST_BOUNDS)]
+    total = np.concatenate([[0.0], np.cumsum(hit)])
+    begin, end = (grid.ravel() for grid in np.meshgrid(at, np.append(at + 1, n), indexing="ij"))
+    begin, end = begin[begin < end], end[begin < end]
+    inside, steps = total[end] - total[begin], end - begin
+    nats = _nats(inside, steps) + _nats(total[n] - inside, n - steps) - _nats(total[n:], np.array([float(n)]))
+    nats = np.where(inside * n >= total[n] * steps, nats, -np.inf) - np.where(end == n, 0.0, np.log(n))
+    best = int(np.argmax(nats))
+    return int(begin[best]), int(end[best]), float(nats[best])
+
+
+def _nats(hits: Series, steps: Series) -> Series:
+    """Log likelihood of hits at their own rate."""
+    rate = np.clip(hits / np.maximum(steps, 1), 1e-12, 1 - 1e-12)
+    return np.asarray(hits * np.log(rate) + (steps - hits) * np.log1p(-rate))
 
 
 def _beside_others(pace: Series, long: NDArray[np.bool_]) -> Series:
@@ -433,12 +460,3 @@ def _quiet(values: Series) -> float:
     """Level without bursts: median of the first quarter, or of the lower half where that is lower."""
     first = float(np.median(values[: max(5, len(values) // 4)]))
     return min(first, float(np.median(np.sort(values)[: max(5, len(values) // 2)])) * 1.15)
-
-
-def _stretch(both: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[int, int]:
-    """Where the bursts begin and end: the stretch in which they are most frequent beyond their overall rate."""
-    excess = both - max(float(both.mean()), 0.06) * 0.8
-    total = np.concatenate([[0.0], np.cumsum(excess)])
-    end = int(np.argmax(total - np.minimum.accumulate(total)))
-    begin = int(np.argmin(total[: end + 1]))
-    return begin, max(end, begin + 1)

@@ -196,9 +196,11 @@ def stalls_at_end(view: View, stage: str) -> tuple[int, float, float] | None:
     for idx in known[-3:]:
         if values[idx] >= max(6 * usual, 3 * largest, usual + 90.0):
             return int(idx), usual, float(values[idx])
-    top = int(known[1 + np.argmax(values[known[1:]])])  # the first step of a log warms up
-    if values[top] >= max(15 * usual, usual + 500.0):  # it timed out, and the run was started again
-        return top, usual, float(values[top])
+    later = known[1:]  # the first step of a log warms up
+    for idx in later[
+        values[later] >= max(15 * usual, usual + 500.0)
+    ]:  # timed out, and the run was started again
+        return int(idx), usual, float(values[idx])
     return None
 
 
