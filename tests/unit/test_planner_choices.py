@@ -16,6 +16,7 @@ from rich.console import Console
 from rollbook.errors import ConfigError, PlanError
 from rollbook.ledger.hardware import DecodeFit, HostFit, MachineSpec, TrainFit
 from rollbook.ledger.step import train_side
+from rollbook.ledger.workload import MODES, Mode
 from rollbook.planner.layouts import train_layouts
 from rollbook.planner.options import PlanOptions, option_name
 from rollbook.planner.plan import Plan, make_plan
@@ -512,3 +513,12 @@ def test_a_stack_is_mapped_by_how_it_holds_its_weights(stack: str, trainer: str)
     assert found.publication is not None and found.publication.mapping.trainer.startswith(f"{trainer} on ")
     because = found.derivation[4].because
     assert ("beside the weights and gradients of a rank" in because) == (trainer == "Megatron")
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "separate_async"])
+def test_lending_moves_nothing_of_a_mode_that_lends_nothing(mode: Mode) -> None:
+    """Of shared GPUs there are none to lend, and an on-policy step is planned without."""
+    options = BASE | {"response_tokens": "4k", "max_response_tokens": "16k"}
+    split = (8, 24) if mode.startswith("separate") else (32, 32)
+    without, lending = (Search(PlanOptions(**options, lend=lend).request()) for lend in (0.0, 5.0))
+    assert lending.candidate(mode, *split).account == without.candidate(mode, *split).account

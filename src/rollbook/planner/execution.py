@@ -135,7 +135,7 @@ def _of_the_workload(request: PlanRequest, chosen: Candidate) -> list[str]:
         )
     if request.sleep.rebuilds_engine and is_colocated(chosen.mode):
         found.append("memory: planned to make KV pool and graphs again at each wake; they are kept")
-    if request.lend_switch_s and chosen.mode == "separate_async":
+    if request.lends(chosen.mode):
         found.append(
             "lending.is_on: planned to lend waiting training GPUs; the file leaves it off, because it lends "
             "within one "

@@ -264,7 +264,10 @@ def without_effect(request: PlanRequest, chosen: Candidate) -> list[tuple[str, s
             request.host_bytes_per_gpu > HOST_BYTES_PER_GPU >= on_hosts,
             f"its training state takes {format_bytes(on_hosts)} of it",
         ),
-        "--lend": (request.lend_switch_s > 0 and chosen.mode != "separate_async", shares),
+        "--lend": (
+            request.lend_switch_s > 0 and not request.lends(chosen.mode),
+            "an on-policy step is planned without" if is_apart else shares,
+        ),
         "--changed-frac": (
             request.changed_frac != CHANGED_FRAC and chosen.sync_method != "delta",
             "whole weights are sent" if is_apart else f"{shares}, so no delta is sent",

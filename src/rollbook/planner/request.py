@@ -12,7 +12,7 @@ from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
-from rollbook.ledger.workload import Workload
+from rollbook.ledger.workload import Mode, Workload
 from rollbook.observe.numbers import counted
 
 Choice = TypeVar("Choice", bound=str)
@@ -79,6 +79,10 @@ class PlanRequest:
     """Share of the weights whose bits a step changes: what a delta sends."""
     max_context_tokens: int = 0
     """Longest sequence allowed; 0 takes the model's own limit."""
+
+    def lends(self, mode: Mode) -> bool:
+        """Whether waiting training GPUs generate under a staleness bound: those that are shared are lent to nobody."""
+        return self.lend_switch_s > 0 and mode == "separate_async"
 
     def check(self) -> None:
         """Raises PlanError for what cannot be meant."""

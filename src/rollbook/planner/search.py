@@ -379,7 +379,7 @@ class Search:
         account, layout = joined.account, joined.rollout_layout
         least_s = least_step_s(self.request, account, layout)
         # With lent GPUs a step may be shorter than that.
-        if account.fits and (self.request.lend_switch_s or least_s < beaten_s):
+        if account.fits and (self.request.lends(account.mode) or least_s < beaten_s):
             return replace(joined, account=within_bound(self.request, account, layout))
         return replace(joined, account=stretched(account, least_s))
 
@@ -387,7 +387,7 @@ class Search:
         """Below the step of these sides, whatever joins them."""
         if mode != "separate_async":
             return rollout_s(rollout, mode) + train.side.total_s
-        return 0.0 if self.request.lend_switch_s else max(rollout_s(rollout, mode), train.side.total_s)
+        return 0.0 if self.request.lends(mode) else max(rollout_s(rollout, mode), train.side.total_s)
 
     def _joined(
         self, mode: Mode, rollout: RolloutSide, layout: ReplicaLayout, train: TrainChoice
@@ -436,7 +436,7 @@ class Search:
             r.model, r.workload, r.cluster, train.assumptions,
             mode=mode, layouts=layouts, rollout=rollout, train=train.side,
         )  # fmt: skip
-        if r.lend_switch_s > 0 and mode == "separate_async":
+        if r.lends(mode):
             lent = train.side.num_gpus // layout.num_gpus * layout.num_gpus
             together = self._rollout(rollout.num_gpus + lent, mode, layout)
             account = with_lending(account, together, switch_s=r.lend_switch_s)

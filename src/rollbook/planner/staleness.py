@@ -28,7 +28,7 @@ from rollbook.planner.request import PlanRequest
 
 def within_bound(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> StepAccount:
     """`account` with the step time that the staleness bound allows, and the idle shares that come of it."""
-    num_lent = account.train.num_gpus // layout.num_gpus if request.lend_switch_s > 0 else 0
+    num_lent = account.train.num_gpus // layout.num_gpus if request.lends(account.mode) else 0
     slots = in_flight_slots(request, account.rollout)
     found = steady_step(request, account, layout, slots=slots, num_lent=num_lent)
     if found is None:
