@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -522,3 +523,24 @@ def test_lending_moves_nothing_of_a_mode_that_lends_nothing(mode: Mode) -> None:
     split = (8, 24) if mode.startswith("separate") else (32, 32)
     without, lending = (Search(PlanOptions(**options, lend=lend).request()) for lend in (0.0, 5.0))
     assert lending.candidate(mode, *split).account == without.candidate(mode, *split).account
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
+def test_weights_and_kv_of_a_replica_add_up_to_the_share_of_it_that_is_told(dtype: str) -> None:
+    made = plan(model="Qwen3-30B-A3B", num_gpus="16", rollout_dtype=dtype)
+    told = re.search(
+        r"A replica of (\d+) GPUs? holds the ([\d.]+) GB of weights for generation, with ([\d.]+) GB left for KV, of "
+        r"the ([\d.]+) % of a GPU",
+        made.derivation[1].because,
+    )
+    assert told is not None
+    num_gpus, weights_gb, kv_gb, percent = map(float, told.groups())
+    assert weights_gb + kv_gb == pytest.approx(num_gpus * 80.0 * percent / 100, rel=0.01)
+
+
+def test_where_memory_stops_splits_stands_with_the_fewest_training_gpus_that_it_does_not_stop() -> None:
+    made = plan(model="Qwen3-32B", num_gpus="32")
+    fitting = [c.split[1] for c in made.candidates if c.mode == "separate_async" and c.train.fits]
+    assert (
+        f"of the splits looked at, {min(fitting)} are the fewest that hold it" in made.derivation[4].because
+    )

@@ -273,8 +273,8 @@ def default_train_side(
         enough = math.ceil(num_gpus * (memory.state + memory.frozen) / (usable - memory.fixed))
         why_not.append(
             f"training takes {format_bytes(memory.total)} a GPU of {format_bytes(usable)} usable "
-            f"({format_bytes(memory.state)} of it training state on {counted(num_gpus, 'GPU')}): it takes about "
-            f"{enough}"
+            f"({format_bytes(memory.state)} of it training state on {counted(num_gpus, 'GPU')}): split like "
+            f"this it takes about {enough}"
         )
     error_frac = assumptions.train_error_frac * assumed_model_factor(model)
     notes: tuple[str, ...] = ()

@@ -182,15 +182,21 @@ def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
             f"{assumptions.train_state_bytes_per_param:g} bytes a parameter{of}; {kept}with {format_bytes(usable)} "
             f"usable on a GPU {'the rest' if on_host else 'it'} needs at least {counted(least, 'GPU')}"
             + (f", so {nodes} whole nodes" if nodes > 1 and cluster.num_nodes > 1 else "")
-            + f", before activations. One copy of the weights for generation is {format_bytes(weights)}, which a "
-            f"replica of {counted(base.rollout_layout.num_gpus, 'GPU')} "
-            + (
-                "cannot hold."
-                if base.account.rollout.why_not
-                else f"holds with {format_bytes(base.account.rollout.kv_pool_bytes)} left for KV"
-                f"{_engine_share(request)}."
-            )
+            + f", before activations. {_replica_words(request, base)}"
         ),
+    )
+
+
+def _replica_words(request: PlanRequest, base: Candidate) -> str:
+    """What the weights take of an engine replica: in its number format, tensors that several GPUs repeat once each."""
+    rollout, num_gpus = base.account.rollout, base.rollout_layout.num_gpus
+    held = num_gpus * (rollout.weights_bytes_per_gpu - rollout.judge_bytes_per_gpu)
+    replica = f"replica of {counted(num_gpus, 'GPU')}"
+    if rollout.why_not:
+        return f"The {format_bytes(held)} of weights for generation are more than a {replica} can hold."
+    return (
+        f"A {replica} holds the {format_bytes(held)} of weights for generation, with "
+        f"{format_bytes(rollout.kv_pool_bytes)} left for KV{_engine_share(request)}."
     )
 
 
@@ -318,7 +324,7 @@ def _layouts(
     changes: tuple[str, ...],
 ) -> Reasoned:
     refused = _sent_back(candidates, chosen, search.time_optimal_rollout_gpus())
-    wall = _memory_wall(candidates)
+    wall, enough = _memory_wall(candidates)
     outputs: dict[str, object] = {
         "sent_back": [
             {
@@ -343,7 +349,8 @@ def _layouts(
         if wall not in refused:
             sentences.append(
                 f"Every split with {counted(wall.split[1], 'training GPU')} or fewer goes back for memory: "
-                f"{wall.account.train.why_not[0]}."
+                f"{wall.account.train.why_not[0]}"
+                + (f"; of the splits looked at, {enough} are the fewest that hold it." if enough else ".")
             )
     if chosen is None:
         outputs["smallest_changes"] = list(changes)
@@ -455,12 +462,13 @@ def _sent_back(candidates: list[Candidate], chosen: Candidate | None, optimal: i
     return faster + [c for c in at_optimum if c not in faster]
 
 
-def _memory_wall(candidates: list[Candidate]) -> Candidate | None:
-    """The split with the most training GPUs of those that are too few, whatever their layout."""
+def _memory_wall(candidates: list[Candidate]) -> tuple[Candidate | None, int]:
+    """The split with the most training GPUs of those that are too few, whatever their layout, and the fewest that are
+    enough; 0 where none are."""
     separated = [c for c in candidates if c.mode == "separate_async"]
-    enough = min((c.split[1] for c in separated if c.train.fits), default=math.inf)
-    short = [c for c in separated if not c.train.fits and c.split[1] < enough]
-    return max(short, key=lambda c: c.split[1], default=None)
+    enough = min((c.split[1] for c in separated if c.train.fits), default=0)
+    short = [c for c in separated if not c.train.fits and (c.split[1] < enough or not enough)]
+    return max(short, key=lambda c: c.split[1], default=None), enough
 
 
 def _publication(
