@@ -375,7 +375,8 @@ def test_reconcile_reads_a_trl_state_with_nothing_but_step_times(
 def test_mistakes_are_told_with_a_remedy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = verl_log(tmp_path / "verl.jsonl")
     code, _, err = run(capsys, str(log))
-    assert code == 2 and "--workload" in err and "Traceback" not in err
+    assert code == 2 and "is a log of verl-file, which holds no plan" in err and "--workload" in err
+    assert "Traceback" not in err and "plan.is_on" not in err
     bad = tmp_path / "bad.toml"
     bad.write_text('model = "Qwen3-8B"\nprompt = 3\n')
     code, _, err = run(capsys, str(log), "--workload", str(bad))

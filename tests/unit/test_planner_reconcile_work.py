@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -266,3 +268,61 @@ def test_a_description_of_other_work_than_the_logs_is_told(
             any("a step of the log has 100.0 k tokens, the described one 8.4 M" in n for n in notes)
             == is_told
         )
+
+
+@pytest.fixture
+def described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """The reconciliation of a log with these readings, described as 512 x 8 of 1,024 + 2,048 tokens and more lines."""
+
+    def reconciled(*lines: str, **logged: float) -> dict[str, Any]:
+        data = {"timing_s/step": 180.0, "timing_s/gen": 60.0, "timing_s/update_actor": 70.0,
+                "timing_s/update_weights": 5.0}  # fmt: skip
+        data |= {name.replace("_mean", "/mean"): value for name, value in logged.items()}
+        log, workload = tmp_path / "log.jsonl", tmp_path / "work.toml"
+        log.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step in (1, 2, 3)))
+        base = ('model = "Qwen3-8B"', "num_gpus = 16", "group_size = 8", "response_tokens = 2048", *lines)
+        workload.write_text("\n".join(base))
+        with pytest.raises(SystemExit, match="0"):
+            main(["reconcile", str(log), "--workload", str(workload), "--json"])
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found | {"stages": {stage["stage"]: stage for stage in found["stages"]}}
+
+    return reconciled
+
+
+def test_a_logs_own_lengths_are_the_work_that_another_systems_steps_got(
+    described: Callable[..., dict[str, Any]],
+) -> None:
+    """Half the response: generation and training are expected to be shorter than described, publications are not; and
+    the expectation is that of a description with the log's lengths."""
+    as_logged = described(response_length_mean=1024.0)
+    stages = as_logged["stages"]
+    assert 0.3 < stages["rollout"]["work_ratio"] < 0.8 and 0.5 < stages["train"]["work_ratio"] < 0.8
+    assert stages["sync"]["work_ratio"] == pytest.approx(1.0)
+    assert any("its work is with response_tokens = 1024" in note for note in as_logged["notes"])
+    assert as_logged["step"]["expected_s"] < as_logged["step"]["planned_s"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "response_tokens"),
+    [
+        ((), 2000.0),  # as described, but for chance
+        (
+            ("turns = 3", "observation_tokens = 500"),
+            1024.0,
+        ),  # what the environment said is in the log's lengths
+    ],
+)
+def test_lengths_that_say_nothing_of_other_work_leave_it_as_described(
+    described: Callable[..., dict[str, Any]], lines: tuple[str, ...], response_tokens: float
+) -> None:
+    stages = described(*lines, response_length_mean=response_tokens)["stages"]
+    assert stages["rollout"]["work_ratio"] == stages["train"]["work_ratio"] == 1.0
+
+
+def test_a_log_whose_responses_the_description_has_no_room_for_is_told(
+    described: Callable[..., dict[str, Any]],
+) -> None:
+    found = described("max_response_tokens = 3072", response_length_mean=5000.0)
+    assert found["stages"]["rollout"]["work_ratio"] == 1.0
+    assert any("measured response_tokens = 5000, which" in note and "3072" in note for note in found["notes"])

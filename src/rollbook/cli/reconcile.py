@@ -14,6 +14,7 @@ from rollbook.observe.numbers import counted
 
 if TYPE_CHECKING:
     from rollbook.planner.expected import Expectation
+    from rollbook.planner.request import PlanRequest
 
 
 def command(
@@ -62,11 +63,18 @@ def command(
         first=first if first >= 0 else None,
         last=last if last >= 0 else None,
     )
+    for_work: Expectation | None = None
+    if workload is None and series.format != "rollbook":
+        raise PlanError(
+            f"{run} is a log of {series.format}, which holds no plan",
+            "give --workload FILE, a TOML of what was run: model, gpu, num_gpus, prompts, group_size, response_tokens, "
+            "mode and whatever else `rollbook plan` has an option for (docs/plan.md shows one)",
+        )
     if workload is None:
         expectation = expectation_of_run(Path(series.source))
     else:
         loop = series.format.partition("-")[0]  # "verl-file" and "verl-console" are logs of one
-        expectation = _expectation_of(workload, assume, means, loop=loop)
+        expectation, for_work = _expectation_of(workload, assume, means, loop=loop)
         # What a run expected of its work is its own plan's.
         kept = {name: value for name, value in means.items() if not name.startswith("expected_s/")}
         if len(kept) < len(means):
@@ -76,6 +84,7 @@ def command(
         expectation,
         means,
         source=series.source,
+        for_work=for_work,
         first_step=first_step,
         last_step=last_step,
         num_steps=num_steps,
@@ -97,12 +106,18 @@ def command(
 
 _OTHER_WORK = 1.25
 """Factor between the tokens of a step in the log and as described from which they are not the same work."""
+_OTHER_LENGTH = 1.05
+"""The same of a mean length."""
+_LENGTHS = {"prompt_tokens": "prompt_length/mean", "response_tokens": "response_length/mean"}
+"""Metric of a log that measures what a key describes."""
 _BESIDE_A_STEP = ("checkpoint_every", "checkpoint_async", "storage_gb_per_s", "length_growth", "horizon")
 
 
-def _expectation_of(path: Path, assume: str, means: dict[str, float], *, loop: str) -> Expectation:
-    """The plan of a described workload, priced as the `loop` that wrote the log where that was measured; lengths that
-    the description leaves out are taken from the log."""
+def _expectation_of(
+    path: Path, assume: str, means: dict[str, float], *, loop: str
+) -> tuple[Expectation, Expectation | None]:
+    """The plan of a described workload, priced as the `loop` that wrote the log where that was measured, and the same
+    with the lengths of the log where they are others; those that the description leaves out are the log's in both."""
     from rollbook.errors import PlanError, RunError
     from rollbook.ledger.assumptions import has_assumptions, load_assumptions
     from rollbook.planner.emit import engine_written
@@ -120,7 +135,7 @@ def _expectation_of(path: Path, assume: str, means: dict[str, float], *, loop: s
     if values["assume"] != "paper":
         values.setdefault("engine", engine_written("", loop, writes_config=False))
     notes = []
-    for key, metric in (("prompt_tokens", "prompt_length/mean"), ("response_tokens", "response_length/mean")):
+    for key, metric in _LENGTHS.items():
         is_given = key in values or (key == "response_tokens" and "lengths" in values)
         if not is_given and metric in means:
             values[key] = max(round(means[metric]), 1)
@@ -139,10 +154,39 @@ def _expectation_of(path: Path, assume: str, means: dict[str, float], *, loop: s
         expectation, _ = expectation_of_request(request, mode=mode)
     except RunError as error:
         raise of_file(path, error) from None
+    for_work, others = None, _other_lengths(request, means, is_file="lengths" in values)
+    if others:
+        told = " and ".join(f"{key} = {value}" for key, value in others.items())
+        try:
+            request = PlanOptions(**values | others).request()
+            for_work, _ = expectation_of_request(request, mode=mode)
+            notes.append(f"its work is with {told}, as the log measured it, which {path} describes otherwise")
+        except RunError as error:
+            notes.append(
+                f"the log measured {told}, which {path} leaves no room for: {of_file(path, error).what}"
+            )
     logged, described = means.get("perf/total_num_tokens", 0.0), request.workload.trained_tokens
     if logged > 0 and not 1 / _OTHER_WORK < logged / described < _OTHER_WORK:
         notes.append(
             f"a step of the log has {count(logged)} tokens, the described one {count(described)}: {path} describes "
             "other work (prompts, group_size, prompt_tokens, response_tokens), so no ratio tells of the machine"
         )
-    return replace(expectation, notes=expectation.notes + tuple(notes))
+    return replace(expectation, notes=expectation.notes + tuple(notes)), for_work
+
+
+def _other_lengths(request: PlanRequest, means: dict[str, float], *, is_file: bool) -> dict[str, int]:
+    """Mean lengths that the log measured and the description has otherwise, by key.
+
+    Args:
+        is_file: response lengths are described by a file of them. Such a one, and an agent's, among whose tokens logs
+            count what the environment said, are left as described.
+    """
+    work, others = request.workload, {}
+    described = {"prompt_tokens": work.prompt_tokens}
+    if not is_file and not work.observation_tokens:
+        described["response_tokens"] = work.response_tokens
+    for key, tokens in described.items():
+        logged = means.get(_LENGTHS[key], 0.0)
+        if logged > 0 and not 1 / _OTHER_LENGTH < logged / tokens < _OTHER_LENGTH:
+            others[key] = max(round(logged), 1)
+    return others

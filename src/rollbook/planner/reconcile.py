@@ -5,7 +5,8 @@
     timing_s/... of a log       ─►  means a step ┘
 
 Two causes are told apart. A step may have had other work than was planned (responses longer, groups filtered): the
-run says what the ledger expects of the work each step got. And the machine may have been slower than the ledger says
+run says what the ledger expects of the work each step got; of another system's log that is the account with the
+lengths that it measured. And the machine may have been slower than the ledger says
 for that work: this alone is a loss.
 
 A stage's loss is its share of the step's GPU time beyond what its FLOPs need at peak. It splits into what the plan
@@ -220,13 +221,21 @@ def reconcile(
     means: Means,
     *,
     source: str,
+    for_work: Expectation | None = None,
     first_step: int = 0,
     last_step: int = 0,
     num_steps: int = 1,
 ) -> Reconciliation:
-    """Compare an expectation with mean measured seconds."""
-    before = _with_hand_overs_inside(_with_peak(_that_came(expectation, means), means), means)
-    expectation = _for_the_work(before, means)
+    """Compare an expectation with mean measured seconds.
+
+    Args:
+        for_work: the same for the work that the steps really got, where `means` hold no `expected_s/...`.
+    """
+    before = _as_timed(expectation, means)
+    if for_work is None:
+        expectation = _for_the_work(before, means)
+    else:
+        expectation = replace(_as_timed(for_work, means), notes=before.notes)
     stages = _stage_results(before, expectation, means)
     step_s = means["timing_s/step"]
     in_step = [s for s in stages if s.stage not in STAGES_OUTSIDE_STEP]
@@ -254,6 +263,11 @@ def reconcile(
         + expectation.notes
         + tuple(_notes(expectation, stages)),
     )
+
+
+def _as_timed(expectation: Expectation, means: Means) -> Expectation:
+    """`expectation` by the stages that these steps had and the log times."""
+    return _with_hand_overs_inside(_with_peak(_that_came(expectation, means), means), means)
 
 
 _MOST_MFU_FRAC = 0.75
