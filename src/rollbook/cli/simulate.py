@@ -315,7 +315,7 @@ def _json(result: SimResult, candidate: Candidate) -> dict[str, Any]:
         "idle_frac": {"rollout": result.rollout_idle_frac, "train": result.train_idle_frac},
         "occupancy_frac": result.occupancy_frac,
         "bubble_s": result.bubble_s,
-        "tail_s": result.tail_s,
+        "tail_s": result.tail_s if candidate.is_on_policy else None,
         "tokens_per_s": result.tokens_per_s,
         "staleness": {str(age): number for age, number in result.staleness.items()},
         "num_trained": result.num_trained,
