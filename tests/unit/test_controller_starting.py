@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollbook.controller import begin
 from rollbook.controller.begin import _topology
 from rollbook.controller.entry import resume_run, start_run
 from rollbook.controller.loop import Controller
@@ -236,6 +237,16 @@ def test_sides_that_take_turns_do_not_slow_each_other(tiny_run: TinyRun) -> None
     plan = json.loads((run.folder / "plan.json").read_text())
     assert plan["machine"]["coefficients"]["contention"] is None
     assert plan["stages"]["rollout"]["low"] > 0
+
+
+def test_a_plan_holds_how_busy_the_machine_was_that_it_was_measured_on(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(begin, "longest_wait_s", lambda before, after: 0.25)
+    run = tiny_run(num_steps=1, **{"plan.is_on": True})
+    (span,) = [event for event in run.events_of("span") if event["name"] == "plan"]
+    plan = json.loads((run.folder / "plan.json").read_text())
+    assert plan["core_wait_frac"] == pytest.approx(0.25 / span["duration_s"])
 
 
 def test_what_a_run_kept_from_the_collector_is_given_back_at_its_end(tiny_run: TinyRun) -> None:

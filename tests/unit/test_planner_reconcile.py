@@ -202,6 +202,16 @@ def test_the_expectation_of_a_run_is_its_plan_json(tmp_path: Path) -> None:
     assert found.stages["train"].flops == 6e12
 
 
+@pytest.mark.parametrize(("core_wait_frac", "is_told"), [(0.4, True), (0.02, False)])
+def test_a_plan_that_was_measured_on_a_busy_machine_says_so(
+    tmp_path: Path, core_wait_frac: float, is_told: bool
+) -> None:
+    plan = run_directory(tmp_path) / "plan.json"
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"core_wait_frac": core_wait_frac}))
+    found = expectation_of_run(tmp_path)
+    assert any("waited for a core 40.0 % of that time" in note for note in found.notes) == is_told
+
+
 def test_a_reward_that_hides_behind_generation_is_not_part_of_the_expected_step(tmp_path: Path) -> None:
     run_directory(tmp_path)
     path = tmp_path / "plan.json"

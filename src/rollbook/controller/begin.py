@@ -18,6 +18,7 @@ from rollbook.controller.preflight import preflight
 from rollbook.controller.step_plan import StepPlan
 from rollbook.controller.warmup import answer_sequences, warmup_lr
 from rollbook.errors import ConfigError
+from rollbook.observe.core_waits import CoreWaits, longest_wait_s
 from rollbook.trainer.objective import SupervisedObjective
 
 if TYPE_CHECKING:
@@ -71,17 +72,31 @@ async def begin(controller: Controller, *, resume: bool) -> None:
     gc.collect()
     gc.freeze()  # what was imported and built stays: a full collection no longer goes through all of it
     if config.plan.is_on:
-        with recorder.span("plan"):
-            plan = await make_plan(controller)
-        _show_plan(controller, plan)
+        plan, core_wait_frac = await _measured_plan(controller)
+        _show_plan(controller, plan, core_wait_frac)
     if step is None:
         await controller.evaluate(-1)
         controller.commit_checkpoint()
 
 
-def _show_plan(controller: Controller, plan: Plan) -> None:
+async def _measured_plan(controller: Controller) -> tuple[Plan, float]:
+    """The plan, and the share of its measuring in which a thread waited for a core: no cost of the run's steps."""
+    waits = CoreWaits()
+    waits.look()
+    before = waits.read()
+    try:
+        with controller.recorder.span("plan") as span:
+            plan = await make_plan(controller)
+        waited_s = longest_wait_s(before, waits.read()) or 0.0
+    finally:
+        waits.close()
+    assert span.duration_s is not None
+    return plan, waited_s / max(span.duration_s, 1e-9)
+
+
+def _show_plan(controller: Controller, plan: Plan, core_wait_frac: float) -> None:
     """Write the plan and say it, before the first step: the promise that the measurements stand beside."""
-    controller.recorder.run_dir.write_plan(plan.as_json())
+    controller.recorder.run_dir.write_plan(plan.as_json() | {"core_wait_frac": core_wait_frac})
     seconds = plan.mean_seconds()
     controller.expected = StepPlan(plan=plan, stages=plan.stages)
     step_s = (controller.expected.step_s() or 0.0) + seconds.get("checkpoint", 0.0)

@@ -18,6 +18,7 @@ from rollbook.observe.run_dir import CONFIG, PLAN
 from rollbook.planner.beside import moves_of
 from rollbook.planner.request import PAPER_HAS_NO_RANGE, PlanRequest
 from rollbook.planner.search import Candidate, Search
+from rollbook.planner.words import percent
 
 INSIDE_ROLLOUT = frozenset({"reward"})
 """Planned for, but hidden behind generation: not part of the expected step."""
@@ -104,8 +105,22 @@ def expectation_of_run(folder: Path) -> Expectation:
         else sum(e.seconds for name, e in stages.items() if is_in_step(name))
     )
     peak, note = _peak_of_run(folder, plan)
-    return Expectation(
-        source=str(path), stages=stages, step_s=step_s, peak_flops_per_s=peak, notes=(note,) if note else ()
+    notes = tuple(note for note in (_busy_then(plan), note) if note)
+    return Expectation(source=str(path), stages=stages, step_s=step_s, peak_flops_per_s=peak, notes=notes)
+
+
+_VISIBLE_WAIT_FRAC = 0.25
+"""Share of the measuring of a plan from which waiting for cores is worth a word."""
+
+
+def _busy_then(plan: Mapping[str, Any]) -> str:
+    """That a plan was measured while others had the cores, so that it expects too many seconds."""
+    frac = plan.get("core_wait_frac")
+    if not isinstance(frac, int | float) or frac < _VISIBLE_WAIT_FRAC:
+        return ""
+    return (
+        f"the plan was measured on a busy machine: a thread waited for a core {percent(frac)} of that time, so stages "
+        "may be faster than planned for that alone; plan again on a quiet one"
     )
 
 
