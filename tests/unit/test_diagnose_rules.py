@@ -300,6 +300,14 @@ def test_a_slow_host_is_no_tail() -> None:
     assert diagnose(_run(**tail)).verdict == "tail_burst"
 
 
+def test_a_fall_of_the_reward_names_no_source_where_none_is_logged() -> None:
+    """Rewards are lower from one step to the next, as they are at a switch of the data."""
+    rng = np.random.default_rng(1)
+    diagnosis = diagnose(_run(critic__rewards__mean=np.where(T < AT, 0.5, 0.35) + rng.normal(0, 0.01, N)))
+    assert "one_source_all_zero" not in [f.rule for f in (*diagnosis.findings, *diagnosis.consequences)]
+    assert "one_source_all_zero" in [item.rule for item in diagnosis.not_judged]
+
+
 def test_a_fall_that_a_larger_rise_hides_is_found() -> None:
     """A reward that was learned within fifteen steps and loses a quarter at step 60: the rise is the larger split."""
     learned = 0.1 + 0.6 * (1 - np.exp(-T / 4.0))

@@ -58,3 +58,22 @@ def test_it_stands_back_where_another_rule_tells_the_cause() -> None:
 def test_a_wait_that_the_step_hardly_feels_is_none() -> None:
     gen = _since(2.4, 4.0, 10)
     assert diagnose(run_of({"timing_s/gen": gen, "timing_s/step": gen + 55.0}, n=N)).verdict == "well"
+
+
+@pytest.mark.parametrize(
+    "lost", ["training/rollout_failure/evicted_samples", "training/off_policy/evicted_samples", ""]
+)
+def test_a_third_of_a_step_is_waited_for_what_is_lost_since_then(lost: str) -> None:
+    """A trainer that hardly waited waits ten seconds of thirty. What it waits for is told if many more samples are
+    lost from the same step on."""
+    gen = _since(20.0, 0.5, 10)
+    waits = {
+        "training/off_policy/trajectory_staleness/mean": noisy(0.9, 30, n=N),
+        "timing_s/gen": gen,
+        "timing_s/update_actor": noisy(15.0, 11, n=N),
+        "timing_s/old_log_prob": noisy(4.0, 12, n=N),
+        "timing_s/step": gen + noisy(20.0, 14, n=N),
+    }
+    if lost:
+        waits[lost] = np.round(np.where(LATE, noisy(60.0, 31, 0.1, n=N), 1.0))
+    assert diagnose(run_of(waits, n=N)).verdict == ("buffer_never_fills" if lost else "slow_generation")

@@ -14,7 +14,7 @@ from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.environments import ENV_FAILURES
 from rollbook.diagnose.signs.seconds import host_slowdown, is_of_the_schedule, residual_of, step_seconds
 from rollbook.diagnose.signs.versions import STALENESS
-from rollbook.diagnose.view import View
+from rollbook.diagnose.view import Contrast, View
 
 RULE = "buffer_never_fills"
 """Whose waits these are."""
@@ -30,20 +30,13 @@ OTHER_SHARE = 0.3
 
 def for_good(view: View, excess: str) -> Finding | None:
     """The trainer waits longer since a step, for responses that are no longer: in every step, or else added up."""
-    rise = view.rise(excess)
-    idx = None
-    if rise is not None and rise.peak_ratio >= 1.9:
-        c = view.contrast(excess, rise.idx, width=20)  # many values tell what one would not in a noisy log
-        is_clear = rise.score >= 3 and rise.peak_ratio >= 2.5 and c is not None and c.score >= 8
-        idx = rise.idx if rise.score >= 5 or is_clear else None
-    if idx is None:
-        idx = _ends_waiting(view)
+    idx = _longer_since(view, excess)
     if idx is None:
         return _by_batches(view)
     wait, step_s = view.level("timing_s/gen", idx), step_seconds(view, idx)
     before = view.level("timing_s/gen", max(0, idx - 40), idx)
-    failed = _fails_since(view, idx)
-    least = WAITS_FRAC if not failed else FAILED_FRAC
+    evicted, failed = _evicted_since(view, idx), _fails_since(view, idx)
+    least = LOST_FRAC if evicted or failed else WAITS_FRAC
     if not np.isfinite(wait) or wait < least * step_s or wait < LONGER * before:
         return _by_batches(view)  # shorter responses need no shorter wait: prompts, calls and the tail stay
     if _has_another_reason(view, idx):
@@ -57,8 +50,7 @@ def for_good(view: View, excess: str) -> Finding | None:
     if c is not None:
         evidence.append(of_contrast(view, c, idx, "responses are no longer"))
     confidence = 0.6
-    evicted = view.contrast("training/off_policy/evicted_samples", idx)
-    if evicted is not None and evicted.after >= 2 * evicted.before + 3 and evicted.score >= 4:
+    if evicted:
         evidence.append(of_contrast(view, evicted, idx, "evicted as too stale"))
         confidence += 0.2
     if view.has(f"{STALENESS}/mean") or view.family("buffer/"):
@@ -73,8 +65,27 @@ def for_good(view: View, excess: str) -> Finding | None:
     return _waits(view, idx, evidence, confidence, lost)
 
 
-WAITS_FRAC, FAILED_FRAC = 0.35, 0.2
-"""Share of a step that the trainer must wait, and where ever more fails since then."""
+def _longer_since(view: View, excess: str) -> int | None:
+    """Position from which on the trainer clearly waits longer than lengths explain."""
+    rise = view.rise(excess)
+    if rise is not None and rise.peak_ratio >= 1.9:
+        c = view.contrast(excess, rise.idx, width=20)  # many values tell what one would not in a noisy log
+        is_clear = rise.score >= 3 and rise.peak_ratio >= 2.5 and c is not None and c.score >= 8
+        if rise.score >= 5 or is_clear:
+            return rise.idx
+    return _ends_waiting(view)
+
+
+WAITS_FRAC, LOST_FRAC = 0.35, 0.2
+"""Share of a step that the trainer must wait, and where more samples are lost since then."""
+
+
+def _evicted_since(view: View, idx: int) -> Contrast | None:
+    """Evicted samples, where they are many more from a position on."""
+    evicted = view.contrast("training/off_policy/evicted_samples", idx)
+    if evicted is None or evicted.after < 2 * evicted.before + 3 or evicted.score < 4:
+        return None
+    return evicted
 
 
 def _fails_since(view: View, idx: int) -> list[Break]:

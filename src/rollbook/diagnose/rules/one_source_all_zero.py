@@ -13,7 +13,7 @@ from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.environments import TURNS, failures_rise
 from rollbook.diagnose.signs.gap import GAP, gap_of
-from rollbook.diagnose.signs.policy import is_broken_update, policy_of
+from rollbook.diagnose.signs.policy import is_broken_update
 from rollbook.diagnose.signs.rewards import REWARD, lowest_reward, other_prompts, reward_of
 from rollbook.diagnose.view import View
 
@@ -36,8 +36,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     train = _by_source(view, _TRAIN)
     held_out = _by_source(view, _HELD_OUT)
     if len(train) + len(held_out) == 0:
-        sudden = _without_sources(view)
-        return sudden or NotJudged(
+        return NotJudged(
             rule=RULE,
             missing=("reward/<source>/mean", "reward/<source>/zero_frac"),
             lacks="rewards by source",
@@ -61,13 +60,7 @@ def judge(view: View) -> Finding | NotJudged | None:
             if best is None or confidence > best[0]:
                 best = (confidence, since, source, metric)
     if best is None:
-        if (never := _never_right(view, train) or _never_right(view, held_out)) is not None:
-            return never
-        fall = reward_of(view).fall
-        unseen = fall is not None and all(
-            np.isfinite(view.values[m][fall.idx :]).sum() < 2 for m in held_out.values()
-        )
-        return _without_sources(view) if unseen and not train else None
+        return _never_right(view, train) or _never_right(view, held_out)
     confidence, idx, source, metric = best
     before, rest = view.level(metric, 0, idx), view.values[metric][idx:]
     floor = float(rest[np.isfinite(rest)][0])  # held-out scores come every few steps
@@ -372,8 +365,8 @@ def _every_reward_zero(view: View) -> Finding | None:
     return None
 
 
-def _policy_stands(view: View, idx: int, *, most: float = 1.25) -> bool:
-    """Whether the update was sound, and entropy, lengths, turns and the gap did not move so many times at a step."""
+def _policy_stands(view: View, idx: int) -> bool:
+    """Whether the update was sound, and entropy, lengths, turns and the gap did not move, at a step."""
     if is_broken_update(view, idx):
         return False
     if other_prompts(view, idx):
@@ -389,31 +382,6 @@ def _policy_stands(view: View, idx: int, *, most: float = 1.25) -> bool:
         wide = view.contrast(metric, idx, width=30)
         at_once = wide is not None and abs(wide.jump) >= 0.6 * abs(wide.diff)
         for moved in (c, wide if at_once else None):
-            if moved is not None and abs(moved.score) >= 6 and not 1 / most <= moved.ratio <= most:
+            if moved is not None and abs(moved.score) >= 6 and not 0.8 <= moved.ratio <= 1.25:
                 return False
     return True
-
-
-def _without_sources(view: View) -> Finding | None:
-    """A part of the rewards is gone at once while nothing of the policy moved: a scorer, whose source is unknown."""
-    reward = reward_of(view)
-    if reward.fall is None or reward.drop_frac < 0.2:
-        return None
-    idx = reward.fall.idx
-    if not _policy_stands(view, idx, most=1.15):  # harder prompts are answered at greater length
-        return None
-    if failures_rise(view, idx) or policy_of(view).blow_up_idx is not None:
-        return None
-    c = view.contrast(reward.metric, idx)
-    assert c is not None
-    return Finding(
-        rule=RULE,
-        title="a part of the rewards is zero at once while the policy did not change",
-        area="data",
-        confidence=0.5,
-        step=view.step_at(idx),
-        evidence=(of_contrast(view, c, idx),),
-        cost_reward=max(0.0, -c.diff),
-        action="log rewards by data source and look for the one whose scorer returns zero",
-        next_check="score reference answers of every source in the worker that scores during training",
-    )
