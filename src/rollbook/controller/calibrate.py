@@ -288,7 +288,8 @@ async def rehearse(controller: Controller, groups: Sequence[Group], recorder: Re
     methods and spans. None where no group can be trained.
 
     Args:
-        recorder: of a scratch folder; what is reported goes there.
+        recorder: of a scratch folder; what is reported goes there. The same one for every rehearsal: what a run writes
+            once (the text of a token) becomes less from step to step, as in its first steps.
     """
     unfiltered = controller.config.algorithm.filter.model_copy(update={"drop_flat": False})
     trainable = [group for group in groups if train_sequences([group], unfiltered)]
@@ -389,11 +390,10 @@ def _taken(groups: Sequence[Group], trained: Sequence[Group]) -> Taken:
 
 @contextmanager
 def scratch_recorder(controller: Controller) -> Iterator[Recorder]:
-    """A recorder whose run directory is thrown away afterwards. It writes no text of tokens: a run writes that of each
-    token once, so it is no cost of its steps."""
+    """A recorder whose run directory is thrown away afterwards."""
     held = controller.recorder
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(Path(folder) / "trial", num_gpus=held.num_gpus)
+        recorder = Recorder(Path(folder) / "trial", num_gpus=held.num_gpus, decode=held.decode)
         try:
             yield recorder
         finally:

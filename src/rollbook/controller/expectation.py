@@ -368,7 +368,7 @@ async def _evaluation(
     ratios: list[float] = []
     lengths: list[int] = []
     began_s = time.perf_counter()
-    while not ratios or (len(ratios) <= MANY_REPEATS and time.perf_counter() - began_s < ROUNDS_S):
+    while not ratios or (len(ratios) <= MANY_REPEATS and time.perf_counter() - began_s < 2 * ROUNDS_S):
         await forget_prefixes(controller)
         asked_s = time.perf_counter()
         answers = await evaluator.answer(controller.router, every=every)

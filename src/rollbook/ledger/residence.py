@@ -10,13 +10,14 @@ with few rows for long, and stand only while every trajectory of a replica is in
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from rollbook.ledger.agents import env_sigma
-from rollbook.ledger.lengths import Curve, normal_cdf, normal_quantile
+from rollbook.ledger.lengths import Curve, LengthDistribution, normal_cdf, normal_quantile
 from rollbook.ledger.workload import Workload
 
 _NUM_TIMES = 400
@@ -84,12 +85,9 @@ class Residence:
         return np.asarray(np.interp(left, sums, cdf, left=0.0) @ shares)
 
     def _decodes(self, token_s: float) -> tuple[Curve, Curve]:
-        """[n] seconds of decoding and [n] shares of the trajectories, finer towards the longest, which decide a
-        maximum."""
-        work = self.workload
-        beyond = np.concatenate([np.geomspace(1.0, _BEYOND / work.num_sequences, _NUM_DECODES), [0.0]])
-        middle = 1 - (beyond[:-1] + beyond[1:]) / 2
-        return work.lengths().quantile(middle) * token_s, beyond[:-1] - beyond[1:]
+        """[n] seconds of decoding and [n] shares of the trajectories."""
+        tokens, shares = _responses(self.workload.lengths(), self.workload.num_sequences)
+        return tokens * token_s, shares
 
     def decode_frac(self, at_s: Curve, token_s: float) -> Curve:
         """[n] share of their stay for which those that stay longer than `at_s` [n] decode, in the mean: who stays
@@ -189,6 +187,13 @@ def _between(table: Curve, pace_s: Curve, token_s: Curve, row: Curve) -> Curve:
     low = table[i, j] * (1 - dj) + table[i, j + 1] * dj
     high = table[i + 1, j] * (1 - dj) + table[i + 1, j + 1] * dj
     return np.asarray(low * (1 - di) + high * di)
+
+
+@functools.lru_cache(maxsize=64)
+def _responses(lengths: LengthDistribution, num_sequences: int) -> tuple[Curve, Curve]:
+    """[n] tokens and [n] shares of the responses, finer towards the longest, which decide a maximum."""
+    beyond = np.concatenate([np.geomspace(1.0, _BEYOND / num_sequences, _NUM_DECODES), [0.0]])
+    return lengths.quantile(1 - (beyond[:-1] + beyond[1:]) / 2), beyond[:-1] - beyond[1:]
 
 
 _SUMS: dict[tuple[float, float, float, int], tuple[Curve, Curve]] = {}
