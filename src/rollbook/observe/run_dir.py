@@ -225,9 +225,6 @@ class RunDir:
     def trajectories_path(self, step: int) -> Path:
         return self.path / "trajectories" / f"step_{step}.parquet"
 
-    def checkpoint_path(self, step: int) -> Path:
-        return self.path / "checkpoints" / f"step_{step}"
-
     def close(self) -> None:
         for file in (self.metrics, self.events, self.tokens):
             file.close()
