@@ -129,7 +129,7 @@ STALL_S = 45.0
 """Seconds over the usual from which a step of such a stage stalls: at equal tokens no work differs by so much."""
 LEAST_STALLS = 5
 """Steps that stall before it is a habit: a busy cluster stands still for a moment, too."""
-LONG_STALL, LONG_STALL_S = 7.0, 120.0
+LONG_STALL, LONG_STALL_S = 2.0, 120.0
 """Times the quiet seconds, and seconds, over them, from which on a stall is long: no moment lasts minutes."""
 LEAST_LONG, BY_CHANCE = 3, 0.1
 """Long stalls that are enough, however rare, and the odds up to which a host would stand still in that stage only."""

@@ -43,6 +43,8 @@ LEAST_GROWTH = 1.5
 """Growth of the longest responses from which on they are long."""
 LEAST_RATE = 0.12
 """Share of the steps of a stretch that must have one, where the longest of so many may be as long by themselves."""
+LEAST_HITS = 4
+"""Steps of a stretch that must have one."""
 LASTING = 0.9
 """Share of the steps that are hit from which a stretch is a new level and no row of bursts."""
 
@@ -219,7 +221,7 @@ def _bursts(view: View, metric: str, tail: Series, least: float) -> _Bursts | No
     if by_tokens:  # where the host swings, the steps beside them tell how much time they took
         pace = _beside_others(pace, long)
         slow = pace >= 1.25
-    if (long & slow).sum() < 4:
+    if (long & slow).sum() < LEAST_HITS:
         return None
     counted = long if by_tokens else long & slow  # the tokens begin, whatever the host's seconds do
     return _Bursts(metric, least, at, tail, pace, least_long, long, slow, by_tokens, *_stretch(counted))
@@ -227,7 +229,7 @@ def _bursts(view: View, metric: str, tail: Series, least: float) -> _Bursts | No
 
 def _has_a_beginning(bursts: _Bursts) -> bool:
     """Whether they are frequent in the stretch, were not before it, and chance makes no such stretch."""
-    if bursts.begin < 4 or len(bursts.hit) < 4:
+    if bursts.begin < 4 or len(bursts.hit) < LEAST_HITS:
         return False
     if not bursts.is_foreign and bursts.rate < max(LEAST_RATE, 3 * bursts.rate_outside + 0.05):
         return False
@@ -313,7 +315,7 @@ def _found(view: View, waiting: str, bursts: _Bursts) -> Finding | None:
     )
 
 
-BEYOND_CHANCE_NATS, FAR_LONGER_NATS = 5.5, 4.5
+BEYOND_CHANCE_NATS, FAR_LONGER_NATS = 5.5, 3.0
 """Evidence for a stretch of more hits, beyond what chance makes, from which on it is one (by chance in one of a
 hundred logs); and where the responses are many times as long, which they seldom are at all."""
 
@@ -375,7 +377,9 @@ def _stretch(hit: NDArray[np.bool_]) -> tuple[int, int, float]:
     begin, end = begin[begin < end], end[begin < end]
     inside, steps = total[end] - total[begin], end - begin
     nats = _nats(inside, steps) + _nats(total[n] - inside, n - steps) - _nats(total[n:], np.array([float(n)]))
-    nats = np.where(inside * n >= total[n] * steps, nats, -np.inf) - np.where(end == n, 0.0, np.log(n))
+    nats = np.where((inside >= LEAST_HITS) & (inside * n >= total[n] * steps), nats, -np.inf) - np.where(
+        end == n, 0.0, np.log(n)
+    )
     best = int(np.argmax(nats))
     return int(begin[best]), int(end[best]), float(nats[best])
 
