@@ -71,3 +71,15 @@ def test_a_cluster_of_the_longest_that_ends_again_is_chance_where_as_many_that_g
             "timing_s/gen": noisy(45.0, 10, 0.1, n=n) * np.where(long, 1.95, 1.0),
         }
         assert diagnose(run_of(tail, n=n)).verdict == verdict
+
+
+def test_eight_bursts_of_a_hundred_steps_are_enough_where_answers_are_many_times_as_long() -> None:
+    n = 100
+    hit = np.isin(np.arange(n), (40, 46, 53, 60, 68, 79, 86, 95))
+    for times, is_one in (
+        (6.0, True),
+        (1.7, False),
+    ):  # the longest of so many are 1.7 times as long by themselves
+        longest = noisy(3000.0, 9, 0.12, n=n) * np.where(hit, times, 1.0)
+        tail = {"response_length/max": longest, "timing_s/gen": 0.02 * longest}
+        assert (judge(View.of(run_of(tail, n=n))) is not None) == is_one
