@@ -64,6 +64,16 @@ def test_a_fault_of_the_mechanism_is_found_first(fault: str, how: str, tmp_path:
     assert finding.evidence and finding.action and finding.next_check
 
 
+@pytest.mark.parametrize("seed", [9201, 9206, 9209])
+def test_a_leap_of_memory_in_the_hand_over_goes_before_lengths_that_grew_all_along(
+    seed: int, tmp_path: Path
+) -> None:
+    """Each explains the other, and the lengths are dated by the foot of their climb, long before."""
+    diagnosis = _synthetic("oom_in_sync", seed, tmp_path, "verl")
+    assert diagnosis.verdict == "oom_in_sync"
+    assert "late_oom_with_length" in {finding.rule for finding in diagnosis.consequences}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_as_people_describe_it_is_found_first(fault: str, tmp_path: Path) -> None:
     assert _described(fault, 5, tmp_path).verdict == fault

@@ -159,8 +159,12 @@ def diagnose(run: RunSeries) -> Diagnosis:
     for finding in found:
         explained = any(_explains(view, other, finding) for other in found if other is not finding)
         (consequences if explained else causes).append(finding)
-    if not causes and consequences:  # two explain each other: the surer one is the cause
-        causes.append(consequences.pop(0))
+    if (
+        not causes and consequences
+    ):  # two explain each other: the surer one is the cause, of equals the rule asked first
+        first = min(consequences, key=lambda f: (-round(f.confidence, 1), [*RULES].index(f.rule)))
+        consequences.remove(first)
+        causes.append(first)
     diagnosis = Diagnosis(
         source=run.source,
         format=run.format,
@@ -223,14 +227,16 @@ def _for_framework(run: RunSeries, missing: NotJudged) -> NotJudged:
 
 
 def _explains(view: View, cause: Finding, finding: Finding) -> bool:
-    """Whether `finding` is one of the cause's consequences and does not begin well before it."""
+    """Whether `finding` is one of the cause's consequences and does not begin well before it. Of two that explain each
+    other, one that is dated by the foot of a ramp counts from what it ends in."""
     if finding.rule not in EXPLAINS.get(cause.rule, ()):
         return False
-    if cause.step > finding.step + _slack(view):
+    mutual = cause.rule in EXPLAINS.get(finding.rule, ())
+    begins = max([finding.step, *(item.step for item in finding.evidence)]) if mutual else finding.step
+    if cause.step > begins + _slack(view):
         return False
     if cause.confidence < finding.confidence - 0.3:
         return False  # a guess explains no certainty away
-    mutual = cause.rule in EXPLAINS.get(finding.rule, ())
     return not mutual or cause.confidence >= finding.confidence
 
 
