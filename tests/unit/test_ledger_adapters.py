@@ -143,9 +143,7 @@ def wait_s(work: Workload, *, longest_s: float, slots: float = 1e9, replicas: in
     """By how much the last one ends after the longest response, which takes `longest_s`."""
     token_s = longest_s / work.lengths().expected_max(work.num_sequences)
     per_replica = work.num_sequences / replicas
-    stay = residence(work).stay(
-        per_replica=per_replica, num_slots=slots, num_replicas=replicas, token_s=token_s
-    )
+    stay = residence(work, token_s).stay(per_replica=per_replica, num_slots=slots, num_replicas=replicas)
     return stay.last_s - longest_s
 
 
@@ -189,9 +187,7 @@ def test_engines_work_as_long_as_any_trajectory_of_theirs_decodes() -> None:
     """One of two seconds of every stay of 31 s: alone it decodes a thirtieth of the time, beside 500 others always."""
     one, many = (residence(agents(n, sigma=0.0, turns=4)) for n in (1, 500))
     assert float(one.live(31.0)) == pytest.approx(1.0, rel=0.01)
-    stays = [
-        r.stay(per_replica=n, num_slots=1e9, num_replicas=1, token_s=1e-3) for r, n in ((one, 1), (many, 500))
-    ]
+    stays = [r.stay(per_replica=n, num_slots=1e9, num_replicas=1) for r, n in ((one, 1), (many, 500))]
     assert stays[0].busy_s == pytest.approx(1.0, rel=0.05)
     assert stays[1].busy_s == pytest.approx(stays[1].last_s, rel=0.01)
 

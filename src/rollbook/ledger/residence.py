@@ -146,11 +146,12 @@ class Residence:
                 inside = inside + each * ((after > 0) * (1 - theirs)).sum(axis=1)
                 log_all = log_all + each * np.log(np.maximum(theirs, 1e-300)).sum(axis=1)
             typical_s = float(np.interp(0.5, ended, at_s / clock))
-            live = inside if in_step else inside * self.decode_frac(at_s, typical_s)
-            now_s = np.interp(np.minimum(np.maximum(live, 1.0), num_slots), self.rows, self.step_s)
+            decoding = inside * self.decode_frac(at_s, typical_s)
+            at_once = inside if in_step else decoding
+            now_s = np.interp(np.minimum(np.maximum(at_once, 1.0), num_slots), self.rows, self.step_s)
             clock = np.cumsum(width / now_s)
         last_s = float((1 - np.exp(num_replicas * log_all)).sum()) * width
-        busy_s = float((1 - np.exp(-live)).sum()) * width
+        busy_s = float((1 - np.exp(-decoding)).sum()) * width
         return Stay(last_s=last_s, busy_s=min(busy_s, last_s))
 
     def longest_s(self, token_s: float) -> float:
