@@ -145,16 +145,25 @@ def frame(header: object, payload: bytes = b"", *, text: bytes | None = None) ->
     return struct.pack("<4sIQ", b"RBW1", len(body), len(payload)) + body + payload
 
 
-class BehindTransport(InprocPort):
-    """An engine's port that does a fault to what the transport brought."""
+class Faulty:
+    """Of a port: does a fault to what passes through it."""
 
     fault: Fault
 
     async def open(self, manifest: Manifest) -> None:
-        await super().open(self.fault.manifest(manifest) if self.fault.is_on else manifest)
+        passed = self.fault.manifest(manifest) if self.fault.is_on else manifest
+        await super().open(passed)  # type: ignore[misc]  # the port beside this class
 
     async def receive(self, bucket: Bucket) -> None:
-        await self.fault.passed(bucket, super().receive)
+        await self.fault.passed(bucket, super().receive)  # type: ignore[misc]
+
+
+class BehindTransport(Faulty, InprocPort):
+    """The engine's side, where the transport has brought it."""
+
+
+class BeforeTransport(Faulty, RemotePort):
+    """The trainer's side, before the transport."""
 
 
 async def refused_then_taken(

@@ -15,6 +15,7 @@ from sync_fakes import FakeSource, fused_engine, tiny_tensors
 from sync_faults import OF_BUCKETS, OF_MANIFESTS, Duplicated, Fault, Missing, Reordered
 from sync_transports import (
     FULL,
+    BeforeTransport,
     BehindTransport,
     Pair,
     broadcast,
@@ -26,20 +27,8 @@ from sync_transports import (
 )
 
 from rollbook.sync.publisher import Publisher
-from rollbook.sync.remote import RemotePort
-from rollbook.weights import Bucket, Manifest
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class BeforeTransport(RemotePort):
-    fault: Fault
-
-    async def open(self, manifest: Manifest) -> None:
-        await super().open(self.fault.manifest(manifest) if self.fault.is_on else manifest)
-
-    async def receive(self, bucket: Bucket) -> None:
-        await self.fault.passed(bucket, super().receive)
 
 
 @pytest.mark.parametrize("transport", [inline, shm, disk, broadcast])

@@ -364,6 +364,11 @@ class AlgorithmConfig(Section):
         )
         return reads and self.proximal == "recompute"
 
+    def needs_proximal(self, updates_per_step: int) -> bool:
+        """Whether a forward must give the trust-region anchor before the updates: with one update a step it is the
+        current policy, and nobody else reads it first."""
+        return self.proximal != "behavior" and (self.needs_proximal_first or updates_per_step > 1)
+
     @property
     def needs_reference(self) -> bool:
         return self.kl.placement != "none"

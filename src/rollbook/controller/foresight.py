@@ -73,7 +73,9 @@ def _derive(config: RunConfig, *, gpu: str, num_gpus: int) -> Derivation:
             num_epochs=config.trainer.num_epochs,
             num_mini_batches=config.trainer.num_mini_batches,
             uses_reference=config.algorithm.needs_reference,
-            uses_proximal=_needs_proximal(config),
+            uses_proximal=config.algorithm.needs_proximal(
+                config.trainer.num_epochs * config.trainer.num_mini_batches
+            ),
         ),
         cluster=Cluster(accelerator=accelerator, num_gpus=devices),
         assumptions=_assumptions(config),
@@ -149,13 +151,6 @@ def _assumptions(config: RunConfig) -> Assumptions:
     own = load_assumptions("rollbook")
     sources = {**own.sources, "stack": "the loop's trainer"}
     return replace(own, decode=own.decode.for_engine(config.rollout.engine), sources=sources)
-
-
-def _needs_proximal(config: RunConfig) -> bool:
-    """As `Controller.needs_proximal`."""
-    algorithm, trainer = config.algorithm, config.trainer
-    updates = trainer.num_epochs * trainer.num_mini_batches
-    return algorithm.proximal != "behavior" and (algorithm.needs_proximal_first or updates > 1)
 
 
 def _accelerator(config: RunConfig, gpu: str, notes: list[str]) -> Accelerator:

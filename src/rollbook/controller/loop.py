@@ -457,12 +457,8 @@ class Controller:
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether a forward must give the trust-region anchor before the updates: with one update a step it is the
-        current policy, and nobody else reads it first."""
-        algorithm = self.config.algorithm
-        if algorithm.proximal == "behavior":
-            return False
-        return algorithm.needs_proximal_first or self.trainer.num_updates_per_step > 1
+        """Whether a forward must give the trust-region anchor before the updates."""
+        return self.config.algorithm.needs_proximal(self.trainer.num_updates_per_step)
 
     async def publish(self, weight_version: int) -> PublicationReport:
         """One publication, repeated once if it fails. Replicas that missed it are out of service.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rollbook.diagnose.finding import Diagnosis, Evidence, Finding, NotJudged, OtherRun
 from rollbook.diagnose.rules.wording import in_full, num
@@ -140,21 +140,23 @@ def _signals(diagnosis: Diagnosis, width: int) -> list[str]:
 
 def _not_judged(missing: Sequence[NotJudged], width: int) -> list[str]:
     """The rules' names by what the log lacks."""
-    rules: dict[str, list[str]] = {}
-    for item in missing:
-        rules.setdefault(item.lacks, []).append(item.rule)
+    rules = _rules_by(lambda item: item.lacks, missing)
     says = " · ".join(f"no {lack}: {', '.join(names)}" for lack, names in rules.items())
     return ["could not be judged (--all says what to log for it):", *_block(" ", says, width)]
 
 
 def _how_to_collect(missing: Sequence[NotJudged], width: int) -> list[str]:
-    rules: dict[str, list[str]] = {}
-    for item in missing:
-        rules.setdefault(item.collect, []).append(item.rule)
     lines = ["could not be judged, for want of a signal:"]
-    for collect, names in rules.items():
+    for collect, names in _rules_by(lambda item: item.collect, missing).items():
         lines += _block(f"  {', '.join(names)}:", collect, width)
     return lines
+
+
+def _rules_by(key: Callable[[NotJudged], str], missing: Sequence[NotJudged]) -> dict[str, list[str]]:
+    rules: dict[str, list[str]] = {}
+    for item in missing:
+        rules.setdefault(key(item), []).append(item.rule)
+    return rules
 
 
 def _block(label: str, text: str, width: int) -> list[str]:

@@ -159,9 +159,8 @@ def diagnose(run: RunSeries) -> Diagnosis:
     for finding in found:
         explained = any(_explains(view, other, finding) for other in found if other is not finding)
         (consequences if explained else causes).append(finding)
-    if (
-        not causes and consequences
-    ):  # two explain each other: the surer one is the cause, of equals the rule asked first
+    if not causes and consequences:
+        # Two explain each other: the surer one is the cause, of equals the rule asked first.
         first = min(consequences, key=lambda f: (-round(f.confidence, 1), [*RULES].index(f.rule)))
         consequences.remove(first)
         causes.append(first)

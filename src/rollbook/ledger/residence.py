@@ -63,13 +63,10 @@ class Residence:
 
     def live(self, running: Curve | float) -> Curve:
         """Of `running` trajectories, those that decode."""
-        return self._live(np.asarray(running, np.float64), self.env_s)
-
-    def _live(self, running: Curve, env_s: float) -> Curve:
-        live = running
+        live = running = np.asarray(running, np.float64)
         for _ in range(_NUM_ROUNDS):
             decode_s = self.workload.response_tokens * np.interp(live, self.rows, self.step_s)
-            live = running * decode_s / (decode_s + env_s)
+            live = running * decode_s / (decode_s + self.env_s)
         return live
 
     def ended(self, at_s: Curve, token_s: Curve | float) -> Curve:

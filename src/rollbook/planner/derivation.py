@@ -17,6 +17,7 @@ from rollbook.ledger.asynchrony import AsyncAccount, async_account
 from rollbook.observe.numbers import counted
 from rollbook.planner.beside import Beside
 from rollbook.planner.engines import engine_sentence
+from rollbook.planner.layouts import train_degrees
 from rollbook.planner.offload import HELD, host_state_bytes
 from rollbook.planner.publication import Publication
 from rollbook.planner.request import PlanRequest
@@ -382,16 +383,7 @@ def _layouts(
 
 def _layout_sentence(request: PlanRequest, chosen: Candidate) -> str:
     layout, replica = chosen.train.layout, chosen.rollout_layout
-    degrees = [
-        f"{name} {size}"
-        for name, size in (
-            ("TP", layout.tp_size),
-            ("PP", layout.pp_size),
-            ("CP", layout.cp_size),
-            ("EP", layout.ep_size),
-        )
-        if size > 1
-    ]
+    split_by = ", ".join(train_degrees(layout))
     # The fewest GPUs a layer is split over may fit too, and be slower.
     at_hand = replace(request, assumptions=chosen.train.assumptions)
     least = fitting_layouts(at_hand, chosen.account.train.num_gpus)[0][0]
@@ -403,7 +395,7 @@ def _layout_sentence(request: PlanRequest, chosen: Candidate) -> str:
         why = "the fastest that fits"
         if least.recompute == "full" and layout.recompute != "full":
             why = f"because {batch} would have to recompute everything otherwise, which takes longer"
-    how = f"splits by {', '.join(degrees)}, {why}," if degrees else "shards its state over all of its GPUs"
+    how = f"splits by {split_by}, {why}," if split_by else "shards its state over all of its GPUs"
     backend = BACKEND_TITLES[chosen.train.backend]
     engine = f"An engine replica takes {counted(replica.num_gpus, 'GPU')}"
     if replica.num_gpus > 1:

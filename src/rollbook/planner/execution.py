@@ -20,6 +20,7 @@ from rollbook.ledger.decode import replica_weight_bytes
 from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.step import is_colocated
+from rollbook.planner.layouts import train_degrees
 from rollbook.planner.offload import HELD
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import BACKEND_TITLES, Candidate
@@ -176,12 +177,6 @@ def _checkpoint(request: PlanRequest) -> list[str]:
     return ["checkpoint: planned to be written beside training; training stands still until it is written"]
 
 
-def _degrees(chosen: Candidate) -> str:
-    layout = chosen.train.layout
-    degrees = {"TP": layout.tp_size, "PP": layout.pp_size, "CP": layout.cp_size, "EP": layout.ep_size}
-    return ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
-
-
 def _own_trainer(request: PlanRequest) -> Assumptions:
     """`train` is an FSDP2 trainer, whatever was planned."""
     return replace(request.assumptions, stack="fsdp")
@@ -237,7 +232,7 @@ def _over_ray(request: PlanRequest, chosen: Candidate, on_ray: Execution) -> lis
             f"rollout.num_replicas: planned {rollout.num_replicas} of {counted(layout.num_gpus, 'GPU')}; it is "
             f"{on_ray.num_replicas} of one GPU each, because a replica on Ray is one process"
         )
-    if degrees := _degrees(chosen):
+    if degrees := ", ".join(train_degrees(chosen.train.layout)):
         planned = f"{BACKEND_TITLES[chosen.train.backend]} with {degrees}"
         found.append(f"trainer: planned as {planned}; FSDP2 alone divides it over the same GPUs")
     if on_ray.recompute != chosen.train.layout.recompute:

@@ -9,6 +9,7 @@ Trainers differ in what they can divide:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.decode import replica_weight_bytes
@@ -112,6 +113,15 @@ def train_layouts(request: PlanRequest, num_gpus: int) -> list[TrainLayout]:
                     if request.recompute in ("auto", recompute)
                 ]
     return layouts
+
+
+def train_degrees(layout: TrainLayout) -> list[str]:
+    """Degrees above 1 of a trainer, in words: "TP 4", "PP 2"."""
+    return degrees({"TP": layout.tp_size, "PP": layout.pp_size, "CP": layout.cp_size, "EP": layout.ep_size})
+
+
+def degrees(sizes: Mapping[str, int]) -> list[str]:
+    return [f"{name} {size}" for name, size in sizes.items() if size > 1]
 
 
 def last_stage_layers(num_layers: int, num_stages: int) -> int:

@@ -32,7 +32,13 @@ from rollbook.ledger.sync import SyncMethod, SyncWork
 from rollbook.ledger.train import train_seconds
 from rollbook.ledger.workload import MODES, Mode
 from rollbook.observe.numbers import counted
-from rollbook.planner.layouts import replica_layouts, train_layouts, trainer_stacks
+from rollbook.planner.layouts import (
+    degrees,
+    replica_layouts,
+    train_degrees,
+    train_layouts,
+    trainer_stacks,
+)
 from rollbook.planner.lending import with_lending
 from rollbook.planner.offload import (
     HELD,
@@ -140,13 +146,11 @@ class Candidate:
     @property
     def software(self) -> str:
         """What trains and what generates, with the degrees of both."""
-        layout, replica = self.train.layout, self.rollout_layout
-        trainer = [BACKEND_TITLES[self.train.backend], f"{counted(self.split[1], 'GPU')}"]
-        trainer += _degrees(
-            {"TP": layout.tp_size, "PP": layout.pp_size, "CP": layout.cp_size, "EP": layout.ep_size}
-        )
+        replica = self.rollout_layout
+        trainer = [BACKEND_TITLES[self.train.backend], counted(self.split[1], "GPU")]
+        trainer += train_degrees(self.train.layout)
         engines = [ENGINE_TITLES[replica.engine], counted(self.account.rollout.num_replicas, "replica")]
-        engines += _degrees({"TP": replica.tp_size, "EP": replica.ep_size})
+        engines += degrees({"TP": replica.tp_size, "EP": replica.ep_size})
         return f"Trainer: {', '.join(trainer)}; engines: {', '.join(engines)}"
 
     @property
@@ -195,10 +199,6 @@ class Candidate:
             "why_not": list(self.why_not),
             "notes": list(account.notes),
         }
-
-
-def _degrees(sizes: dict[str, int]) -> list[str]:
-    return [f"{name} {size}" for name, size in sizes.items() if size > 1]
 
 
 def rollout_layout_json(layout: ReplicaLayout) -> dict[str, object]:

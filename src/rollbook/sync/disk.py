@@ -108,9 +108,8 @@ class DiskSender(Sender):
             aside.mkdir()
             self._lock = os.open(aside / LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             os.write(self._lock, BOOT_ID.read_bytes())
-            with contextlib.suppress(
-                OSError
-            ):  # a file system without locks: nobody can take it for an orphan either
+            # On a file system without locks nobody can take it for an orphan either.
+            with contextlib.suppress(OSError):
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._own = aside.rename(self._shared / name)
         return self._own

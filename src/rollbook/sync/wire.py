@@ -160,9 +160,8 @@ def require_token(host: str, token: str) -> None:
 def tokens_match(expected: str, presented: object) -> bool:
     if not isinstance(presented, str):
         return False
-    return hmac.compare_digest(
-        expected.encode(), presented.encode(errors="replace")
-    )  # JSON may hold half a pair
+    # JSON may hold half a pair of surrogates.
+    return hmac.compare_digest(expected.encode(), presented.encode(errors="replace"))
 
 
 # ---- typed fields

@@ -227,7 +227,7 @@ def shape_of(line: str) -> str:
 
 Says = Literal["nothing", "error", "frame", "traceback", "more"]
 """What a line tells of the end: nothing, an error's words alone, a frame of its traceback, its heading, or more."""
-_TRACEBACK = "Traceback (most recent call last):"
+TRACEBACK = "Traceback (most recent call last):"
 
 
 class EndWatcher:
@@ -286,7 +286,7 @@ class EndWatcher:
             return "more"
         if self.frame(line):
             return "frame"
-        if text == _TRACEBACK:
+        if text == TRACEBACK:
             self.traceback()
             return "traceback"
         is_over, begins_anew = _AT_ITS_END.search(line), _BEGINS_ANEW.search(line)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rollbook.diagnose.readers.endings import EndWatcher, Says, shape_of
+from rollbook.diagnose.readers.endings import TRACEBACK, EndWatcher, Says, shape_of
 from rollbook.diagnose.readers.text import TroubleWatcher, plain
 from rollbook.diagnose.series import COMPLAINT, Event
 
@@ -18,7 +18,6 @@ _OF_ERRORS = re.compile(
 """Fields of an entry that hold an error's words."""
 _LEVELS, _MESSAGES = ("level", "levelname", "severity"), ("message", "msg", "event", "text")
 _GRAVE = frozenset({"error", "critical", "fatal"})
-_RAISED = "Traceback (most recent call last):"
 _NUMBERS_TELL = ("xit", "returncode")
 """Lines with these words say other things with other numbers."""
 _COMPLAINS = ("Error", "ERROR", "Exception")
@@ -94,7 +93,7 @@ class LineWatcher:
                 _OF_ERRORS.fullmatch(name) or (is_error and name in _MESSAGES)
             ):
                 continue
-            self.ending.watch(_RAISED)
+            self.ending.watch(TRACEBACK)
             for line in text.splitlines():
                 if event := self.watch(plain(line), step):
                     yield event

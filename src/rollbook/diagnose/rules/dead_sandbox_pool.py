@@ -65,9 +65,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         return None  # the log says what the failures are, and they are not the environment's
     found = [finding for idx in _moments(view) if (finding := _at(view, idx)) is not None]
     best = max(found, key=lambda finding: finding.confidence, default=None)
-    if (
-        best is not None
-    ):  # the first of the surest, at the one of the steps around it that parts before and after
+    if best is not None:
+        # The first of the surest, at the one of the steps around it that parts before and after.
         beside = [f for f in found if f.confidence == best.confidence and 0 <= f.step - best.step <= BESIDE]
         return max(beside, key=_parted)
     return _one_by_one(view) or _ever_fewer(view) or told

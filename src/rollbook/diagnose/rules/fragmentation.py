@@ -23,15 +23,9 @@ HELD = "reserved - allocated GiB"
 def judge(view: View) -> Finding | NotJudged | None:
     used, kept = memory.allocated(view), memory.reserved(view)
     said = _said(view)
-    if (used is None or kept is None) and (said is not None or memory.is_of_no_device(view)):
-        return said
     if used is None or kept is None:
-        return NotJudged(
-            rule=RULE,
-            missing=(memory.ALLOCATED, memory.RESERVED),
-            lacks="device memory",
-            collect="log allocated and reserved device memory each step",
-        )
+        how = "log allocated and reserved device memory each step"
+        return said or memory.not_logged(view, RULE, (memory.ALLOCATED, memory.RESERVED), how)
     view.derive(HELD, view.values[kept] - view.values[used])
     seen = _in_teeth(view, used, kept) or _grows(view, used, kept) or _retries_at_the_brim(view, used, kept)
     if said is None or seen is None:

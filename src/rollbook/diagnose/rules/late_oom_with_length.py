@@ -20,16 +20,8 @@ def judge(view: View) -> Finding | NotJudged | None:
     said = memory.said(view, in_sync=False)
     used = memory.allocated(view) or memory.reserved(view)
     if used is None and not said:
-        return (
-            None
-            if memory.is_of_no_device(view)
-            else NotJudged(
-                rule=RULE,
-                missing=(memory.ALLOCATED,),
-                lacks="device memory",
-                collect="log peak device memory a step, and keep the console log (the error is written there)",
-            )
-        )
+        how = "log peak device memory a step, and keep the console log (the error is written there)"
+        return memory.not_logged(view, RULE, (memory.ALLOCATED,), how)
     grown = _memory_grows(view, used)
     if said:
         end = said[0].step if said[0].step is not None else view.step_at(view.n - 1)

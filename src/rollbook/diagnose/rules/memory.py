@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rollbook.diagnose.finding import NotJudged
 from rollbook.diagnose.series import Event
 from rollbook.diagnose.view import View, once
 
@@ -34,9 +35,12 @@ def said(view: View, *, in_sync: bool) -> list[Event]:
     ]
 
 
-def is_of_no_device(view: View) -> bool:
-    """Whether a run had no device whose memory could run out: ours log it wherever there is one."""
-    return view.run.format == "rollbook" and not view.run.matching("memory/")
+def not_logged(view: View, rule: str, missing: tuple[str, ...], collect: str) -> NotJudged | None:
+    """That a rule cannot be judged without memory; None of a run without a device whose memory could run out, as ours
+    log it wherever there is one."""
+    if view.run.format == "rollbook" and not view.run.matching("memory/"):
+        return None
+    return NotJudged(rule=rule, missing=missing, lacks="device memory", collect=collect)
 
 
 @once("allocated")

@@ -18,16 +18,8 @@ def judge(view: View) -> Finding | NotJudged | None:
     said = memory.said(view, in_sync=True)
     used, seconds = memory.allocated(view), view.first("timing_s/update_weights")
     if used is None and not said:
-        return (
-            None
-            if memory.is_of_no_device(view)
-            else NotJudged(
-                rule=RULE,
-                missing=(memory.ALLOCATED, "memory/switch/allocated_bytes"),
-                lacks="device memory",
-                collect="log device memory at the hand-over, and keep the console log (the error is written there)",
-            )
-        )
+        how = "log device memory at the hand-over, and keep the console log (the error is written there)"
+        return memory.not_logged(view, RULE, (memory.ALLOCATED, "memory/switch/allocated_bytes"), how)
     evidence: list[Evidence] = []
     step = view.step_at(view.n - 1)
     if said:

@@ -274,9 +274,8 @@ def _is_explained(view: View, waiting: str, bursts: _Bursts) -> bool:
     if grown is not None and not is_clip and grown.ratio >= 1.5 and grown.jump >= 0.5 * grown.diff:
         return True
     if is_clip and not _grew(view, start, hit):
-        return (
-            True  # more of them end at the limit, where the longest have always ended: no step waits longer
-        )
+        # More of them end at the limit, where the longest have always ended: no step waits longer.
+        return True
     seconds = view.values[waiting]
     if _host_is_slow(view, seconds, hit):
         return True

@@ -197,10 +197,9 @@ def stalls_at_end(view: View, stage: str) -> tuple[int, float, float] | None:
         if values[idx] >= max(6 * usual, 3 * largest, usual + 90.0):
             return int(idx), usual, float(values[idx])
     later = known[1:]  # the first step of a log warms up
-    for idx in later[
-        values[later] >= max(15 * usual, usual + 500.0)
-    ]:  # timed out, and the run was started again
-        return int(idx), usual, float(values[idx])
+    timed_out = later[values[later] >= max(15 * usual, usual + 500.0)]  # and the run was started again
+    if len(timed_out):
+        return int(timed_out[0]), usual, float(values[timed_out[0]])
     return None
 
 
