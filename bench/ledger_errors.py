@@ -27,10 +27,12 @@ def predict_all(
 
 
 def load_cases(path: Path, categories: Iterable[str], grade: str) -> list[Case]:
-    """Cases of these categories and this grade, of one file or of all in a folder."""
+    """Cases of these categories and this grade, of one file or of all in a folder; each knows its "file"."""
     files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    rows = [row for file in files for row in yaml.load(file.read_text(), Loader=loader)]
+    rows = [
+        {**row, "file": file.stem} for file in files for row in yaml.load(file.read_text(), Loader=loader)
+    ]
     return [row for row in rows if row["category"] in categories and row["grade"] == grade]
 
 

@@ -1,6 +1,6 @@
 """Fit the numbers of `--assume default` to open measurements, and hold out whole families to see what it is worth.
 
-    python bench/ledger_fit.py decode|train_mfu|weight_sync|rl_step [--rounds 20] [--leave-one-out [--by source]]
+    python bench/ledger_fit.py decode|train_mfu|weight_sync|rl_step [--rounds 20] [--leave-one-out [--by file]]
 
 Prints the fitted numbers (a person rounds them and writes them into ledger/data/default.toml) and, with
 `--leave-one-out`, the errors on each family when it was left out of the fit. Families are near-duplicates, so
@@ -314,7 +314,7 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=Path(__file__).parent / "data")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--leave-one-out", action="store_true")
-    parser.add_argument("--by", choices=("family", "source", "device"), default="family")
+    parser.add_argument("--by", choices=("family", "source", "device", "file"), default="family")
     args = parser.parse_args()
     cases = load_cases(args.path, [args.category], "A")
     start = load_assumptions("default")
@@ -339,7 +339,8 @@ def leave_one_out(
     """Comparisons of each fold when neither the fit nor the lists of what was measured have seen it.
 
     Args:
-        by: what is left out together: a "family", or the cases of one "source" or one "device".
+        by: what is left out together: a "family", or the cases of one "source", one "device" or one "file" of
+            measurements, which is what a fresh collector brings.
     """
     held: dict[str, list[Comparison]] = {}
     for name in sorted({fold_of(case, by) for case in cases}):
@@ -355,8 +356,8 @@ def leave_one_out(
 
 def fold_of(case: Case, by: str) -> str:
     """Name of the fold that a case falls into."""
-    if by == "family":
-        return str(case["family"])
+    if by in ("family", "file"):
+        return str(case[by])
     if by == "source":
         return f"{case['family']}: {case['source'].get('where') or case['source'].get('title')}"
     config = case["config"]
