@@ -187,3 +187,20 @@ def test_responses_that_have_been_at_their_limit_again_and_again_fit() -> None:
     for peak, verdict in ((29.5 + 6.4 * climb, "well"), (29.5 + 6.4 * T / 119, "late_oom_with_length")):
         held = {ALLOCATED: peak, RESERVED: np.minimum(peak + 3.8, 39.7)}
         assert diagnose(run_of(lengths | held)).verdict == verdict
+
+
+@pytest.mark.parametrize("size", [24.0, 32.0, 40.0, 48.0, 64.0, 96.0])
+def test_memory_that_ends_below_the_size_of_some_device_by_chance_is_not_full(size: float) -> None:
+    """It grows with the lengths to 93 % of a size that the log does not tell. What the allocator has taken grows along
+    with it; or it stops at the end of the device, and the room in it closes."""
+    lengths = {
+        f"response_length/{k}": noisy(_grown(v, 2.4 * v, (10, 119)), 8, 0.03)
+        for k, v in (("mean", 600.0), ("max", 2400.0))
+    }
+    peak = size * np.maximum.accumulate(_grown(0.55, 0.93, (10, 119)))
+    room = {"well": 1.04 * peak, "late_oom_with_length": np.minimum(1.15 * peak, 0.97 * size)}
+    for verdict, reserved in room.items():
+        assert diagnose(run_of({**lengths, ALLOCATED: peak, RESERVED: reserved})).verdict == verdict
+    of_size = {"perf/device_memory_gb": np.full(N, size)}
+    told = run_of({**lengths, **of_size, ALLOCATED: peak, RESERVED: 1.04 * peak})
+    assert diagnose(told).verdict == "late_oom_with_length"

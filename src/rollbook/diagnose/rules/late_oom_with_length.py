@@ -34,10 +34,10 @@ def judge(view: View) -> Finding | NotJudged | None:
     capacity = memory.device_gib(view)
     if used is None or capacity is None:
         return None
-    fits = _lives_with_it(view, used, capacity)
-    if grown and not fits and memory.is_full(view, used, capacity):
+    may_end = memory.is_size_known(view, used, capacity) and not _lives_with_it(view, used, capacity)
+    if may_end and grown and memory.is_full(view, used, capacity):
         return _finding(view, 0.85, end, grown)
-    if not fits and (brim := _ends_at_the_brim(view, used, capacity)):
+    if may_end and (brim := _ends_at_the_brim(view, used, capacity)):
         return _finding(view, 0.78, end, (*grown, *brim))
     restarts = any(seam.num_replaced for seam in view.run.seams)
     if grown and restarts and view.trend(used)[0] >= 1.3:

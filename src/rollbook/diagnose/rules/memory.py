@@ -10,6 +10,9 @@ from rollbook.diagnose.view import View, once
 
 DEVICE_GIB = (16.0, 22.0, 24.0, 32.0, 40.0, 48.0, 64.0, 80.0, 96.0, 141.0, 180.0, 192.0, 288.0)
 """Memory of devices in use, as PyTorch's gigabytes come close to."""
+COMMON_GIB = (80.0, 141.0, 180.0, 192.0, 288.0)
+"""Those that most trainings run on: memory that ends just below one of these is at the brim of it. The smaller ones lie so
+close that memory ends below one of them by chance."""
 ALLOCATED = "perf/max_memory_allocated_gb"
 RESERVED = "perf/max_memory_reserved_gb"
 TOTAL = "perf/device_memory_gb"
@@ -82,6 +85,29 @@ def device_gib(view: View) -> float | None:
     if free:
         return top + float(min(np.nanmin(view.values[m]) for m in free)) / 2**30
     return next((size for size in DEVICE_GIB if size >= top * 0.998), None)
+
+
+CLOSED_FRAC = 0.5
+"""Share of the room that the allocator had at first which is left at a brim: what is reserved stops there, and what is
+allocated in it goes on."""
+NO_ROOM = 0.05
+"""Share of what is reserved that is then free at the most."""
+TO_THE_LAST = 0.985
+"""Share of a device that nothing but its end keeps the allocator from exceeding."""
+
+
+def is_size_known(view: View, used: str, capacity: float) -> bool:
+    """Whether `device_gib` is more than the next size above what happens to be used: the log has it, or most devices are
+    of that size, or the allocator has run into it."""
+    if view.has(TOTAL) or view.family("memory/", "/free_bytes") or capacity in COMMON_GIB:
+        return True
+    kept = reserved(view)
+    if kept is None or kept == used:
+        return False
+    third = max(3, view.n // 3)
+    first = 1.0 - view.level(used, 0, third) / view.level(kept, 0, third)
+    last = 1.0 - _last_peak(view, used) / _last_peak(view, kept)
+    return _last_peak(view, kept) >= TO_THE_LAST * capacity or last <= min(NO_ROOM, CLOSED_FRAC * first)
 
 
 FULL = 0.92
