@@ -165,6 +165,8 @@ class Trajectory:
     replica_id: int = 0
     env_turns_s: tuple[float, ...] = ()
     """Seconds that the environment took for each turn it answered with an observation; the last one is scoring."""
+    was_cut_off: bool = False
+    """The episode was ended by its turns or the model's context, not by its environment."""
     started_at_s: float = 0.0
     finished_at_s: float = 0.0
 
@@ -187,7 +189,8 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        return bool(self.turns) and self.turns[-1].finish_reason is FinishReason.LENGTH
+        """A limit ended it: of the last response's tokens, of the turns, or of the model's context."""
+        return self.was_cut_off or (bool(self.turns) and self.turns[-1].finish_reason is FinishReason.LENGTH)
 
     def token_ids(self) -> Ids:
         """[n] int32: prompt, then each turn's response and observation, exactly as sampled."""

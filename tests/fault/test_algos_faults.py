@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -217,6 +218,16 @@ def test_br080_truncated_responses_are_masked_and_still_in_the_baseline() -> Non
     assert (int(kept.loss_mask.sum()), int(cut.loss_mask.sum())) == (3, 0)
     assert int(cut.action_mask.sum()) == 3  # generated tokens still count for throughput
     assert token_advantages([kept, cut]) == [0.5, -0.5]
+
+
+def test_br080_an_episode_cut_by_the_context_or_its_turns_is_truncated_as_well() -> None:
+    """Its last response stopped by itself: only the loop that cut the episode knows."""
+    members = (trajectory(1.0), replace(trajectory(0.0, member_idx=1), was_cut_off=True))
+    sequences = train_sequences(
+        [Group(group_id=0, prompt=prompt(), trajectories=members)], FilterConfig(mask_truncated=True)
+    )
+    assert [int(s.loss_mask.sum()) for s in sequences] == [3, 0]
+    assert [s.is_truncated for s in sequences] == [False, True]
 
 
 def test_br085_equal_prompts_are_two_groups() -> None:

@@ -52,6 +52,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         if failed
         else None,
         replica_id=draw(st.integers(0, 8)),
+        was_cut_off=draw(st.booleans()),
         started_at_s=1.5,
         finished_at_s=2.5,
     )
@@ -61,6 +62,7 @@ def same(a: Trajectory, b: Trajectory) -> bool:
     return (
         (a.group_id, a.member_idx, a.reward, a.reward_terms, a.failure, a.replica_id, a.started_at_s)
         == (b.group_id, b.member_idx, b.reward, b.reward_terms, b.failure, b.replica_id, b.started_at_s)
+        and (a.was_cut_off, a.is_truncated) == (b.was_cut_off, b.is_truncated)
         and (a.prompt.prompt_id, a.prompt.source, a.prompt.task)
         == (b.prompt.prompt_id, b.prompt.source, b.prompt.task)
         and np.array_equal(a.token_ids(), b.token_ids())

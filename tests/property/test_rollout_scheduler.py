@@ -7,7 +7,7 @@ wrong copy, a page given to two owners or a stale cache entry shows as a wrong p
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -311,6 +311,40 @@ def test_next_turn_computes_only_what_is_new() -> None:
         pass
     assert run.responses["second"].num_cached_prompt_tokens == 14
     assert scheduler.counters.prefill_tokens == 8 + (18 - 1 - 14)
+
+
+def test_of_a_last_turn_only_the_prompt_is_kept() -> None:
+    """9 prompt tokens are 3 pages of 4; the 20 sampled after them nobody asks for again. A member that starts later
+    computes no token of the prompt."""
+    scheduler = Scheduler(
+        num_slots=1, num_pages=32, page_tokens=4, max_prefill_tokens=100, max_context_tokens=64
+    )
+    run = Run(scheduler)
+    for name in ("first", "second"):
+        scheduler.submit(replace(request(name, [2] * 9, 20), is_last_turn=True))
+    while run.step():
+        pass
+    assert scheduler.cache is not None and len(scheduler.cache) == 3
+    assert run.responses["second"].num_cached_prompt_tokens == 8
+    assert scheduler.counters.prefill_tokens == 8
+
+
+def test_a_last_turn_that_was_cut_is_kept_whole() -> None:
+    """It goes on from its own tokens: of 9 + 4 known, 12 are in the pool."""
+    scheduler = Scheduler(
+        num_slots=1, num_pages=32, page_tokens=4, max_prefill_tokens=100, max_context_tokens=64
+    )
+    run = Run(scheduler)
+    asked = replace(request("cut", [2] * 9, 20), is_last_turn=True)
+    scheduler.submit(asked)
+    for _ in range(5):
+        run.step()
+    (cut,) = scheduler.abort_all()
+    assert len(cut.response_ids) == 4
+    scheduler.submit(replace(asked, prompt_ids=np.concatenate([asked.prompt_ids, cut.response_ids])))
+    while run.step():
+        pass
+    assert run.responses["cut"].num_cached_prompt_tokens == 12
 
 
 def test_youngest_is_put_off_and_the_oldest_never_is() -> None:

@@ -164,7 +164,7 @@ async def test_each_part_says_where_its_context_was_computed_anew() -> None:
     assert turn.kv_starts == (KVStart(0, 3), KVStart(2, 4), KVStart(3, 5))
 
 
-@pytest.mark.parametrize(("max_turns", "context"), [(1, 100), (8, 6)])
+@pytest.mark.parametrize(("max_turns", "context"), [(1, 100), (8, 6), (8, 7)])
 async def test_an_episode_cut_by_turns_or_context_is_scored_as_it_stands(
     max_turns: int, context: int
 ) -> None:
@@ -173,7 +173,28 @@ async def test_an_episode_cut_by_turns_or_context_is_scored_as_it_stands(
     trajectory = await play(engine, env, max_turns=max_turns, context=context)
     assert trajectory.token_ids().tolist() == [1, 2, 3, 41, 42]
     assert trajectory.reward == 1.0
+    assert trajectory.is_truncated
     assert env.is_closed
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_truncated"), [(FinishReason.STOP, False), (FinishReason.LENGTH, True)]
+)
+async def test_an_episode_that_its_environment_ended_is_truncated_only_if_its_last_response_is(
+    reason: FinishReason, is_truncated: bool
+) -> None:
+    """The first response hits its limit either way; prompt and tokens fill the context and the turns exactly."""
+    engine = ScriptedEngine(([41, 42], 0, FinishReason.LENGTH), ([7], 0, reason))
+    trajectory = await play(engine, ScriptedEnv([50]), max_turns=2, context=7)
+    assert trajectory.token_ids().tolist() == [1, 2, 3, 41, 42, 50, 7]
+    assert trajectory.is_truncated == is_truncated
+
+
+async def test_a_request_says_whether_a_turn_may_follow() -> None:
+    """So that an engine keeps what the next turn begins with, and nothing else."""
+    engine = ScriptedEngine(*[([7], 0, FinishReason.STOP)] * 3)
+    await play(engine, ScriptedEnv([50], [51], [52]), max_turns=3)
+    assert [request.is_last_turn for request in engine.requests] == [False, False, True]
 
 
 async def test_a_scorers_failure_is_the_trajectorys_and_no_reward_of_zero() -> None:

@@ -107,7 +107,8 @@ class FilterConfig(Section):
     min_scored: int = Field(default=1, ge=1)
     """Groups with fewer scored members are dropped as failed."""
     mask_truncated: bool = False
-    """Take no loss on responses that hit the token limit; they still count in the group's baseline."""
+    """Take no loss on trajectories that a limit ended (response tokens, turns or context); they still count in the
+    group's baseline."""
 
     @model_validator(mode="after")
     def _has_effect(self) -> Self:
@@ -257,7 +258,7 @@ class AlgorithmConfig(Section):
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """Lambda of GAE per action token."""
     truncation: Literal["zero", "last_value"] = "zero"
-    """Value after the last token of a response cut at the token limit: zero (the limit is part of the task and
+    """Value after the last token of a trajectory that a limit ended: zero (the limit is part of the task and
     the scorer has judged what was written) or the critic's value before the last token."""
     loss: LossName = "clip"
     """Policy loss: clipped ratio, sequence ratio (gspo), clipped weight (cispo), or plain reinforce."""

@@ -51,8 +51,8 @@ def drop_reason(group: Group, config: FilterConfig) -> Literal["failed", "flat"]
 def train_sequences(groups: Sequence[Group], config: FilterConfig) -> list[TrainSequence]:
     """The scored members of kept groups as the trainer sees them, tokens exactly as sampled.
 
-    With `mask_truncated` a response that hit the token limit has an empty loss mask; its reward still counts in
-    the group's baseline.
+    With `mask_truncated` a trajectory that a limit ended has an empty loss mask; its reward still counts in the
+    group's baseline.
     """
     return [_train_sequence(group, trajectory, config) for group in groups for trajectory in group.scored]
 

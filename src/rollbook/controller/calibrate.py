@@ -141,6 +141,16 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
     )
 
 
+async def train_once(controller: Controller, work: TypicalWork) -> None:
+    """A step's updates at a learning rate of 0; what they change is for `trainer.put_back_state`."""
+    trainer = controller.trainer
+    batch = trainer.make_batch(
+        _sequences(trainer, work, max(work.num_sequences // work.group_size, 1)), step=0, weight_version=0
+    )
+    objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=not controller.needs_proximal)
+    await controller.compute(lambda: trainer.update(batch, objective, lr=0.0))
+
+
 def _other_passes(controller: Controller) -> dict[str, Callable[[TrainBatch], object]]:
     """Passes over a batch of networks that are not as large as the policy, by stage."""
     trainer, algorithm = controller.trainer, controller.config.algorithm
@@ -278,6 +288,8 @@ class Rehearsal:
     advantage_s: tuple[float, float]
     report_s: tuple[float, float]
     """What lies between the stages and after them. All groups were generated in both."""
+    texts_s: float
+    """Of the texts of tokens that no rehearsal before had."""
     sync_s: float
     probe_s: float
     published_bytes: int
@@ -289,7 +301,7 @@ async def rehearse(controller: Controller, groups: Sequence[Group], recorder: Re
 
     Args:
         recorder: of a scratch folder; what is reported goes there. The same one for every rehearsal: what a run writes
-            once (the text of a token) becomes less from step to step, as in its first steps.
+            once (the text of a token) becomes less from one to the next, as in its first steps.
     """
     unfiltered = controller.config.algorithm.filter.model_copy(update={"drop_flat": False})
     trainable = [group for group in groups if train_sequences([group], unfiltered)]
@@ -302,6 +314,9 @@ async def rehearse(controller: Controller, groups: Sequence[Group], recorder: Re
     sync_s = probe_s = 0.0
     num_bytes = 0
     with _reporting_to(controller, recorder):
+        began_s = time.perf_counter()
+        recorder.write_texts([trajectory for group in groups for trajectory in group.scored])
+        texts_s = time.perf_counter() - began_s
         for step, trained in enumerate((trainable, trainable[: max(len(trainable) // 4, 1)])):
             taken = _taken(groups, trained)
             published_s = 0.0
@@ -330,6 +345,7 @@ async def rehearse(controller: Controller, groups: Sequence[Group], recorder: Re
         forwards_s=forwards_s,
         advantage_s=(advantage_s[0], advantage_s[1]),
         report_s=(report_s[0], report_s[1]),
+        texts_s=texts_s,
         sync_s=sync_s,
         probe_s=probe_s,
         published_bytes=num_bytes,
@@ -337,12 +353,13 @@ async def rehearse(controller: Controller, groups: Sequence[Group], recorder: Re
 
 
 def with_rehearsals(
-    machine: MachineSpec, rehearsals: Sequence[Rehearsal], *, reports_every: int
+    machine: MachineSpec, rehearsals: Sequence[Rehearsal], *, reports_every: int, texts_s: float = 0.0
 ) -> MachineSpec:
     """`machine` with the medians of what the host paid.
 
     Args:
         reports_every: steps between two files of trajectories.
+        texts_s: of a step, for the texts of new tokens.
     """
     first = rehearsals[0]
     (num_all, num_few) = first.num_sequences
@@ -364,11 +381,29 @@ def with_rehearsals(
             advantage_base_s=advantage_base_s,
             report_s=report_base_s / first.num_scored / reports_every,
             report_trained_s=report_trained_s,
+            texts_s=texts_s,
         ),
         digest_bytes_per_s=first.published_bytes
         / max(float(np.median([r.sync_s for r in rehearsals])), 1e-6),
         sync_base_s=float(np.median([r.probe_s for r in rehearsals])),
     )
+
+
+def mean_texts_s(rehearsed_s: Sequence[float], *, step_frac: float, steps: Sequence[int], every: int) -> float:
+    """Seconds of a step for texts of tokens that none before had, in the mean of `steps`.
+
+    Args:
+        rehearsed_s: of rehearsals one after the other. Each leaves the same share of what it met for the next one.
+        step_frac: of a step that one rehearsal is.
+        steps: numbers of the run's steps.
+        every: steps between two files of trajectories.
+    """
+    before_s = sum(rehearsed_s[:-1])
+    left = min(sum(rehearsed_s[1:]) / before_s, 0.99) if before_s > 0 else 0.0
+    left_by_step = left ** (1 / step_frac)
+    first_s = rehearsed_s[0] * (1 - left_by_step) / (1 - left)
+    written = (first_s * left_by_step ** (step // every) for step in steps if step % every == 0)
+    return sum(written) / max(len(steps), 1)
 
 
 def _taken(groups: Sequence[Group], trained: Sequence[Group]) -> Taken:
@@ -463,6 +498,7 @@ async def _generate(engine: Engine, prompts: NDArray[np.int32], new_tokens: int,
                     seed=seed,
                     group_id=-1_000_000 - row,
                     member_idx=0,
+                    is_last_turn=True,
                 )
             )
             for row, prompt in enumerate(prompts)

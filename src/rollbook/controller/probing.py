@@ -72,6 +72,7 @@ class Prober:
                     seed=weight_version,
                     group_id=GROUP_ID,
                     member_idx=0,
+                    is_last_turn=True,
                 )
             )
 

@@ -62,6 +62,7 @@ SCHEMA = pa.schema(
                 )
             ),
         ),
+        ("was_cut_off", pa.bool_()),  # by its turns or the model's context
         ("reward", pa.float64()),  # null: no reward, which is not a reward of 0
         ("reward_terms", pa.map_(pa.string(), pa.float64())),
         ("failure_kind", pa.string()),
@@ -115,6 +116,7 @@ def _row(step: int, t: Trajectory, loss_mask: Bools | None) -> dict[str, Any]:
         "loss_mask": loss_mask,
         "behavior_logprobs": t.behavior_logprobs(),
         "turns": turns,
+        "was_cut_off": t.was_cut_off,
         "reward": t.reward,
         "reward_terms": list(t.reward_terms.items()),
         "failure_kind": str(t.failure.kind) if t.failure else None,
@@ -196,6 +198,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         reward_terms=dict(row["reward_terms"]),
         failure=failure,
         replica_id=row["replica_id"],
+        was_cut_off=bool(row.get("was_cut_off")),
         started_at_s=row["started_at_s"],
         finished_at_s=row["finished_at_s"],
     )

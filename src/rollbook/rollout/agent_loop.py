@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from rollbook.envs.env import Env
+from rollbook.envs.rewards.result import RewardResult
 from rollbook.rollout.engine import GenerateRequest, Response
 from rollbook.types import FinishReason, Ids, KVStart, Prompt, SamplingParams, Trajectory, Turn, VersionRun
 
@@ -40,63 +41,52 @@ async def run_trajectory(
         prompt: its ids must be what `env.start` gives.
         group_id, member_idx, seed: with the token index they decide what is sampled.
         sampling: of every response.
-        max_turns: responses after which the episode ends whatever the environment says.
-        max_context_tokens: the model's context; an episode that fills it is scored as it stands.
+        max_turns, max_context_tokens: where an episode is cut off, and scored as it stands.
         clock: seconds, for the trajectory's start and end.
         on_turn: told each turn's index, before it is sampled without and afterwards with its replica.
     Returns:
         The trajectory with a reward, or with the failure its scorer reported.
     """
-    started_at_s = clock()
-    turns: list[Turn] = []
-    env_turns_s: list[float] = []
-    trajectory = Trajectory(
-        group_id=group_id, member_idx=member_idx, prompt=prompt, started_at_s=started_at_s
-    )
+    trajectory = Trajectory(group_id=group_id, member_idx=member_idx, prompt=prompt, started_at_s=clock())
     try:
         context = await env.start()
         if not np.array_equal(context, prompt.prompt_ids):
             trajectory.prompt = replace(prompt, prompt_ids=context)
-        first_token_idx = 0
-        while True:
-            on_turn(len(turns), None)
-            response = await _sample(
-                generate,
-                GenerateRequest(
-                    request_id=f"{group_id}/{member_idx}#{len(turns)}",
-                    prompt_ids=context,
-                    sampling=sampling,
-                    seed=seed,
-                    group_id=group_id,
-                    member_idx=member_idx,
-                    first_token_idx=first_token_idx,
-                ),
+        result: RewardResult | None = None
+        while result is None:
+            turn_idx = len(trajectory.turns)
+            is_last_turn = turn_idx + 1 >= max_turns
+            request = GenerateRequest(
+                request_id=f"{group_id}/{member_idx}#{turn_idx}",
+                prompt_ids=context,
+                sampling=sampling,
+                seed=seed,
+                group_id=group_id,
+                member_idx=member_idx,
+                first_token_idx=trajectory.num_response_tokens,
+                is_last_turn=is_last_turn,
             )
-            on_turn(len(turns), response.replica_id)
+            on_turn(turn_idx, None)
+            response = await _sample(generate, request)
+            on_turn(turn_idx, response.replica_id)
             trajectory.replica_id = response.replica_id
-            first_token_idx += len(response.response_ids)
-            context = np.concatenate([context, response.response_ids])
             asked_at_s = clock()
             observation = await env.observe(response.response_ids, response.finish_reason)
             if not observation.is_done:
-                env_turns_s.append(clock() - asked_at_s)
-            is_last = observation.is_done or len(turns) + 1 >= max_turns
-            room = max_context_tokens - len(context) - len(observation.observation_ids)
-            observation_ids = (
-                observation.observation_ids if not is_last and room > 0 else np.zeros(0, np.int32)
-            )
-            turns.append(_turn(response, observation_ids))
+                trajectory.env_turns_s += (clock() - asked_at_s,)
+            num_tokens = len(context) + len(response.response_ids) + len(observation.observation_ids)
+            goes_on = not (observation.is_done or is_last_turn or num_tokens >= max_context_tokens)
+            turn = _turn(response, observation.observation_ids if goes_on else np.zeros(0, np.int32))
+            trajectory.turns += (turn,)
+            context = np.concatenate([context, turn.response_ids, turn.observation_ids])
             result = observation.result
-            if result is None and (is_last or room <= 0):
+            if result is None and not goes_on:
+                trajectory.was_cut_off = True
                 result = await env.finish()
-            if result is not None:
-                trajectory.reward, trajectory.failure = result.reward, result.failure
-                trajectory.reward_terms = dict(result.terms)
-                break
-            context = np.concatenate([context, observation_ids])
     finally:
         await env.close()
-    trajectory.turns, trajectory.env_turns_s = tuple(turns), tuple(env_turns_s)
+    trajectory.reward, trajectory.failure = result.reward, result.failure
+    trajectory.reward_terms = dict(result.terms)
     trajectory.finished_at_s = clock()
     return trajectory
 

@@ -34,6 +34,8 @@ class GenerateRequest:
     """Sampled tokens of the trajectory before this request (earlier turns, or a partial response)."""
     num_continued: int = 0
     """Last tokens of `prompt_ids` that belong to the response already: a stop string may have begun in them."""
+    is_last_turn: bool = False
+    """No request goes on from the end of this response, so its keys and values need not be kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

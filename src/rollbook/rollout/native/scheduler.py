@@ -572,10 +572,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Response:
         if sequence.slot >= 0:
             self._save_response(sequence)
-            num_kept = self._num_computed(sequence)
-            if self.cache is not None and sequence.kv_version == self.weight_version and num_kept > 0:
-                num_pages = -(-num_kept // self.page_tokens)
-                self.cache.keep(self._known_ids(sequence)[:num_kept], sequence.pages[:num_pages])
+            self._keep_prefix(sequence, is_whole=reason is not FinishReason.ABORTED)
         response = Response(
             request_id=sequence.request.request_id,
             response_ids=sequence.response_ids,
@@ -589,6 +586,16 @@ class Scheduler:
         )
         self._end(sequence)
         return response
+
+    def _keep_prefix(self, sequence: Sequence, *, is_whole: bool) -> None:
+        """Leave to the cache what a later request may begin with: the next turn or the rest of the response with all of
+        it, else other members of its group with the prompt."""
+        num_kept = self._num_computed(sequence)
+        if is_whole and sequence.request.is_last_turn:
+            num_kept = min(num_kept, sequence.num_prompt)
+        if self.cache is not None and sequence.kv_version == self.weight_version and num_kept > 0:
+            num_pages = -(-num_kept // self.page_tokens)
+            self.cache.keep(self._known_ids(sequence)[:num_kept], sequence.pages[:num_pages])
 
     def _fail_not_finite(self, sequence: Sequence) -> Failed:
         error = EngineError(
