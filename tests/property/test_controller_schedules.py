@@ -166,7 +166,7 @@ def test_generation_goes_on_beside_the_training_only_where_the_schedule_says_so(
                 counters = engine._scheduler.counters
                 before = counters.decode_tokens
                 result = plain(*args, **kwargs)
-                while not engine._is_paused and engine._pending and counters.decode_tokens == before:
+                while not engine._pauses.is_on and engine._pending and counters.decode_tokens == before:
                     pass  # the engine's thread is at work: wait for its next token, not for the clock
                 sampled[self.name] = sampled.get(self.name, 0) + counters.decode_tokens - before
                 return result

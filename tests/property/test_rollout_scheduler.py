@@ -104,8 +104,8 @@ class Run:
         """Request -> versions of the keys that its sampled tokens attended to."""
         self.num_steps = 0
 
-    def step(self) -> bool:
-        plan = self.scheduler.plan()
+    def step(self, *, starts_new: bool = True) -> bool:
+        plan = self.scheduler.plan(starts_new=starts_new)
         self.pool.carry_out()
         if plan is None:
             return False
@@ -502,12 +502,10 @@ def test_a_drain_starts_nothing_although_a_slot_is_free() -> None:
     run = Run(scheduler)
     scheduler.submit(request("first", [1, 2, 3], 4))
     run.step()
-    scheduler.is_draining = True
     scheduler.submit(request("second", [4, 5, 6], 4))
-    while run.step():
+    while run.step(starts_new=False):
         pass
     assert list(run.responses) == ["first"] and scheduler.num_waiting == 1
-    scheduler.is_draining = False
     while run.step():
         pass
     assert list(run.responses) == ["first", "second"]

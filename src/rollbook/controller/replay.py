@@ -509,7 +509,7 @@ class _Sampler:
     def _step(self) -> bool:
         """On the engine's thread: a step, and a stand-still where one is asked for (one sequence runs then)."""
         if self._stop_at is not None and self._has_reached(self._stop_at):
-            self.engine._is_paused = True
+            self.engine._pauses.is_on = True
             self._loop.call_soon_threadsafe(self._stopped.set)
             return False
         return self._plain_step()

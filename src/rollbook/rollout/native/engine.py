@@ -24,6 +24,7 @@ from rollbook.rollout.native.model_runner import ModelRunner, engine_model
 from rollbook.rollout.native.sampling import Draws
 from rollbook.rollout.native.scheduler import Scheduler
 from rollbook.rollout.native.sequences import StepRows
+from rollbook.rollout.pauses import Pauses
 from rollbook.rollout.stops import TextDecoder
 from rollbook.rollout.thread import Answer, Command, EngineThread, give_all
 from rollbook.weights import LiveWeights
@@ -90,14 +91,12 @@ class NativeEngine:
         self._rounded: RoundedCopy | None = None
         self._pending: dict[str, Answer[Response]] = {}
         """Requests whose callers wait on an event loop."""
-        self._is_paused = False
-        self._drained: list[Answer[None]] = []
-        """Whoever waits for a drain."""
         self._sleep_level = 0
         self._needs_publication = False
         self._prefill_s = 0.0
         self._decode_s = 0.0
         self._thread = EngineThread(f"the engine of replica {replica_id}", self)
+        self._pauses = Pauses(self._thread, abort=lambda: self._respond(self._scheduler.abort_all()))
 
     # ---- life
 
@@ -165,37 +164,14 @@ class NativeEngine:
         keep: running sequences go on after `resume`. abort: every request, queued ones too, returns the tokens it
         has. drain: what was started finishes first.
         """
-        if mode == "drain":
-            await self._drain()
-            return
-
-        def pause() -> None:
-            self._is_paused = True
-            if mode == "abort":
-                self._respond(self._scheduler.abort_all())
-
-        await self._thread.ask(pause)
+        await self._pauses.begin(mode)
 
     async def give_back(self, num_requests: int) -> None:
         """The requests whose turn would come last return the tokens they have, for another replica to go on with."""
         await self._thread.ask(lambda: self._respond(self._scheduler.abort_last(num_requests)))
 
-    async def _drain(self) -> None:
-        drained = Answer[None]()
-
-        def start() -> None:
-            self._scheduler.is_draining = True
-            self._drained.append(drained)
-
-        self._thread.post(Command(start, drained.fail))
-        await drained.future
-
     async def resume(self) -> None:
-        def resume() -> None:
-            self._is_paused = False
-            self._end_drain()
-
-        await self._thread.ask(resume)
+        await self._pauses.end()
 
     async def sleep(self, level: int = 1) -> None:
         """Give memory back. Running sequences keep their tokens and are recomputed after `wake`.
@@ -304,8 +280,7 @@ class NativeEngine:
     # ---- the engine's thread
 
     def ended(self, error: RunError) -> None:
-        for waiter in self._drained:
-            waiter.fail(error)
+        self._pauses.fail(error)
         give_all((answer, error) for answer in self._pending.values())
         self._pending.clear()
         self._runner = None
@@ -337,14 +312,14 @@ class NativeEngine:
 
     def step(self) -> bool:
         """One step, if anything can run."""
-        if self._scheduler.is_draining and not self._scheduler.has_started():
-            self._is_paused = True
-            self._end_drain()
-        if self._is_paused or self._sleep_level or self._needs_publication or not self._pending:
+        scheduler, pauses = self._scheduler, self._pauses
+        if pauses.is_draining and not scheduler.has_started():
+            pauses.drained()
+        if pauses.is_on or self._sleep_level or self._needs_publication or not self._pending:
             return False
         began_at_s = time.perf_counter()
-        scheduler, runner = self._scheduler, self._running()
-        plan = scheduler.plan()
+        runner = self._running()
+        plan = scheduler.plan(starts_new=not pauses.is_draining)
         if plan is None:
             return False
         assert runner.pool is not None
@@ -374,9 +349,3 @@ class NativeEngine:
 
     def _respond(self, responses: list[Response]) -> None:
         give_all((self._pending.pop(response.request_id), response) for response in responses)
-
-    def _end_drain(self) -> None:
-        self._scheduler.is_draining = False
-        for waiter in self._drained:
-            waiter.give(None)
-        self._drained.clear()

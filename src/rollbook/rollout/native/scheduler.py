@@ -77,7 +77,6 @@ class Scheduler:
         self.cache = PrefixCache(self.pool, page_tokens) if use_prefix_cache else None
         self.slots = SlotTable(num_slots)
         self.counters = Counters()
-        self.is_draining = False
         self.by_request: dict[str, Sequence] = {}
         """Everything not finished."""
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
@@ -226,9 +225,13 @@ class Scheduler:
 
     # ---- one step
 
-    def plan(self) -> StepRows | None:
-        """The rows of the next step, or None when nothing can run. Carry out `pool.operations` before running it."""
-        self._admit()
+    def plan(self, *, starts_new: bool = True) -> StepRows | None:
+        """The rows of the next step, or None when nothing can run. Carry out `pool.operations` before running it.
+
+        Args:
+            starts_new: whether requests that never had a slot may get one.
+        """
+        self._admit(starts_new)
         self._extend_ready()
         self._compact()
         ready = np.flatnonzero(self.slots.is_ready)
@@ -316,14 +319,14 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.rank, sequence))
         self._num_waiting += 1
 
-    def _admit(self) -> None:
+    def _admit(self, starts_new: bool) -> None:
         """Oldest first; nobody overtakes the head, so nobody starves."""
         while self._waiting and self._free_slots:
             sequence = self._waiting[0][1]
             if sequence.is_done:
                 heapq.heappop(self._waiting)
                 continue
-            if self.is_draining and not sequence.was_admitted:
+            if not (starts_new or sequence.was_admitted):
                 return
             num_known = sequence.num_prompt + len(sequence.response_ids)
             num_pages = -(-num_known // self.page_tokens)

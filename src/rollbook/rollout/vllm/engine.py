@@ -41,6 +41,7 @@ from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import EngineStats, GenerateRequest, KVPolicy, PauseMode, Response
 from rollbook.rollout.logprobs_mode import LogprobsMode, reports_ours
 from rollbook.rollout.native.draws import sequence_key
+from rollbook.rollout.pauses import Pauses
 from rollbook.rollout.stops import TextDecoder, meets_stop_string
 from rollbook.rollout.thread import Answer, Command, EngineThread, give_all
 from rollbook.rollout.vllm.config import VllmConfig
@@ -69,6 +70,8 @@ class _Sequence:
     logprobs: list[float] = field(default_factory=list)
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     """(token index, version sampled from there on)."""
+    num_handed_over: int = 0
+    """Tokens it had when it was handed over last."""
     num_cached: int = 0
     num_preemptions: int = 0
 
@@ -152,14 +155,12 @@ class VllmEngine:
         self._num_handed_over = 0
         self._salt_epoch = 0
         self._counters = _Counters()
-        self._is_paused = False
-        self._is_draining = False
-        self._drained: list[Answer[None]] = []
         self._sleep_level = 0
         self._unbooked_s = 0.0
         """Waited for a core in its own process since tokens came last."""
 
         self._thread = EngineThread(f"vLLM of replica {replica_id}", self)
+        self._pauses = Pauses(self._thread, abort=self._abort_all, freeze=self._freeze)
 
     # ---- life
 
@@ -271,37 +272,16 @@ class VllmEngine:
         keep: running sequences go on after `resume`. abort: every request, queued ones too, returns the tokens it
         has. drain: what was handed to vLLM finishes first.
         """
-        if mode == "drain":
-            await self._drain()
-            return
+        await self._pauses.begin(mode)
 
-        def pause() -> None:
-            self._freeze()
-            self._is_paused = True
-            if mode == "abort":
-                sequences = list(self._by_request.values())
-                for sequence in sequences:
-                    self._remove(sequence)
-                give_all((s.answer, self._response(s, FinishReason.ABORTED)) for s in sequences)
-
-        await self._thread.ask(pause)
-
-    async def _drain(self) -> None:
-        drained = Answer[None]()
-
-        def start() -> None:
-            self._is_draining = True
-            self._drained.append(drained)
-
-        self._thread.post(Command(start, drained.fail))
-        await drained.future
+    def _abort_all(self) -> None:
+        sequences = list(self._by_request.values())
+        for sequence in sequences:
+            self._remove(sequence)
+        give_all((s.answer, self._response(s, FinishReason.ABORTED)) for s in sequences)
 
     async def resume(self) -> None:
-        def resume() -> None:
-            self._is_paused = False
-            self._end_drain()
-
-        await self._thread.ask(resume)
+        await self._pauses.end()
 
     async def sleep(self, level: int = 1) -> None:
         """Give memory back. Running sequences keep their tokens and are recomputed after `wake`.
@@ -354,7 +334,8 @@ class VllmEngine:
 
         Cached prefixes are no longer used. `kv_policy` (the config's when None) decides about running sequences:
         "keep" goes on with the keys and values they have, "recompute" computes them again; logprobs already reported
-        stay. Sequences without a token yet start anew under the new weights either way.
+        stay. Sequences that wait for the first token of their prefill start anew under the new weights either way, and
+        so do all where weights were written again under the same version: nobody knows what they were in between.
 
         Raises:
             EngineError: the version would run backwards.
@@ -372,11 +353,12 @@ class VllmEngine:
         core = self._built()
         self._freeze()
         self._salt_epoch += 1
-        self._requeue([s for s in self._running.values() if not s.token_ids])
-        if (kv_policy or self.config.kv_policy) == "recompute":
-            core.recompute_running()
-        elif not self._running:
+        self._requeue([s for s in self._running.values() if len(s.token_ids) == s.num_handed_over])
+        is_rewritten = weight_version == self._weight_version
+        if not self._running:
             core.drop_prefixes()
+        elif is_rewritten or (kv_policy or self.config.kv_policy) == "recompute":
+            core.recompute_running()
         core.label(weight_version)
         self._weight_version = weight_version
         self._needs_publication = False
@@ -454,8 +436,7 @@ class VllmEngine:
     # ---- the engine's thread
 
     def ended(self, error: RunError) -> None:
-        for waiter in self._drained:
-            waiter.fail(error)
+        self._pauses.fail(error)
         give_all((sequence.answer, error) for sequence in self._by_request.values())
         self._by_request.clear()
         self._running.clear()
@@ -477,14 +458,14 @@ class VllmEngine:
 
     def step(self) -> bool:
         """One step, if anything can run."""
-        if self._is_draining and not self._running:
-            self._is_paused = True
-            self._end_drain()
-        if self._is_paused or self._sleep_level or self._needs_publication or not self._by_request:
+        pauses = self._pauses
+        if pauses.is_draining and not self._running:
+            pauses.drained()
+        if pauses.is_on or self._sleep_level or self._needs_publication or not self._by_request:
             return False
         began_at_s = time.perf_counter()
         core = self._built()
-        while self._queue and not self._is_draining and len(self._running) < self.config.num_slots:
+        while self._queue and not pauses.is_draining and len(self._running) < self.config.num_slots:
             self._hand_over(core, self._queue.popleft())
         step = core.step()
         self._unbooked_s += time.perf_counter() - began_at_s
@@ -502,6 +483,7 @@ class VllmEngine:
         request, sampling, num_sampled = sequence.request, sequence.request.sampling, len(sequence.token_ids)
         sequence.core_id = f"{request.request_id}~{self._num_handed_over}"
         self._num_handed_over += 1
+        sequence.num_handed_over = num_sampled
         self._running[sequence.core_id] = sequence
         key = sequence_key(request.seed, request.group_id, request.member_idx)
         if not core.draws_by_position:
@@ -655,12 +637,6 @@ class VllmEngine:
             del self._running[sequence.core_id]
             sequence.core_id = ""
         self._queue.extendleft(reversed(sequences))
-
-    def _end_drain(self) -> None:
-        self._is_draining = False
-        for waiter in self._drained:
-            waiter.give(None)
-        self._drained.clear()
 
 
 def _logprobs_mode(sampling: SamplingParams) -> LogprobsMode:
