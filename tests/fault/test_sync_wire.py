@@ -8,6 +8,8 @@ import json
 import pickle
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -438,7 +440,7 @@ def test_paths_outside_the_shared_folders_are_refused(tmp_path: Path) -> None:
             DiskReceiver(str(inner)).take(bucket, {"file": name})
         with pytest.raises(SyncError, match="is not a slot of shared memory"):
             ShmReceiver(str(inner)).take(bucket, {"file": name, "num_bytes": 1})
-    link = inner / "rollbook-1-0123456789abcdef-0"
+    link = inner / "rollbook-0123456789abcdef-0"
     link.symlink_to(outside)
     with pytest.raises(SyncError, match="cannot be opened"):
         ShmReceiver(str(inner)).take(bucket, {"file": link.name, "num_bytes": 1})
@@ -463,12 +465,32 @@ def test_shared_memory_is_for_this_user_alone(tmp_path: Path) -> None:
     sender.close()
 
 
+SLOT_OWNER = """
+import sys, torch
+from rollbook.sync.shm import ShmSender
+sender = ShmSender(sys.argv[1])
+sender.buffer(0, 100, torch.device("cpu"))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_slots_of_a_killed_trainer_are_freed_by_the_next_one(tmp_path: Path) -> None:
-    orphan, alive = tmp_path / "rollbook-999999999-0123456789abcdef-0", tmp_path / f"rollbook-1-{'0' * 16}-1"
-    orphan.touch()
-    alive.touch()
+    """Whatever process has the dead one's number now; a trainer that lives keeps its own, this process's too."""
+    own = ShmSender(str(tmp_path))
+    own.buffer(0, 100, torch.device("cpu"))
+    (kept,) = tmp_path.iterdir()
+    command = [sys.executable, "-c", SLOT_OWNER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"ready\n"
+        ShmSender(str(tmp_path)).close()
+        assert len(list(tmp_path.iterdir())) == 2
+        other.kill()
     ShmSender(str(tmp_path)).close()
-    assert list(tmp_path.iterdir()) == [alive]
+    assert list(tmp_path.iterdir()) == [kept]
+    own.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
