@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from hypothesis import given
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollbook.diagnose.readers import verl_console
 from rollbook.diagnose.readers.endings import EndWatcher
+from rollbook.diagnose.readers.floods import Floods
 from rollbook.diagnose.readers.line_watcher import LineWatcher
-from rollbook.diagnose.readers.text import TroubleWatcher
-from rollbook.diagnose.series import Event
+from rollbook.diagnose.readers.text import TroubleWatcher, plain
+from rollbook.diagnose.series import Event, Row
 
 MESSAGES = (
     "WARNING 03:11:{} Error when executing tool: Connection refused to http://sandbox:80{}/run, retry 3",
@@ -26,6 +30,14 @@ MESSAGES = (
     "EngineCore_{} died, replica {} goes on",
     "Traceback (most recent call last)",
     "Training finished after {} steps, {} s",
+    "Traceback (most recent call last):",
+    '  File "/opt/app/tool_{}.py", line {}, in call',
+    '  File "<string>", line {}, in solve_{}',
+    "    self.generate_sequences(batch_{}, {})",
+    "ValueError: {} of {} answers",
+    "ray.exceptions.RayTaskError(ValueError): pid={}, actor_id={}",
+    "The above exception was the direct cause of the following exception: {} {}",
+    "Exception ignored in: <function {} {}>",
 )
 STEP = st.just(None)
 LINE = st.tuples(st.integers(0, len(MESSAGES) - 1), st.integers(0, 200), st.integers(0, 9))
@@ -80,3 +92,56 @@ def test_what_was_reserved_and_not_used_is_kept_of_an_error_however_long() -> No
     event = LineWatcher().watch(said, 3)
     assert event is not None and event.kind == "out_of_memory"
     assert event.text.endswith("30.59 GiB is reserved by PyTorch but unallocated.")
+
+
+def _read(path: Path, monkeypatch: pytest.MonkeyPatch, *, as_flood: bool) -> list[Row | Event]:
+    with monkeypatch.context() as patch:
+        patch.setattr(Floods, "holds", lambda self, block: as_flood)
+        return list(verl_console.read(path))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(items=st.lists(st.one_of(LINE, LINE, LINE, LINE, STEP), max_size=80), times=st.integers(1, 30))
+def test_a_log_tells_the_same_whether_its_lines_are_known_as_bytes_or_not(
+    items: list[tuple[int, int, int] | None],
+    times: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`times` over, with a step after each; more than two hundred events of one kind in one step are left out."""
+    text, step = "", 0
+    for item in [*items * times, None]:
+        step += item is None
+        said = (
+            f"step:{step} - critic/rewards/mean:0.5" if item is None else MESSAGES[item[0]].format(*item[1:])
+        )
+        text += f"\x1b[36m(WorkerDict pid={81 + len(text) % 7})\x1b[0m {said}\n"
+    (tmp_path / "run.log").write_text(text)
+    plainly, as_flood = (_read(tmp_path / "run.log", monkeypatch, as_flood=how) for how in (False, True))
+    assert as_flood == plainly
+
+
+def test_of_a_flood_of_tracebacks_few_lines_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thousand, each of another process, of objects at other places, and chained; the run goes on."""
+    traceback = (
+        "Traceback (most recent call last):\n"
+        '  File "/opt/app/tools.py", line 412, in call\n'
+        "    raise value.as_instanceof_cause()\n"
+        "ray.exceptions.RayTaskError(KeyError): ray::Worker (pid={}, actor_id={:032x}, <object at 0x{:012x}>)\n"
+        "The above exception was the direct cause of the following exception:\n"
+        "aiohttp.ClientConnectorError: Cannot connect to host sandbox-{}:8080 [Connect call failed]\n"
+    )
+    flood = "".join(traceback.format(1000 + i, i * 7919**7, i * 7919, i % 90) for i in range(2000))
+    steps = [f"step:{i} - critic/rewards/mean:0.5\n" for i in range(9)]
+    (tmp_path / "run.log").write_text(steps[0] + flood + "".join(steps[1:]))
+    read: list[str] = []
+
+    def counting(raw: str) -> str:
+        read.append(raw)
+        return plain(raw)
+
+    monkeypatch.setattr(verl_console, "plain", counting)
+    assert [item.step for item in verl_console.read(tmp_path / "run.log") if isinstance(item, Row)] == [
+        *range(9)
+    ]
+    assert len(read) <= 300

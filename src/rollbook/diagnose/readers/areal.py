@@ -38,7 +38,9 @@ def read(path: Path) -> Iterator[Row | Event]:
     data: dict[str, float] = {}
     held: dict[str, float] = {}
     """The most that was held since the step before."""
-    for raw in lines(path, (b"Train step", "│".encode(), "┃".encode(), b"|", *TROUBLE_BYTES, *ENDING_BYTES)):
+    for raw in lines(
+        path, (b"Train step", "│".encode(), "┃".encode(), b"|", *TROUBLE_BYTES, *ENDING_BYTES), watcher
+    ):
         line = plain(raw)
         if (match := _STEP.search(line)) is not None:
             if step is not None and data:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
+from rollbook.diagnose.readers.floods import ANY_NUMBER
 from rollbook.diagnose.readers.text import plain
 from rollbook.diagnose.series import Event
 
@@ -137,6 +138,11 @@ _AT_ITS_END = re.compile(
 )
 
 
+def passes_on(text: str) -> bool:
+    """Whether the words of an error pass on another one, or follow from it."""
+    return _PASSED_ON.search(text) is not None
+
+
 def is_proper_end(line: str) -> bool:
     """Whether a line says that the run is over as it should be."""
     return _AT_ITS_END.search(line) is not None
@@ -217,16 +223,16 @@ def _holds(text: str, needles: tuple[str, ...], pattern: re.Pattern[str]) -> boo
 
 OFTEN = 3
 """Steps whose error the run got over: after the last step it says no more than it did after those."""
-_DIGITS = str.maketrans("123456789", "000000000")
 
 
-def shape_of(line: str) -> str:
+def shape_of(line: str) -> bytes:
     """A line whatever its numbers."""
-    return line.translate(_DIGITS)
+    return line.encode("utf-8", "surrogatepass").translate(ANY_NUMBER)
 
 
-Says = Literal["nothing", "error", "frame", "traceback", "more"]
-"""What a line tells of the end: nothing, an error's words alone, a frame of its traceback, its heading, or more."""
+Says = tuple[Literal["frame", "program's frame", "traceback", "caused", "error"], ...]
+"""What a line tells of the end, in this order: a frame of a traceback that lies in a file or in none, its heading, that
+the next error was raised from it, an error's words."""
 TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -243,14 +249,14 @@ class EndWatcher:
         self._over: str | None = None
         """What said that the training had ended."""
         self._steps_after_over = 0
-        self._survived: Counter[str] = Counter()
+        self._survived: Counter[str | bytes] = Counter()
         """Causes, and shapes of raised errors -> steps before which the run got over them without being restarted."""
         self._forget()
 
     def _forget(self) -> None:
         self._is_fatal, self._begins_anew = False, False
         self._words, self._late_words = "", ""
-        self._passes_on, self._is_ignored = False, False
+        self._words_pass_on, self._passes_on, self._is_ignored = False, False, False
         self._frames: set[bool] = set()
         """Of the newest traceback: whether its frames lie in files."""
         self._was_fatal = False
@@ -275,25 +281,28 @@ class EndWatcher:
         self._newest = number
         return ended
 
-    def watch(self, line: str) -> Says:
-        """A line, already plain, that is no step."""
+    def watch(self, line: str) -> Says | None:
+        """A line, already plain, that is no step; None where it tells more than `Says` has."""
         line = self._without_prefix(line)
         line = line.partition(_GUESSES)[0]
         text = line.strip()[:300]
         if self.wants_next and text:
             self.wants_next = False
             self.error(f"{self._words} {text}"[:300] if self._words.endswith(":") else text)
-            return "more"
-        if self.frame(line):
-            return "frame"
+            return None
+        if (frame := _FRAME.match(line)) is not None:
+            says: Says = ("frame",) if frame.group(1) is None else ("program's frame",)
+            if not self._is_ignored:
+                self.again(says)
+            return says
         if text == TRACEBACK:
             self.traceback()
-            return "traceback"
+            return ("traceback",)
         is_over, begins_anew = _AT_ITS_END.search(line), _BEGINS_ANEW.search(line)
         is_fatal = _FATAL.search(line)
         if self._is_ignored and (is_fatal is not None or _ERROR_LINE.match(text)):
             self._is_ignored = is_fatal is not None  # up to its error
-            return "more"
+            return None
         self._is_ignored = line.startswith("Exception ignored in") or (
             self._is_ignored and line[:1].isspace()
         )
@@ -304,7 +313,8 @@ class EndWatcher:
         if is_fatal is not None:
             self._frames, self._was_fatal = set(), self._is_fatal
         self._is_fatal |= is_fatal is not None
-        self._passes_on |= _CAUSED in line
+        is_caused = _CAUSED in line
+        self._passes_on |= is_caused
         is_error = _ERROR_LINE.match(text) is not None
         is_bare = not is_error and (
             _BARE_ERROR.match(text) is not None
@@ -312,7 +322,7 @@ class EndWatcher:
         )
         if (is_error or is_bare) and self.is_in_a_sample:
             self._is_fatal, self._frames = self._was_fatal, set()
-            return "more"
+            return None
         if is_error or (is_bare and (self._is_fatal or self._newest is None)):
             self.error(text)
             self.wants_next = self._sees_all and self._words.endswith(":")
@@ -322,35 +332,56 @@ class EndWatcher:
             self.wants_next = self._sees_all and not said
             if said:
                 self.error(said)
-            return "more"
+            return None
         rank = next(
             (i for i, (_, needles, pattern) in enumerate(_DEATHS) if _holds(text, needles, pattern)), None
         )
         if rank is not None and len(self._deaths) < 1000:
             self._deaths.append((rank, is_error, text))
-        if (
-            rank is not None
-            or is_over
-            or begins_anew
-            or is_fatal
-            or is_bare
-            or self._passes_on
-            or self._is_ignored
-        ):
-            return "more"
-        return "error" if is_error else "nothing"
+        if rank is not None or is_over or begins_anew or is_bare or self._is_ignored:
+            return None
+        told: Says = ("traceback",) if is_fatal is not None else ()
+        told += ("caused",) if is_caused else ()
+        return (*told, "error") if is_error else told
 
     def traceback(self) -> None:
         """The heading of a traceback: what was fatal before it is remembered, for it may be a sample's."""
         if not self._is_ignored:
             self._frames, self._was_fatal, self._is_fatal = set(), self._is_fatal, True
 
-    def frame(self, line: str) -> bool:
-        """Whether a line is a frame of a traceback, which is remembered."""
-        frame = _FRAME.match(line)
-        if frame is not None and not self._is_ignored:
-            self._frames.add(frame.group(1) is None)
-        return frame is not None
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing came before that gives the next line another meaning."""
+        return not (self.wants_next or self.is_in_a_sample or self._over or self._is_ignored)
+
+    def again(self, says: Says, *, passes_on: bool = False) -> bool:
+        """A line of a known shape, while it is calm: whether it is an error whose words are now those that stand."""
+        for word in says:
+            if word == "frame":
+                self._frames.add(True)
+            elif word == "program's frame":
+                self._frames.add(False)
+            elif word == "traceback":
+                self.traceback()
+            elif word == "caused":
+                self._passes_on = True
+            else:
+                return self._takes(passes_on)
+        return False
+
+    def _takes(self, passes_on: bool) -> bool:
+        """Whether the words of an error that was raised stand: of a chain of them the last that neither was raised from
+        another nor only passes one on. They are to be set then."""
+        caused, self._passes_on = self._passes_on, False
+        if self._words and (passes_on or (caused and not self._words_pass_on)):
+            return False
+        self._words_pass_on = passes_on
+        self._words = self._words or "an error"
+        return True
+
+    def stands(self, text: str) -> None:
+        """The words of the error of which `again` said that they stand."""
+        self._words = _RANK.sub("", text.strip()[:300])
 
     @property
     def is_in_a_sample(self) -> bool:
@@ -368,16 +399,13 @@ class EndWatcher:
         return _OF_A_GROUP.sub("", line) if line.lstrip()[:2] in ("| ", "+ ") else line
 
     def error(self, text: str) -> None:
-        """An error that was raised: of a chain of them the last one stands that neither was raised from another nor
-        only passes one on."""
+        """An error that was raised."""
         if text.startswith("[rank"):
             text = _RANK.sub("", text)
-        caused, self._passes_on = self._passes_on, False
         if self._over and self._is_fatal and not _OF_A_SHUTDOWN.search(text):
             self._late_words = self._late_words or text
-        if self._words and (_PASSED_ON.search(text) or (caused and not _PASSED_ON.search(self._words))):
-            return
-        self._words = text
+        if self._takes(passes_on(text)):
+            self._words = text
 
     def event(self, step: int | None) -> Event | None:
         """What ended the run; None where it ended as it should, or goes on."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rollbook.diagnose.readers.endings import TRACEBACK, EndWatcher, Says, shape_of
-from rollbook.diagnose.readers.text import TroubleWatcher, plain
+from rollbook.diagnose.readers.endings import TRACEBACK, EndWatcher, Says, passes_on, shape_of
+from rollbook.diagnose.readers.text import MAX_CONTEXT, TroubleWatcher, plain
 from rollbook.diagnose.series import COMPLAINT, Event
 
 _OF_ERRORS = re.compile(
@@ -42,48 +42,111 @@ class _Complaint:
     num: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What lines of one shape tell."""
+
+    says: Says
+    kind: str
+    """Of its event, empty for none."""
+    stage: str
+    complaint: _Complaint | None
+    """What counts such lines."""
+    passes_on: bool
+    is_whole: bool
+    """Whether its shape tells all of it, in any place of a log."""
+
+
 class LineWatcher:
     """Both watchers over the lines of a console log that are no step. Lines are known again by their shape, whatever
-    their numbers: a dead service writes one error a million times."""
+    their numbers: a dead service writes one error a million times. It is the `Listener` of such floods."""
 
     def __init__(self, *, sees_all: bool = False) -> None:
         self.trouble, self.ending = TroubleWatcher(), EndWatcher(sees_all=sees_all)
+        self.told: _Told | None = None
+        """What the newest line tells whenever it comes again."""
         self._num_events: Counter[tuple[str, int | None]] = Counter()
-        self._told: dict[str, tuple[Says, str, _Complaint | None]] = {}
-        """Shape of a line in no stage (itself where its numbers tell) -> what it tells of the end, kind of its event
-        (empty for none), what counts such lines."""
-
-        self._complaints: dict[str, _Complaint] = {}
+        self._known: dict[str | bytes, _Told] = {}
+        """By the shape of a line, or itself where its numbers tell."""
+        self._complaints: dict[bytes, _Complaint] = {}
+        self._step: int | None = None
+        self._full: set[str] = set()
+        """Kinds of which no more events are wanted in this step."""
+        self._words = b""
+        """The error that stands, of lines that came again since others did."""
+        self._stages: deque[str] = deque(maxlen=MAX_CONTEXT)
 
     def watch(self, line: str, step: int | None) -> Event | None:
         """An event when `line` (already plain) reports trouble; `step` is the newest step logged so far."""
         shape = shape_of(line)
-        told = self._told.get(shape) or self._told.get(line)
-        if told is None or self.ending.wants_next or self.ending.is_in_a_sample:
-            return self._watch_anew(line, shape, step)
-        says, kind, complaint = told
-        self.trouble.remember("")
-        if complaint is not None:
-            complaint.num += 1
-        if says == "error":
-            self.ending.error(line.strip()[:300])
-        elif says == "frame":
-            self.ending.frame(line)
-        elif says == "traceback":
-            self.ending.traceback()
-        return self.trouble.event(kind, line, step) if kind and self._is_one_more(kind, step) else None
+        told = self._known.get(shape) or self._known.get(line)
+        if told is None or not self.ending.is_calm:
+            told, event = self._watch_anew(line, shape, step)
+        else:
+            event = self._watch_again(told, line, step)
+        self.told = told if told is not None and told.is_whole and step is not None else None
+        if step != self._step:
+            self._step = step
+            self._full.clear()
+        return event if event is not None and self._is_one_more(event.kind, step) else None
 
-    def _watch_anew(self, line: str, shape: str, step: int | None) -> Event | None:
+    def _watch_again(self, told: _Told, line: str, step: int | None) -> Event | None:
+        self.trouble.remember(told.stage)
+        if told.complaint is not None:
+            told.complaint.num += 1
+        if self.ending.again(told.says, passes_on=told.passes_on):
+            self.ending.stands(line)
+        return self.trouble.event(told.kind, line, step) if told.kind else None
+
+    def _watch_anew(self, line: str, shape: bytes, step: int | None) -> tuple[_Told | None, Event | None]:
         complaint = self._complaint(line, shape, step)
         says = self.ending.watch(line)
         event = self.trouble.watch(line, step)
-        if says != "more" and not self.trouble.is_newest_of_a_stage:
-            if len(self._told) >= MAX_SHAPES:
-                self._told.clear()
-            numbers_tell = any(map(line.__contains__, _NUMBERS_TELL))
-            kind = event.kind if event is not None else ""
-            self._told[line if numbers_tell else shape] = (says, kind, complaint)
-        return event if event is not None and self._is_one_more(event.kind, step) else None
+        if says is None:
+            return None, event
+        numbers_tell = any(map(line.__contains__, _NUMBERS_TELL))
+        told = _Told(
+            says,
+            event.kind if event is not None else "",
+            self.trouble.newest_stage,
+            complaint,
+            passes_on(line.strip()[:300]),
+            not numbers_tell and "program's frame" not in says,
+        )
+        if len(self._known) >= MAX_SHAPES:
+            self._known.clear()
+        self._known[line if numbers_tell else shape] = told
+        return told, event
+
+    # -- as the listener of floods
+
+    def begin(self) -> None:
+        if self.told is None:  # the line before was a step, perhaps
+            self._full.clear()
+        self.told = None
+
+    @property
+    def is_calm(self) -> bool:
+        return self.ending.is_calm
+
+    def again(self, told: object, raw: bytes) -> bool:
+        assert isinstance(told, _Told)
+        if told.kind and told.kind not in self._full:
+            return False
+        if told.complaint is not None:
+            told.complaint.num += 1
+        if told.says and self.ending.again(told.says, passes_on=told.passes_on):
+            self._words = raw
+        self._stages.append(told.stage)
+        return True
+
+    def settle(self) -> None:
+        if self._words:
+            self.ending.stands(plain(self._words.decode("utf-8", errors="replace")))
+            self._words = b""
+        for stage in self._stages:
+            self.trouble.remember(stage)
+        self._stages.clear()
 
     def watch_fields(self, entry: Mapping[str, object], step: int | None) -> Iterator[Event]:
         """Events of what an entry of JSON says in its fields of errors: what stands there was raised."""
@@ -106,7 +169,7 @@ class LineWatcher:
             if told.num >= MANY_COMPLAINTS:
                 yield Event(kind=COMPLAINT, step=told.first_step, text=told.example, fields={"num": told.num})
 
-    def _complaint(self, line: str, shape: str, step: int | None) -> _Complaint | None:
+    def _complaint(self, line: str, shape: bytes, step: int | None) -> _Complaint | None:
         """What is counted of lines like this one, if they complain; this one is counted."""
         if not any(map(line.__contains__, _COMPLAINS)) or not _COMPLAINT.search(line[:MAX_LOOKED_AT]):
             return None
@@ -120,4 +183,6 @@ class LineWatcher:
     def _is_one_more(self, kind: str, step: int | None) -> bool:
         """Whether an event of a kind is not one too many for its step."""
         self._num_events[kind, step] += 1
+        if self._num_events[kind, step] >= MAX_EVENTS:
+            self._full.add(kind)
         return self._num_events[kind, step] <= MAX_EVENTS

@@ -61,7 +61,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     last = (0, 0)
     """The step in its epoch that was read last, and how many that has."""
     data: dict[str, float] = {}
-    for raw in lines(path, (b"=== Step ", "• ".encode(), *TROUBLE_BYTES, *ENDING_BYTES)):
+    for raw in lines(path, (b"=== Step ", "• ".encode(), *TROUBLE_BYTES, *ENDING_BYTES), watcher):
         line = plain(raw)
         if (match := _STEP.search(line)) is not None:
             if step is not None and data:

@@ -81,7 +81,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     watcher, bars = LineWatcher(), _Bars()
     wanted = (b"Global step ",) if has_records else (b"Episode [", b"Train epoch [")
     step: int | None = None
-    for raw in lines(path, (*wanted, *TROUBLE_BYTES, *ENDING_BYTES)):
+    for raw in lines(path, (*wanted, *TROUBLE_BYTES, *ENDING_BYTES), watcher):
         line = plain(raw)
         row = _record(line) if has_records else bars.see(line)
         if row is not None:

@@ -42,7 +42,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     watcher = LineWatcher()
     step: int | None = None
     is_timed = False
-    for raw in lines(path, (b"SUCCESS", *TROUBLE_BYTES, *ENDING_BYTES)):
+    for raw in lines(path, (b"SUCCESS", *TROUBLE_BYTES, *ENDING_BYTES), watcher):
         line = plain(raw)
         match = _STEP.search(line)
         if match is None:

@@ -36,7 +36,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     watcher = LineWatcher()
     rollout: int | None = None
     optimizer: dict[str, float] = {}
-    for raw in lines(path, (b": {", *TROUBLE_BYTES, *ENDING_BYTES)):
+    for raw in lines(path, (b": {", *TROUBLE_BYTES, *ENDING_BYTES), watcher):
         line = plain(raw)
         match = _RECORD.search(line) if ": {" in line else None
         if match is None:

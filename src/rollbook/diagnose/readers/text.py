@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from rollbook.diagnose.readers.floods import Floods, Listener
 from rollbook.diagnose.series import Event
 from rollbook.errors import DataError
 
@@ -156,18 +157,26 @@ TROUBLE_BYTES = (
 text says all the time must hold none of them, or a log of gigabytes is read line by line."""
 
 
-def lines(path: Path, wanted: tuple[bytes, ...] = ()) -> Iterator[str]:
+def lines(path: Path, wanted: tuple[bytes, ...] = (), listener: Listener | None = None) -> Iterator[str]:
     """The lines of a log, one at a time, without line ends; a progress bar's carriage returns end lines too.
 
     Args:
         wanted: only lines that hold one of these (and they may be few in gigabytes); empty: all.
+        listener: is told every line that is no step, and those that it knows are left out.
     """
     sieve = _Sieve(wanted) if wanted else None
+    floods = Floods(lambda raw: any(True for _ in sieve.lines(raw)), listener) if sieve and listener else None
     with open_binary(path) as file:
         while block := file.read(BLOCK_BYTES):
             if not block.endswith(b"\n"):
                 block += file.readline(MAX_LINE_BYTES)
-            for raw in block.splitlines() if sieve is None else sieve.lines(block):  # at carriage returns too
+            if floods is not None and floods.holds(block):
+                found = floods.lines(block)
+            else:
+                found = (
+                    iter(block.splitlines()) if sieve is None else sieve.lines(block)
+                )  # at carriage returns too
+            for raw in found:
                 yield raw[:MAX_LINE_BYTES].decode("utf-8", errors="replace")
 
 
@@ -443,6 +452,10 @@ MAX_WATCHED = 2000
 """Characters of a line that are looked at."""
 
 
+MAX_CONTEXT = 40
+"""Lines whose stages are remembered."""
+
+
 class TroubleWatcher:
     """Notices the sentences in which a log reports trouble, and in which stage the trouble came."""
 
@@ -472,15 +485,15 @@ class TroubleWatcher:
         return Event(kind=kind, step=step, text=line[-MAX_WATCHED:].strip()[:most], fields=fields)
 
     @property
-    def is_newest_of_a_stage(self) -> bool:
-        """Whether the newest line was in a stage."""
-        return bool(self._context and self._context[-1])
+    def newest_stage(self) -> str:
+        """The stage that the newest line was in, empty for none."""
+        return self._context[-1] if self._context else ""
 
     def remember(self, stage: str) -> None:
         """The stage of a line, empty for none; nothing is kept while no line of late was in one."""
         if not stage and not self._context:
             return
         self._context.append(stage)
-        del self._context[:-40]
+        del self._context[:-MAX_CONTEXT]
         if not any(self._context):
             self._context.clear()

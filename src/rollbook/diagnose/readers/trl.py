@@ -83,7 +83,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     step = 0
     columns: list[str] = []
     is_table = _TABLE.search(plain(head.decode("utf-8", errors="replace"))) is not None
-    for raw in lines(path, () if is_table else (b"{'", b'{"', *TROUBLE_BYTES, *ENDING_BYTES)):
+    for raw in lines(path, () if is_table else (b"{'", b'{"', *TROUBLE_BYTES, *ENDING_BYTES), watcher):
         line = plain(raw)
         if is_table and _TABLE.search(line):
             columns = _cells(line)

@@ -42,7 +42,7 @@ def read(path: Path) -> Iterator[Row | Event]:
     step: int | None = None
     data: dict[str, float] = {}
     keys: list[str] = []
-    for raw in lines(path, (b"step:", b" - ", *TROUBLE_BYTES, *ENDING_BYTES)):
+    for raw in lines(path, (b"step:", b" - ", *TROUBLE_BYTES, *ENDING_BYTES), watcher):
         line = plain(raw)
         begins = list(_STEP.finditer(line)) if "step:" in line else []
         if not begins:

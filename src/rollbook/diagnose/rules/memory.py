@@ -11,8 +11,8 @@ from rollbook.diagnose.view import View, once
 DEVICE_GIB = (16.0, 22.0, 24.0, 32.0, 40.0, 48.0, 64.0, 80.0, 96.0, 141.0, 180.0, 192.0, 288.0)
 """Memory of devices in use, as PyTorch's gigabytes come close to."""
 COMMON_GIB = (80.0, 141.0, 180.0, 192.0, 288.0)
-"""Those that most trainings run on: memory that ends just below one of these is at the brim of it. The smaller ones lie so
-close that memory ends below one of them by chance."""
+"""Those that most trainings run on: memory that ends just below one of these is at the brim of it. The smaller ones lie
+so close that memory ends below one of them by chance."""
 ALLOCATED = "perf/max_memory_allocated_gb"
 RESERVED = "perf/max_memory_reserved_gb"
 TOTAL = "perf/device_memory_gb"
@@ -97,8 +97,8 @@ TO_THE_LAST = 0.985
 
 
 def is_size_known(view: View, used: str, capacity: float) -> bool:
-    """Whether `device_gib` is more than the next size above what happens to be used: the log has it, or most devices are
-    of that size, or the allocator has run into it."""
+    """Whether `device_gib` is more than the next size above what happens to be used: the log has it, or most devices
+    are of that size, or the allocator has run into it."""
     if view.has(TOTAL) or view.family("memory/", "/free_bytes") or capacity in COMMON_GIB:
         return True
     kept = reserved(view)
