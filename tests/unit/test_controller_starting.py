@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.controller import begin
+from rollbook.controller import begin, calibrate
 from rollbook.controller.begin import _topology
 from rollbook.controller.entry import resume_run, start_run
 from rollbook.controller.loop import Controller
@@ -270,3 +270,21 @@ def test_what_a_first_step_imports_is_kept_from_the_collector_too(tiny_run: Tiny
 
     tiny_run(num_steps=2, faults=[note])
     assert 0 < frozen[0] < frozen[1]
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_the_collector_is_told_once_before_the_first_step_and_once_after_it(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, is_on: bool
+) -> None:
+    """Each goes through everything that was imported, which takes as long as a small step."""
+    told: list[int] = []
+    plain = gc.freeze
+
+    def freeze() -> None:
+        told.append(1)
+        plain()
+
+    monkeypatch.setattr(gc, "freeze", freeze)
+    monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
+    tiny_run(num_steps=1, **{"plan.is_on": is_on})
+    assert len(told) == 2

@@ -69,11 +69,12 @@ async def begin(controller: Controller, *, resume: bool) -> None:
         await controller.write_checkpoint(0)
     else:
         controller.saver.take_up_last_write(recorder.run_dir.events.path)
-    gc.collect()
-    gc.freeze()  # what was imported and built stays: a full collection no longer goes through all of it
-    if config.plan.is_on:
+    if config.plan.is_on:  # which freezes likewise before it measures
         plan, core_wait_frac = await _measured_plan(controller)
         _show_plan(controller, plan, core_wait_frac)
+    else:
+        gc.collect()
+        gc.freeze()  # what was imported and built stays: a full collection no longer goes through all of it
     if step is None:
         await controller.evaluate(-1)
         controller.commit_checkpoint()
