@@ -75,3 +75,20 @@ def test_a_rise_that_no_single_step_shows_is_one_where_nearly_every_later_step_h
     assert abs(found.step - 251) <= 15
     mixed = rng.permutation(n)
     assert judge(View.of(run_of({k: v[mixed] for k, v in series.items()}, n=n))) is None
+
+
+@pytest.mark.parametrize("power", [1.0, 1.5])
+@pytest.mark.parametrize("counts", [EVICTED, "filter/kept_frac"])
+def test_a_ramp_of_drops_is_dated_by_its_foot(counts: str, power: float) -> None:
+    """From step 121 of 400 on ever more is dropped, up to nine times as much as at first; seconds go with it."""
+    n = 400
+    climb = np.clip((np.arange(n) - 120) / 280, 0, 1) ** power
+    batches = 1.2 + 4 * climb
+    series = {
+        EVICTED: noisy(512 * (batches - 1), 22, 0.12, n=n),
+        "filter/kept_frac": noisy(1 / batches, 23, 0.05, n=n),
+    }
+    seconds = noisy(50 * batches, 10, n=n)
+    found = judge(View.of(run_of({counts: series[counts], "timing_s/gen": seconds}, n=n)))
+    assert isinstance(found, Finding)
+    assert abs(found.step - 121) <= 18

@@ -186,13 +186,15 @@ class View:
         return self._break(metric, -1, log)
 
     def foot(self, found: Break) -> int:
-        """Position from which a ramp climbs, before it stands out of the noise; that of the break where it is none, or
-        begins with a leap."""
+        """Position from which a ramp climbs or falls, before it stands out of the noise; that of the break where it is
+        none, or begins with a leap."""
         leap = self.contrast(found.metric, found.idx, width=4, log=True)
-        if not found.is_ramp or (leap is not None and leap.score >= LEAP_SCORE):
+        if not found.is_ramp or (leap is not None and abs(leap.score) >= LEAP_SCORE):
             return found.idx
         values = self.values[found.metric][: found.end_idx]
-        return min(changes.foot_of_climb(np.log(np.maximum(values, 1e-12))), found.idx)
+        if np.nanmin(values) > 0.0:  # of counts some are zero, and have no multiples
+            values = np.log(values)
+        return min(changes.foot_of_climb(values if found.late > found.before else -values), found.idx)
 
     def begins(self, metric: str | None, least: float) -> int | None:
         """Position from which most steps have at least `least` of what none before them had: what never happened needs

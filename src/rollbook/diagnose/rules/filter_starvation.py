@@ -47,13 +47,16 @@ def _for_good(view: View, dropped: str | None, kept: str | None, starved: Stop |
     """From a step on the filter drops most of what is generated, or that ended the run."""
     evidence: list[Evidence] = [] if starved is None else [starved.evidence()]
     idx: int | None = None
+    ramps: list[Break] = []
     if (rise := _rise(view, dropped, 2.0)) is not None and rise.late >= 2:
         evidence.append(of_break(rise, "samples dropped a step"))
         idx = rise.idx
+        ramps.append(rise)
     fall = view.fall(kept)
     if fall is not None and fall.late <= 0.4 and fall.ratio <= 0.6 and fall.score >= 5:
         evidence.append(of_break(fall, "share of groups that is left"))
         idx = fall.idx if idx is None else min(idx, fall.idx)
+        ramps.append(fall)
     if idx is None and starved is not None:
         some = np.flatnonzero(np.nan_to_num(view.values[dropped]) > 0).tolist() if dropped is not None else []
         idx = some[0] if some else view.n - 1  # from the first steps on, or in the last one alone
@@ -102,7 +105,7 @@ def _for_good(view: View, dropped: str | None, kept: str | None, starved: Stop |
         title=f"the filter of flat groups drops most of what is generated{side}",
         area="data",
         confidence=share(0.96 if starved is not None else 0.9 if costs else 0.75),
-        step=view.step_at(idx),
+        step=view.step_at(min([idx, *map(view.foot, ramps)])),
         evidence=tuple(evidence),
         cost_s=cost_s,
         action="sample prompts by difficulty (leave out those solved always or never), mix in others, or "
