@@ -145,6 +145,38 @@ def test_a_folder_says_in_one_paragraph_what_it_owns_and_imports_nothing() -> No
     assert not list(ROOT.rglob("utils.py"))
 
 
+UNPICKLING_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+UNPICKLING_CALLS = {
+    ("torch", "load"),
+    ("np", "load"),
+    ("dist", "broadcast_object_list"),
+    ("dist", "all_gather_object"),
+    ("dist", "gather_object"),
+    ("dist", "scatter_object_list"),
+}
+
+
+def test_nothing_unpickles_what_it_was_given() -> None:
+    """BR-132: no module that could make code of the bytes of a message or a file is imported, and no such call made.
+    What Ray carries is Ray's (docs/architecture.md says so)."""
+    found = []
+    for path in FILES:
+        for node in nodes(path):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name.partition(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [(node.module or "").partition(".")[0]]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = ast.unparse(node.func.value).rpartition(".")[2]
+                owner = {"numpy": "np", "distributed": "dist"}.get(owner, owner)
+                if (owner, node.func.attr) in UNPICKLING_CALLS:
+                    found.append(f"{path.name}:{node.lineno}")
+            if UNPICKLING_MODULES & set(names):
+                found.append(f"{path.name}:{node.lineno}")
+    assert not found
+
+
 def sections(section: type[BaseModel], seen: set[type[BaseModel]]) -> set[type[BaseModel]]:
     """A section and all those inside it, through unions, tuples and dicts."""
     if section not in seen:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollbook.errors import EngineError
 from rollbook.rollout.config import RolloutConfig
 from rollbook.rollout.engine import GenerateRequest, KVPolicy, Response
 from rollbook.rollout.vllm.core import CoreOptions, CoreOutput, CoreRequest, CoreStep
@@ -46,6 +47,7 @@ class RememberingCore:
         self.held: dict[str, Held] = {}
         self.steps_left = threading.Semaphore(0)
         self.steps_done = threading.Semaphore(0)
+        self.is_on_its_way = False
 
     def add(self, request: CoreRequest) -> None:
         self.held[request.core_id] = Held(request)
@@ -63,6 +65,11 @@ class RememberingCore:
     def step(self) -> CoreStep:
         if not self.steps_left.acquire(timeout=0.01):
             return CoreStep([], ran=False)
+        step = self.run()
+        self.steps_done.release()
+        return step
+
+    def run(self) -> CoreStep:
         outputs = []
         for core_id, held in list(self.held.items()):
             held.made_by.append(self.weights)
@@ -76,11 +83,12 @@ class RememberingCore:
             outputs.append(CoreOutput(core_id, [token], [-1.0], finish, num_cached, 0))
             if finish:
                 del self.held[core_id]
-        self.steps_done.release()
         return CoreStep(outputs, num_running=len(self.held))
 
     def freeze(self) -> list[CoreStep]:
-        return []
+        """What was on its way: a step that nobody waited for."""
+        is_on_its_way, self.is_on_its_way = self.is_on_its_way, False
+        return [self.run()] if is_on_its_way else []
 
     def label(self, weight_version: int) -> None: ...
 
@@ -170,3 +178,36 @@ async def test_a_prefill_that_a_new_version_interrupts_begins_again(monkeypatch:
 
     response = await interrupted(monkeypatch, "keep", 3, sleep_and_rewrite)
     assert response.response_ids.tolist() == [11, 11, 22, 22, 22]
+
+
+@pytest.mark.parametrize(("num_steps_before", "num_old"), [(1, 1), (3, 3), (5, 5)])
+async def test_a_token_on_its_way_when_the_version_changes_is_of_the_weights_that_sampled_it(
+    num_steps_before: int, num_old: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BR-031 in vLLM: before the first token, after some, and the last one, whose reply comes after the change."""
+
+    async def change(engine: VllmEngine, core: RememberingCore) -> None:
+        core.is_on_its_way = True
+        await rewrite(2)(engine, core)
+
+    response = await interrupted(monkeypatch, "recompute", num_steps_before, change)
+    assert response.response_ids.tolist() == [11] * num_old + [22] * (5 - num_old)
+    runs = [(run.weight_version, run.num_tokens) for run in response.version_runs]
+    assert runs == [(version, n) for version, n in ((1, num_old), (2, 5 - num_old)) if n]
+
+
+async def test_a_reset_that_cannot_be_done_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BR-026: the version is not adopted, so no token is labeled with it."""
+    versions = []
+
+    async def change(engine: VllmEngine, core: RememberingCore) -> None:
+        def refuse() -> None:
+            raise EngineError("vLLM did not reset the prefix cache", "restart it")
+
+        monkeypatch.setattr(core, "recompute_running", refuse)
+        with pytest.raises(EngineError, match="did not reset"):
+            await engine.adopt_version(2)
+        versions.append(await engine.weight_version())
+
+    response = await interrupted(monkeypatch, "recompute", 3, change)
+    assert versions == [1] and {run.weight_version for run in response.version_runs} == {1}

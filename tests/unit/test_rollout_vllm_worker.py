@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollbook.errors import SyncError
+from rollbook.errors import EngineError, SyncError
 from rollbook.rollout.vllm.port import VllmPort
 from rollbook.rollout.vllm.worker import PublicationExtension
 from rollbook.sync.config import SyncConfig
@@ -126,6 +126,19 @@ async def test_a_rank_that_cannot_commit_takes_the_replica_out_of_service() -> N
     del engine.ranks[1].rollbook_commit
     await publish(engine, 1)  # the first publication of a publisher is a full re-sync
     assert (engine.version, engine.is_serving) == (1, True)
+
+
+async def test_ranks_that_committed_a_version_which_the_engine_cannot_adopt_serve_nothing() -> None:
+    """BR-026: caches of the old weights that cannot be dropped, say."""
+    engine = TwoRanks()
+
+    def refuse(version: int) -> None:
+        raise EngineError("vLLM did not reset the prefix cache", "restart it")
+
+    engine.adopt_on_thread = refuse  # type: ignore[method-assign]
+    with pytest.raises(SyncError, match="did not reset the prefix cache"):
+        await publish(engine, 1)
+    assert not engine.is_serving and engine.version == 0
 
 
 async def test_calls_out_of_order_are_answered_with_an_error() -> None:
