@@ -409,6 +409,20 @@ async def test_a_push_that_carries_the_old_bits_is_an_error_when_the_trainer_mov
     c.check(2, 2)
 
 
+async def test_bits_that_changed_without_an_update_are_an_error(cluster: Make) -> None:
+    """Where the trainer says that nothing moved, a version is the one before it bit for bit, or nothing is published:
+    a write besides the optimizer, or an update that nobody reported."""
+    c = cluster()
+    await c.publisher.publish(1)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    c.source.tensors[name][0, 0] += 1
+    with pytest.raises(SyncError, match=rf"1 tensors \({name}\) of version 2 differ from version 1"):
+        await c.publisher.publish(2, moved=False)
+    c.check(1, 1, trainer_moved=True)
+    await c.publisher.publish(2)
+    c.check(2, 2)
+
+
 async def test_adapter_tensors_are_counted(cluster: Make) -> None:
     source = FakeSource(
         {"q.lora_A.weight": torch.ones(2, 2), "q.lora_B.weight": torch.zeros(2, 2), "b": torch.ones(1)}

@@ -84,6 +84,52 @@ def test_a_report_says_whether_a_bit_of_the_compute_weights_moved() -> None:
     assert not optimizer.step(0.0).has_moved
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_gradient_moments_and_decay_move_weights_and_the_report_says_so(dtype: torch.dtype) -> None:
+    """As in a step whose advantages are all zero. Only a rate of 0 leaves every bit, that of a negative zero too."""
+    parameters = {"matrix": nn.Parameter(torch.tensor([[1.0, -0.0], [2.0, 3.0]]))}
+    fields = OptimizerFields(lr=0.1, weight_decay=0.1)
+    optimizer = AdamW(parameters, fields, masters=lower_precision(parameters, dtype))
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    for slope, rate, moves in ((0.0, 0.0, None), (0.0, 0.1, True), (1.0, 0.1, True), (0.0, 0.1, True)):
+        before = parameters["matrix"].detach().clone()
+        (parameters["matrix"] * slope).sum().backward()  # type: ignore[no-untyped-call]
+        report = optimizer.step(rate)
+        is_same = torch.equal(before.view(bits), parameters["matrix"].detach().view(bits))
+        assert report.has_moved == (not is_same)
+        assert moves is None or report.has_moved == moves
+
+
+def test_a_step_that_the_published_dtype_does_not_resolve_has_not_moved() -> None:
+    """Weights of 1: a step of 1e-4 is seen in float32 and not in bfloat16, one of 1e-9 in neither."""
+    for lr, dtype, has_moved in (
+        (1e-9, None, False),
+        (1e-4, None, True),
+        (1e-4, torch.bfloat16, False),
+        (1e-2, torch.bfloat16, True),
+    ):
+        parameters = {"matrix": nn.Parameter(torch.ones(2, 2)), "vector": nn.Parameter(torch.ones(2))}
+        optimizer = AdamW(parameters, OptimizerFields(lr=lr), published_dtype=dtype)
+        sum(p.sum() for p in parameters.values()).backward()  # type: ignore[union-attr]
+        assert optimizer.step().has_moved == has_moved
+
+
+@pytest.mark.parametrize("moving", ["first", "last"])
+def test_the_weight_that_moves_is_found_whichever_it_is(moving: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With portions of one tensor, and with everything in one; the update itself is the same."""
+    results = []
+    for portion_bytes in (1, 1 << 20):
+        monkeypatch.setattr("rollbook.trainer.optimizer.COMPARED_BYTES", portion_bytes)
+        names = ("first", "middle", "last")
+        parameters = {name: nn.Parameter(torch.ones(2, 2)) for name in names}
+        optimizer = AdamW(parameters, OptimizerFields(lr=0.1))
+        parameters[moving].sum().backward()  # type: ignore[no-untyped-call]
+        assert optimizer.step().has_moved
+        results.append([parameters[name].detach().clone() for name in names])
+        assert [not torch.equal(p, torch.ones(2, 2)) for p in results[-1]] == [n == moving for n in names]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_gradients_of_micro_batches_are_summed_in_float32_under_bfloat16() -> None:
     """1 + 100 x 2^-9 is 1.1953; added one by one in bfloat16 it would stay 1."""
     parameters = {"matrix": nn.Parameter(torch.zeros(1, 1))}

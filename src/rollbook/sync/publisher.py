@@ -208,8 +208,8 @@ class Publisher:
         """Bring every replica to `weight_version`, quarantined ones included (in full).
 
         Args:
-            moved: the trainer has updated its weights since the last publication. Bits that are all the same are
-                then an error: the export missed the update.
+            moved: an update changed a bit of the weights since the last publication. Bits that are all the same are
+                then an error: the export missed the update. So is any other bit where nothing moved.
         Raises:
             SyncError: the export is at fault, or no replica could take the version. Every replica that answers is
                 back at the version it held.
@@ -438,6 +438,13 @@ class Publisher:
                 f"the trainer's weights are no longer those published as version {version}",
                 "publish the next version instead: it re-syncs quarantined replicas as well",
             )
+        if not moved and self._digests is not None and not is_same:
+            raise SyncError(
+                f"{_changed_names(self._digests, digests)} of version {version} differ from version "
+                f"{self.weight_version}, and the trainer says that no update moved its weights",
+                "something besides an update wrote into the trainer's weights, or an update was not reported: look at "
+                "what ran since that version",
+            )
 
     # ---- replicas
 
@@ -611,6 +618,11 @@ class Publisher:
             digest=fold(digests),
             superseded={i: old for i, old in publication.superseded.items() if old},
         )
+
+
+def _changed_names(earlier: Digests, later: Digests) -> str:
+    changed = [name for name in later if earlier.get(name) != later[name]]
+    return f"{len(changed)} tensors ({', '.join(changed[:4])}{', ...' if len(changed) > 4 else ''})"
 
 
 def _one_line(error: Exception) -> str:

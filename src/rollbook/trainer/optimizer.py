@@ -13,6 +13,7 @@ many small runs.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from torch import Tensor, nn
 from rollbook.errors import CheckpointError
 from rollbook.trainer.config import OptimizerFields
 from rollbook.trainer.parallel import ALONE, Ranks
+
+COMPARED_BYTES = 64 << 20
+"""Copied at most, to see whether an update moves a weight that has no master; a larger tensor is copied whole."""
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,8 @@ class UpdateReport:
     """False: the gradient was not finite, so weights and moments were left as they were."""
     is_clipped: bool
     has_moved: bool
-    """A weight that the model computes with has another value: a small step can be less than its type resolves."""
+    """A bit of a published weight changed. A small step can be less than its type resolves; and without a gradient,
+    moments and decay still move it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ class AdamW:
         masters: float32 weights of parameters that compute in less (see `lower_precision`); a parameter without
             one is its own master weight.
         num_updates: of the whole run, for schedules that decay.
+        published_dtype: in which the weights leave the trainer; None: as they compute.
         ranks: among which the parameters are divided; one that is not is held whole by each of them.
     """
 
@@ -94,9 +101,11 @@ class AdamW:
         *,
         masters: Mapping[str, Tensor] | None = None,
         num_updates: int | None = None,
+        published_dtype: torch.dtype | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
+        self.published_dtype = published_dtype
         self.ranks = ranks
         self.num_updates_planned = num_updates
         self.num_updates = 0
@@ -148,11 +157,7 @@ class AdamW:
         if is_clipped:
             torch._foreach_mul_(grads, limit / norm)
         self.num_updates += 1
-        for decays in (True, False):
-            chosen = [i for i, m in enumerate(self.masters) if (m.ndim > 1) == decays and m.numel()]
-            if chosen:
-                self._update(chosen, grads, rate, self.config.weight_decay if decays else 0.0)
-        has_moved = norm > 0 and rate > 0 and self._will_move()
+        has_moved = self._update_all(grads, rate)
         self.refresh()
         self.clear()
         return UpdateReport(norm, rate, is_applied=True, is_clipped=is_clipped, has_moved=has_moved)
@@ -172,12 +177,40 @@ class AdamW:
         squares = [norm.double().square().view(1) for norm in torch._foreach_norm(counted)] if counted else []
         return float(self.ranks.sum_(torch.cat([zero, *squares]).sum()).sqrt())
 
-    def _will_move(self) -> bool:
-        """Whether `refresh` changes a bit; mostly the first tensor tells. A weight without a master moves always."""
-        pairs = ((self.parameters[i].detach(), self.masters[i]) for i in self._lower)
-        return len(self._lower) < len(self.masters) or any(
-            not torch.equal(lower, master.to(lower.dtype)) for lower, master in pairs
+    def _update_all(self, grads: Sequence[Tensor], rate: float) -> bool:
+        """Whether a published weight moves with its master (see `UpdateReport.has_moved`). Mostly the first that is
+        looked at tells: those without a master are compared with what they were a portion at a time, until one did."""
+        lower, has_moved = set(self._lower), False
+        for decays in (True, False):
+            weight_decay = self.config.weight_decay if decays else 0.0
+            chosen = [i for i, m in enumerate(self.masters) if (m.ndim > 1) == decays and m.numel()]
+            if rounded := [i for i in chosen if i in lower]:
+                self._update(rounded, grads, rate, weight_decay)
+            left = [i for i in chosen if i not in lower]
+            while left:
+                some = left if has_moved else self._portion(left)
+                before = [] if has_moved else [self.masters[i].clone() for i in some]
+                self._update(some, grads, rate, weight_decay)
+                has_moved = has_moved or any(self._differ(m, self.masters[i]) for m, i in zip(before, some))
+                left = left[len(some) :]
+        has_moved = has_moved or any(
+            self._differ(self.parameters[i].detach(), self.masters[i]) for i in self._lower
         )
+        if self.ranks.is_alone:
+            return has_moved
+        flag = torch.tensor([float(has_moved)], device=self.ranks.device)  # each rank saw its own rows
+        return float(self.ranks.sum_(flag)) > 0
+
+    def _portion(self, indices: Sequence[int]) -> list[int]:
+        """The first tensors, up to `COMPARED_BYTES` of them, at least one."""
+        ends_at = itertools.accumulate(self.masters[i].nbytes for i in indices)
+        return list(indices[: max(1, sum(end <= COMPARED_BYTES for end in ends_at))])
+
+    def _differ(self, held: Tensor, master: Tensor) -> bool:
+        """Whether what `master` rounds to has other bits than `held` when it is published."""
+        dtype = self.published_dtype or held.dtype
+        bits = _INTEGERS[dtype.itemsize]
+        return not torch.equal(held.to(dtype).view(bits), master.to(held.dtype).to(dtype).view(bits))
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -121,7 +121,12 @@ class Trainer:
                 ranks.shard(self.teacher, self.teacher.dtype)
         self._kept: tuple[Kept, Kept | None] | None = None
         self.optimizer = AdamW(
-            trainable(self.model), config, masters=masters, num_updates=num_updates, ranks=ranks
+            trainable(self.model),
+            config,
+            masters=masters,
+            num_updates=num_updates,
+            published_dtype=self.export_dtype,
+            ranks=ranks,
         )
         self.expert_load = ExpertLoad(self.model.module, ranks)
 
