@@ -243,6 +243,7 @@ def test_a_wrong_digest_or_an_incomplete_set_of_digests_is_refused() -> None:
     for altered, message in [
         (digests | {Q: "0" * 32}, f"altered: {Q}"),
         ({name: d for name, d in digests.items() if name != Q}, f"differ in {Q}"),
+        (digests | {"model.unknown.weight": digests[Q]}, "differ in model.unknown.weight"),
         ({}, "differ in"),
     ]:
         transaction.open(manifest_of(source, 2))

@@ -96,7 +96,7 @@ class Controller:
     weight_version: int = 0
     """The newest published version."""
     has_moved: bool = False
-    """The trainer's weights changed since the last publication; a step of flat rewards changes nothing."""
+    """An update changed a bit of the weights since the last publication; a step of flat rewards may change none."""
     has_said_rejection: bool = False
     """The correction left nothing of a step to train, and the run said so."""
     is_stepping: bool = False
@@ -131,7 +131,7 @@ class Controller:
                     batch = await self.prepare(taken, step)
                     if batch is not None:
                         await self._train(batch, taken)
-                    await self._publish(step, moved=batch is not None)
+                    await self._publish(step, has_batch=batch is not None)
                     await self.report(taken, batch, step)
                     await self.evaluate(step)
                     await self._save(step)
@@ -281,27 +281,28 @@ class Controller:
                 batch.sequences[idx].proximal_logprobs = objective.noted[idx]
         self.recorder.metrics(await self.compute(lambda: self.gap(batch, taken, fresh)))
 
-    async def _publish(self, step: int, *, moved: bool) -> None:
-        """Prove the new weights on every replica; then they, and only they, serve."""
-        if self.schedule.pauses_for_training and self.config.memory.moves_anything:
+    async def _publish(self, step: int, *, has_batch: bool) -> None:
+        """Prove the step's weights on every replica; then they, and only they, serve. Where engine and trainer own the
+        device in turn, it changes hands around this."""
+        schedule, buffer, is_due = self.schedule, self.rollout.buffer, self._is_publication_due(step)
+        if schedule.pauses_for_training and self.config.memory.moves_anything:
             with self.recorder.span("to_rollout", **self._of_switch("make_room")):
                 await self.switch.make_room()
-        if self._is_publication_due(step):
-            if moved or self.rollout.buffer.serving_step < step or self.switch.needs_publication:
-                with self.recorder.span("sync", **self.expected.publication()) as span:
-                    self.rollout.buffer.offered(self.weight_version + 1, step + 1)
-                    report = await self.publish(self.weight_version + 1)
-                    span.set(bytes=report.num_bytes * len(report.replicas))
-                    self.recorder.metrics(report.values())
-            else:
-                self.expected.leave_out({"sync"})
-            self.rollout.buffer.published(self.weight_version, step + 1)
+        # A step without a batch changed nothing: the version of the step before is its version as well.
+        if is_due and (has_batch or buffer.serving_step < step or self.switch.needs_publication):
+            with self.recorder.span("sync", **self.expected.publication()) as span:
+                buffer.offered(self.weight_version + 1, step + 1)
+                report = await self.publish(self.weight_version + 1)
+                span.set(bytes=report.num_bytes * len(report.replicas))
+                self.recorder.metrics(report.values())
         else:
             self.expected.leave_out({"sync"})
-        if self.schedule.pauses_for_training:
+        if is_due:
+            buffer.published(self.weight_version, step + 1)
+        if schedule.pauses_for_training:
             with self.recorder.span("to_rollout", **self._of_switch("to_engine")):
                 await self.switch.to_engine()
-        if self._is_publication_due(step) and self.probes:
+        if is_due and self.probes:
             before, num_replicas = self.prober.num_checked, len(self.router.engines)
             with self.recorder.span("sync") as span:
                 await self.probe()
