@@ -1,9 +1,9 @@
 """One step, from prompts to the proven version that serves the next token.
 
-    collect ──► prepare ──► train ──► publish ──► evaluate ──► save
-    groups      logprobs,   mini      the next    held-out     the whole
-    of a step   advantages  batches   version,    prompts      RL state
-                                      proven
+    collect ──► prepare ──► train ──► publish ──► report ──► evaluate ──► save
+    groups      logprobs,   mini      the next    metrics    held-out     the whole
+    of a step   advantages  batches   version,    of the     prompts      RL state
+                                      proven      step
 
 `rollout.py` keeps generating beside this loop as far as the staleness bound admits; with a bound of 0 that is not
 at all, and the loop is synchronous. A schedule (`schedule.py`) says whether generation pauses while the trainer
