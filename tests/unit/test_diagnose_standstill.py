@@ -63,7 +63,7 @@ def test_stamps_of_any_kind_tell_how_long(stamp: str, tmp_path: Path) -> None:
         tmp_path, _again(lambda _: "waiting for rollout workers", every_s=600, count=37, stamp=stamp)
     )
     event = next(e for e in load(str(log)).events if e.kind == "standstill")
-    assert event.fields == {"lasted_s": 21_600.0, "count": 37}
+    assert event.fields == {"lasted_s": 21_600.0, "count": 37, "beside": ()}
 
 
 def test_seconds_and_attempts_that_the_line_counts_are_no_movement(tmp_path: Path) -> None:
@@ -152,4 +152,96 @@ def test_a_bar_that_stands_still_while_its_own_clock_runs_is_a_standstill(
     ids=["slow", "moved", "ended", "young", "anew", "once", "logged"],
 )
 def test_bars_that_move_or_are_young_stand_for_nothing(lines: list[str], tmp_path: Path) -> None:
+    assert diagnose(load(str(_ended(tmp_path, lines)))).findings == ()
+
+
+def _counted(says: Callable[[int], str], *seconds: int) -> list[str]:
+    """Lines without stamps that count the seconds themselves."""
+    return [f"(TaskRunner pid=81) {says(passed)}" for passed in seconds]
+
+
+@pytest.mark.parametrize(
+    ("lines", "rule"),
+    [
+        (
+            _counted(
+                lambda s: f"[Buffer] waiting for samples: 61/64 groups ready, waited {s} s", 60, 300, 1800
+            ),
+            "buffer_never_fills",
+        ),
+        (
+            [
+                f"[rank{r}]: no progress on work 91 (ALLREDUCE) for {s} s"
+                for s in (300, 900)
+                for r in range(4)
+            ],
+            "collective_hang",
+        ),
+        (
+            [
+                *_counted(
+                    lambda s: f"[hb] phase=sync elapsed={s}s: broadcast entered by 7/8 ranks", 600, 1200
+                ),
+                "Received SIGTERM, shutting down",
+            ],
+            "collective_hang",
+        ),
+        (
+            [
+                *_counted(lambda s: f"no progress on work 91 (_ALLGATHER_BASE) for {s} s", 120, 300),
+                *_counted(lambda s: f"[watchdog] no step finished for {s} s", 1800, 3600),
+            ],
+            "collective_hang",
+        ),
+        (
+            [
+                f"reward server has not answered yet, elapsed 00:{m}:00 [repeated {m}x across cluster]"
+                for m in (10, 40)
+            ],
+            "run_stopped",
+        ),
+    ],
+    ids=["waited", "of ranks", "killed from outside", "a watchdog beside it", "by a clock"],
+)
+def test_a_line_that_counts_its_seconds_needs_no_stamp(lines: list[str], rule: str, tmp_path: Path) -> None:
+    diagnosis = diagnose(load(str(_ended(tmp_path, lines))))
+    assert diagnosis.verdict == rule
+    assert len(diagnosis.findings) == 1
+
+
+def test_what_can_never_come_is_told_however_slow_the_steps_are(tmp_path: Path) -> None:
+    says = "[Buffer] waiting for samples: 61/64 groups ready, {} in flight, waited {} s"
+    log = tmp_path / "run.log"
+    steps = [line.replace(f"timing_s/step:{STEP_S}", "timing_s/step:900") for line in _steps()]
+    found = {}
+    for in_flight in (0, 3):
+        waits = [says.format(in_flight, seconds) for seconds in (60, 300, 1200)]
+        log.write_text("\n".join([*steps, *waits]) + "\n", encoding="utf-8")
+        found[in_flight] = diagnose(load(str(log))).verdict
+    assert found == {0: "buffer_never_fills", 3: "not_judged"}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [f"[hb] phase=generate elapsed={s}s: {s // 10}/400 responses finished" for s in range(60, 3600, 60)],
+        [f"[rank{r}]: shard {r} of the checkpoint saved in {300 + 400 * r} s" for r in range(4)],
+        ["[Buffer] waiting for samples: 61/64 groups ready, waited 60 s"] * 4,
+        [f"[monitor] engine idle 0 %, waited for requests {90_000 + 60 * i} s" for i in range(4)],
+        [
+            *_counted(lambda s: f"waiting for samples: 61/64 groups ready, waited {s} s", 60, 1800),
+            *(f"micro batch {i} of 64: loss 0.1" for i in range(64)),
+        ],
+        _counted(lambda s: f"waiting for samples: 61/64 groups ready, waited {s} s", 60, 300),
+    ],
+    ids=[
+        "it moves",
+        "what took long is done",
+        "three waits",
+        "counted since long before",
+        "it went on",
+        "not long",
+    ],
+)
+def test_counted_seconds_of_what_goes_on_raise_no_alarm(lines: list[str], tmp_path: Path) -> None:
     assert diagnose(load(str(_ended(tmp_path, lines)))).findings == ()

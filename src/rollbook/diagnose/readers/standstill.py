@@ -1,15 +1,17 @@
 """A console log that ends in one line said again and again: "60/64 groups ready, waiting", two hours long, and no step.
 
-Whatever the wording: a line that speaks of waiting, with time stamps of its own, whose numbers stand still until the
-log ends. Or a progress bar that is drawn again and again at one number short of its last, and counts the seconds
-itself: "1021/1024 [1:07:11<00:06, 13.20s/it]". What of it is an alarm, against the seconds of a step, is not decided
-here.
+Whatever the wording: a line that speaks of waiting, whose numbers stand still until the log ends, and that has time
+stamps or counts the seconds itself ("elapsed=1800s"). Or a progress bar that is drawn again and again at one number
+short of its last: "1021/1024 [1:07:11<00:06, 13.20s/it]". What of it is an alarm, against the seconds of a step, is not
+decided here.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 
 from rollbook.diagnose.readers.bars import seconds_of
@@ -20,26 +22,50 @@ from rollbook.diagnose.series import Event
 KIND = "standstill"
 TAIL_BYTES = 256 * 1024
 LEAST_LINES = 5
-"""Times that a line must be said."""
+"""Times that a line must be said by the clock; of one that counts the seconds itself two tell as much."""
 LEAST_SHARE = 0.8
 """Of the seconds since the line was said first, that it went on: then the log ends with it."""
+MOST_AFTER = 30
+"""Lines after the newest one, where nothing has a stamp: then the log ends with it."""
 
 _WAITS = re.compile(
-    r"\b(?:[Ww]ait(?:ing|s|ed)?|[Ss]till|[Ss]tuck|[Bb]locked|[Pp]ending|[Pp]oll(?:ing)?|[Rr]etry(?:ing)?|[Ii]dle"
-    r"|[Nn]ot (?:yet )?(?:ready|enough|complete)|[Nn]o progress|[Ss]tall(?:ed|ing)?|[Ii]nsufficient)\b"
-)
-_DATED = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T_](\d\d):(\d\d):(\d\d)(?:[.,]\d+)?Z?")
-_CLOCK = re.compile(r"(?<![\d:])(\d\d):(\d\d):(\d\d)(?:[.,]\d+)?(?![\d:<])")
-_DATE_ONLY = re.compile(r"\b\d\d[-/]\d\d\b")
-_COUNTS_ON = re.compile(
-    r"(?:attempt|retry|retries|try|tries|poll|check|iteration)\s*[#:=]?\s*\d+(?:/\d+)?"
-    r"|\b\d+(?:\.\d+)?\s*(?:ms|s|secs?|seconds?|m|mins?|minutes?|h|hours?)\b|\belapsed[=: ]+\d[\d.:]*",
+    r"\b(?:wait(?:ing|s|ed)?|still|stuck|blocked|pending|poll(?:ing)?|retry(?:ing)?|idle|elapsed|hung|hang(?:s|ing)?"
+    r"|not (?:yet )?(?:ready|enough|complete|returned|finished|received|entered|arrived|answered|responded)"
+    r"|no (?:progress|response|answer)|no \w+ (?:\w+ )?(?:finished|received|completed|arrived|returned)"
+    r"|not responding|unresponsive|stall(?:ed|ing)?|insufficient)\b",
     re.IGNORECASE,
 )
+_DATED = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T_](\d\d):(\d\d):(\d\d)(?:[.,]\d+)?Z?")
+_CLOCK = re.compile(r"(?<![\d:])(?<!elapsed[ =:])(\d\d):(\d\d):(\d\d)(?:[.,]\d+)?(?![\d:<])")
+_DATE_ONLY = re.compile(r"\b(?:\d{8}|\d\d[-/]\d\d)\b")
+_COUNTS_ON = re.compile(
+    r"(?:attempt|retry|retries|try|tries|poll|check|iteration)\s*[#:=]?\s*\d+(?:/\d+)?"
+    r"|\b(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>ms|s|secs?|seconds?|m|mins?|minutes?|h|hours?)\b"
+    r"|\belapsed[=: ]+(?P<clock>\d[\d.:]*)",
+    re.IGNORECASE,
+)
+_UNIT_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SPEAKER = re.compile(r"\[[^\[\]]*\brank ?\d+\]:?|^\W*rank[ _]?\d+\s*[:|]", re.IGNORECASE)
+"""Which rank says a line: others say the same of the same wait."""
 _MARKED_BY_RAY = re.compile(r"\s*\[repeated \d+x across cluster\]")
 DAY_S = 86_400.0
 _BAR = re.compile(r"^(.{0,80}?)\d+%\|[^|]*\| *(\d+)/(\d+) \[((?:\d+:)?\d+:\d\d)<")
 """What a bar is of, where it is, its last number, and the time since it was begun (tqdm)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A line that speaks of waiting."""
+
+    at_s: float | None
+    """By its stamp."""
+    words: str
+    """Without its stamp, who says it, and what counts on."""
+    counts_s: tuple[float, ...]
+    """The seconds that it counts itself."""
+    line: str
+    num_after: int
+    """Lines after it."""
 
 
 def at_the_end(path: Path, step_marks: tuple[bytes, ...], step: int) -> Event | None:
@@ -49,43 +75,100 @@ def at_the_end(path: Path, step_marks: tuple[bytes, ...], step: int) -> Event | 
         step_marks: every line of a step holds one of these.
         step: the last one that was logged.
     """
-    said: list[tuple[float, str, str]] = []
-    """(seconds, what is said without what counts on, the line as written), newest first."""
+    said: list[_Said] = []
+    """Newest first."""
     newest_s: float | None = None
     at_s = 0.0
     bars: list[str] = []
-    for raw in reversed(_last_lines(path)):
+    for num_after, raw in enumerate(reversed(_last_lines(path))):
         if any(mark in raw for mark in step_marks):
             break
-        line = plain(raw.decode("utf-8", errors="replace")).strip()
+        line = _MARKED_BY_RAY.sub("", plain(raw.decode("utf-8", errors="replace"))).strip()
         if is_proper_end(line):
             return None
         if "%|" in line:
             bars.append(line)
             continue
-        stamp = _seconds(line)
-        if stamp is None:
-            continue
-        if newest_s is None:
-            newest_s = at_s = stamp[0]
-        at_s = stamp[0] if stamp[1] else at_s - (at_s - stamp[0]) % DAY_S
+        stamp, rest = _seconds(line), line
+        if stamp is not None:
+            rest = stamp[2]
+            if newest_s is None:
+                newest_s = at_s = stamp[0]
+            at_s = stamp[0] if stamp[1] else at_s - (at_s - stamp[0]) % DAY_S
         if _WAITS.search(line):
-            said.append((at_s, _COUNTS_ON.sub("", stamp[2]), line))
+            words, counts_s = _SPEAKER.sub("", _COUNTS_ON.sub("", rest)).strip(), _counted(rest)
+            said.append(_Said(None if stamp is None else at_s, words, counts_s, line, num_after))
     if (stands := _bar_stands(bars, step)) is not None:
         return stands
-    if newest_s is None or not said:
+    found = [
+        told
+        for words in dict.fromkeys(each.words for each in said)
+        if (told := _stands(said, words, newest_s))
+    ]
+    if not found:
         return None
-    words, since_s, count = said[0][1], said[0][0], 0
-    for seconds, what, _ in said:
-        if what == words:
-            since_s, count = seconds, count + 1
-        elif _shape(what) == _shape(words):
+    line, fields = found[0]
+    return Event(
+        kind=KIND, step=step, text=line, fields={**fields, "beside": tuple(other for other, _ in found[1:])}
+    )
+
+
+def _stands(said: list[_Said], words: str, newest_s: float | None) -> tuple[str, dict[str, float]] | None:
+    """The newest line with these words, how long it was said and how often; None if something moved since, or if too
+    much came after it."""
+    same: list[_Said] = []
+    for each in said:
+        if each.words == words:
+            same.append(each)
+        elif _shape(each.words) == _shape(words):
             break  # the same line with other numbers: until then something moved
-    lasted_s = said[0][0] - since_s
-    if count < LEAST_LINES or lasted_s < LEAST_SHARE * (newest_s - since_s):
+    if not same:
         return None
-    text = _MARKED_BY_RAY.sub("", said[0][2])[:300]
-    return Event(kind=KIND, step=step, text=text, fields={"lasted_s": newest_s - since_s, "count": count})
+    first, last = same[-1], same[0]
+    counted_s = _counted_on(same)
+    if newest_s is not None and first.at_s is not None and last.at_s is not None:
+        by_clock_s = newest_s - first.at_s
+        ends = last.at_s - first.at_s >= LEAST_SHARE * by_clock_s
+    else:
+        by_clock_s, ends = 0.0, last.num_after < MOST_AFTER + len(said)
+    lasted_s = max(by_clock_s, counted_s)
+    if not ends or (len(same) < LEAST_LINES and counted_s <= 0.0) or lasted_s <= 0.0:
+        return None
+    return last.line[:300], {"lasted_s": lasted_s, "count": len(same)}
+
+
+def _counted(words: str) -> tuple[float, ...]:
+    """The seconds that a line counts.
+
+    >>> _counted("attempt 3, waited 5 min (elapsed=310s)")
+    (300.0, 310.0)
+    """
+    found: list[float] = []
+    for match in _COUNTS_ON.finditer(words):
+        number, unit, clock = match["number"], match["unit"], match["clock"]
+        if number is not None:
+            unit = unit.lower()
+            found.append(float(number) * _UNIT_S["ms" if unit == "ms" else unit[0]])
+        elif clock is not None and ":" in clock:
+            found.append(seconds_of(clock.rstrip(".:").partition(".")[0]))
+        elif clock is not None and clock.rstrip(".").replace(".", "", 1).isdigit():
+            found.append(float(clock.rstrip(".")))
+    return tuple(found)
+
+
+def _counted_on(same: list[_Said]) -> float:
+    """Seconds that a count within a line has come to, or those since it was said first where it began long before; 0 of
+    one that does not go on.
+
+    Args:
+        same: newest first.
+    """
+    lasted_s = 0.0
+    for counts_s in zip(*(each.counts_s for each in same), strict=False):
+        last_s, first_s = counts_s[0], counts_s[-1]
+        if last_s > first_s and all(new >= old for new, old in pairwise(counts_s)):
+            lasted_s = max(lasted_s, last_s if first_s <= last_s / 2 else last_s - first_s)
+    return lasted_s
 
 
 def _bar_stands(bars: list[str], step: int) -> Event | None:
@@ -95,7 +178,7 @@ def _bar_stands(bars: list[str], step: int) -> Event | None:
     Args:
         bars: lines with bars since the last step, newest first.
     """
-    drawn = [match for line in bars if (match := _BAR.search(_MARKED_BY_RAY.sub("", line))) is not None]
+    drawn = [match for line in bars if (match := _BAR.search(line)) is not None]
     if not drawn or int(drawn[0][2]) >= int(drawn[0][3]):
         return None
     seconds = [seconds_of(bar[4]) for bar in drawn]
@@ -108,8 +191,9 @@ def _bar_stands(bars: list[str], step: int) -> Event | None:
         since_s, count = passed_s, count + 1
     if count < 2:
         return None
-    text = _MARKED_BY_RAY.sub("", bars[0])[:300]
-    return Event(kind=KIND, step=step, text=text, fields={"lasted_s": seconds[0] - since_s, "count": count})
+    return Event(
+        kind=KIND, step=step, text=bars[0][:300], fields={"lasted_s": seconds[0] - since_s, "count": count}
+    )
 
 
 def _last_lines(path: Path) -> list[bytes]:

@@ -9,12 +9,13 @@ from rollbook.diagnose.stops import CAUSES, stop
 from rollbook.diagnose.view import View
 
 RULE = "run_stopped"
+_FROM_OUTSIDE = ("killed", "scheduler", "interrupted")
+"""Somebody or something ended what stood still."""
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    found = stop(view)
-    if found is None:
-        standing = standstill_of(view)
+    found, standing = stop(view), standstill_of(view)
+    if found is None or (standing is not None and found.cause in _FROM_OUTSIDE):
         return None if standing is None or standing.told_by is not None else _stands_still(standing)
     why = (
         "the run stopped on an error" if found.cause is None else f"the run stopped: {CAUSES[found.cause][0]}"

@@ -16,7 +16,8 @@ _TOLD_BY: tuple[tuple[str, str], ...] = (
     # rule, what its words look like; the first that fits
     (
         "collective_hang",
-        r"barrier|all_?-?reduce|all_?-?gather|nccl|collective|rendezvous|process group|\branks?\b",
+        r"barrier|all_?-?reduce|all_?-?gather|all_?-?to_?-?all|reduce_?-?scatter|broadcast|nccl|collective|rendezvous"
+        r"|process group|\branks?\b",
     ),
     (
         "buffer_never_fills",
@@ -30,6 +31,13 @@ LONGEST = 2.0
 LEAST_S = 600.0
 UNTIMED_S = 3600.0
 """Where steps were not timed."""
+
+_OF = re.compile(r"(?<![\d./])(\d+) ?(?:/|of) ?(\d+)(?![\d./])")
+_NOTHING_COMES = re.compile(
+    r"\b(?:0|no|none|nothing) (?:\w+ )?(?:in[ -]flight|running|active|outstanding|on (?:its|their|the) way)\b"
+    r"|\b(?:in[ -]flight|running|active|outstanding)[ =:]+0(?![\d./])",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +65,24 @@ def standstill_of(view: View) -> Standstill | None:
     seconds = view.values.get("timing_s/step")
     longest = float(np.nanmax(seconds)) if seconds is not None and np.isfinite(seconds).any() else 0.0
     least = max(LEAST_S, STEPS * usual, LONGEST * longest) if usual > 0 else UNTIMED_S
+    if _is_hopeless(event.text):
+        least = LEAST_S
     if lasted_s < least:
         return None
     step = int(view.run.steps[-1]) if event.step is None else event.step
     says = f"{num(lasted_s)} s long, {event.fields['count']} times and to the end of the log: {event.text}"
     if usual > 0:
         says += f" (a step takes {num(usual)} s)"
-    words = event.text.lower()
-    told_by = next((rule for rule, pattern in _TOLD_BY if re.search(pattern, words)), None)
+    told = (_rule_of(words) for words in (event.text, *event.fields.get("beside", ())))
+    told_by = next(filter(None, told), None)
     return Standstill(step, event.text, lasted_s, told_by, Evidence(metric="log", step=step, says=says))
+
+
+def _rule_of(words: str) -> str | None:
+    return next((rule for rule, pattern in _TOLD_BY if re.search(pattern, words.lower())), None)
+
+
+def _is_hopeless(words: str) -> bool:
+    """Whether a line waits for more of what nothing is in work: then no step takes so long, however slow."""
+    short = any(int(had) < int(wanted) for had, wanted in _OF.findall(words))
+    return short and _NOTHING_COMES.search(words) is not None
