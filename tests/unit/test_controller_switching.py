@@ -4,12 +4,15 @@ engine by any transport."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rollbook.controller import calibrate
 from rollbook.controller.loop import Controller
 from rollbook.controller.startable import unstartable
 from rollbook.errors import ConfigError
@@ -101,6 +104,32 @@ def test_a_rehearsed_move_is_expected_to_take_what_it_took_and_to_move_the_ledge
     moves = [span for span in run.events_of("span") if span["name"] == "training state to host"]
     assert [span["expected_bytes"] for span in moves] == [7, 7]
     assert all(0 < span["expected_s"] < 100 for span in moves)
+
+
+def test_a_hand_over_is_rehearsed_with_what_updates_leave_behind_and_changes_nothing(
+    tmp_path: Path, plain: RunResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Giving back what a step's updates had held took 60 ms on an H200, and 14 where nothing had been trained."""
+    seen: list[str] = []
+
+    def watched(controller: Controller) -> None:
+        def noted(do: Callable[..., Any], *given: Any, **named: Any) -> Any:
+            seen.append(do.__name__)
+            return do(*given, **named)
+
+        for owner, name in (
+            (controller.trainer, "update"),
+            (controller.router, "sleep"),
+            (controller.router, "wake"),
+        ):
+            monkeypatch.setattr(owner, name, partial(noted, getattr(owner, name)))
+
+    monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
+    moves = {"memory.sleep_level": 1, "memory.offload": True, "plan.is_on": True}
+    run = run_tiny(tmp_path, num_steps=3, faults=[watched], **BF16, **moves)
+    assert seen[seen.index("sleep") :] == ["sleep", "update", "wake"] * (2 + 3)
+    for name, tensor in plain.parameters.items():
+        assert torch.equal(tensor, run.parameters[name]), name
 
 
 def test_nothing_is_planned_or_measured_where_no_plan_is_wanted(plain: RunResult) -> None:

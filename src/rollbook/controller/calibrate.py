@@ -141,14 +141,20 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
     )
 
 
-async def train_once(controller: Controller, work: TypicalWork) -> None:
-    """A step's updates at a learning rate of 0; what they change is for `trainer.put_back_state`."""
+def train_once(controller: Controller, work: TypicalWork) -> None:
+    """A step's updates, undone: what stays of them is how they left the device's memory."""
     trainer = controller.trainer
-    batch = trainer.make_batch(
-        _sequences(trainer, work, max(work.num_sequences // work.group_size, 1)), step=0, weight_version=0
-    )
+    batch = _step_batch(trainer, work)
     objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=not controller.needs_proximal)
-    await controller.compute(lambda: trainer.update(batch, objective, lr=0.0))
+    trainer.keep_state()
+    trainer.update(batch, objective, lr=0.0)
+    trainer.put_back_state()
+
+
+def _step_batch(trainer: Trainer, work: TypicalWork) -> TrainBatch:
+    """As many groups as a step has."""
+    num_groups = max(work.num_sequences // work.group_size, 1)
+    return trainer.make_batch(_sequences(trainer, work, num_groups), step=0, weight_version=0)
 
 
 def _other_passes(controller: Controller) -> dict[str, Callable[[TrainBatch], object]]:
@@ -177,9 +183,7 @@ async def measure_contention(
         answer: has the engines answer about a step's worth of prompts; its argument is another one each time.
     """
     trainer = controller.trainer
-    batch = trainer.make_batch(
-        _sequences(trainer, work, max(work.num_sequences // work.group_size, 1)), step=0, weight_version=0
-    )
+    batch = _step_batch(trainer, work)
     await controller.compute(trainer.keep_state)
     objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=not controller.needs_proximal)
     most_ahead = controller.config.buffer.max_staleness_steps
@@ -389,7 +393,9 @@ def with_rehearsals(
     )
 
 
-def mean_texts_s(rehearsed_s: Sequence[float], *, step_frac: float, steps: Sequence[int], every: int) -> float:
+def mean_texts_s(
+    rehearsed_s: Sequence[float], *, step_frac: float, steps: Sequence[int], every: int
+) -> float:
     """Seconds of a step for texts of tokens that none before had, in the mean of `steps`.
 
     Args:
@@ -400,7 +406,7 @@ def mean_texts_s(rehearsed_s: Sequence[float], *, step_frac: float, steps: Seque
     """
     before_s = sum(rehearsed_s[:-1])
     left = min(sum(rehearsed_s[1:]) / before_s, 0.99) if before_s > 0 else 0.0
-    left_by_step = left ** (1 / step_frac)
+    left_by_step = float(left ** (1 / step_frac))
     first_s = rehearsed_s[0] * (1 - left_by_step) / (1 - left)
     written = (first_s * left_by_step ** (step // every) for step in steps if step % every == 0)
     return sum(written) / max(len(steps), 1)

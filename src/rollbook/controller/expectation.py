@@ -26,11 +26,13 @@ from rollbook.controller.calibrate import (
     TypicalWork,
     announce,
     forget_prefixes,
+    mean_texts_s,
     measure_contention,
     measure_model,
     rehearse,
     rounds,
     scratch_recorder,
+    train_once,
     with_rehearsals,
 )
 from rollbook.controller.evaluate import evaluation_values, response_lengths
@@ -309,7 +311,7 @@ async def make_plan(controller: Controller) -> Plan:
         model=model,
         machine=machine,
         work=work,
-        stages=_stages(model, machine, work) | await _hand_overs(controller),
+        stages=_stages(model, machine, work) | await _hand_overs(controller, typical),
         generation_s=predict_stages(model, machine, replace(work, generates_beside=False))["rollout"].seconds,
         occasional=occasional,
         evaluation=evaluation,
@@ -407,7 +409,7 @@ async def _checkpoint_s(controller: Controller) -> float | None:
     return float(np.median(took_s))
 
 
-async def _hand_overs(controller: Controller) -> dict[str, Entry]:
+async def _hand_overs(controller: Controller, work: TypicalWork) -> dict[str, Entry]:
     """What it takes to give the device to the trainer and back, where they take turns: by the ledger's table, and by a
     rehearsal where that does not know the device or the move."""
     if not controller.schedule.pauses_for_training:
@@ -417,9 +419,13 @@ async def _hand_overs(controller: Controller) -> dict[str, Entry]:
         for engine in controller.router.engines:
             await controller.publisher.resync(engine.replica_id)
 
+    async def train() -> None:
+        if controller.config.memory.moves_anything:
+            await controller.compute(partial(train_once, controller, work))
+
     switch = controller.switch
     announce(controller, "hand-overs of the device")
-    await switch.rehearse(publish)
+    await switch.rehearse(train=train, publish=publish)
     entries = {}
     for stage, halves in SWITCHES.items():
         wanted = [expected for half in halves if (expected := switch.expected(half)) is not None]
@@ -525,7 +531,7 @@ async def _rehearsed(
     whole = min(controller.config.run.groups_per_step, len(controller.train_prompts))
     is_short = bool(sample.groups) and sample.elapsed_s * whole / len(sample.groups) <= SAMPLE_S
     size = whole if is_short else SAMPLE_GROUPS
-    ratios, prefill_ratios, beyond_s, rehearsals = [], [], [], []
+    ratios, prefill_ratios, beyond_s, rehearsals, texts_s = [], [], [], [], list[float]()
     forwards: list[dict[str, float]] = []
     assert machine.decode is not None
     decoding = replace(machine, decode=machine.decode.without_prefill())
@@ -537,6 +543,7 @@ async def _rehearsed(
             rehearsal = await rehearse(controller, sample.groups, recorder)
             if rehearsal is None:
                 break
+            texts_s.append(rehearsal.texts_s)
             if round_idx == 0:
                 continue
             engine_s, _ = rollout_of(model, machine, work, lengths)
@@ -550,7 +557,14 @@ async def _rehearsed(
     if not rehearsals:
         return machine
     every = max(controller.config.observe.trajectories_every_steps, 1)
-    machine = with_rehearsals(machine, rehearsals, reports_every=every)
+    num_steps = controller.config.run.num_steps
+    texts_mean_s = mean_texts_s(
+        texts_s,
+        step_frac=min(len(sample.groups) / controller.config.run.groups_per_step, 1.0),
+        steps=range(min(2, num_steps - 1), num_steps),
+        every=every,
+    )
+    machine = with_rehearsals(machine, rehearsals, reports_every=every, texts_s=texts_mean_s)
     medians = {stage: float(np.median([each[stage] for each in forwards])) for stage in forwards[0]}
     machine = _with_forwards(machine, {stage: ratio for stage, ratio in medians.items() if ratio > 0})
     assert machine.decode is not None

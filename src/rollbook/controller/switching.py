@@ -96,16 +96,21 @@ class DeviceSwitch:
         await self._carry_out("to_engine")
         self._read("rollout")
 
-    async def rehearse(self, publish: Callable[[], Awaitable[object]]) -> None:
+    async def rehearse(
+        self, *, train: Callable[[], Awaitable[object]], publish: Callable[[], Awaitable[object]]
+    ) -> None:
         """Carry out a hand-over and back twice, unrecorded. What a move took the second time is expected of it from
         then on: the first time pins buffers and maps memory.
 
         Args:
+            train: leaves the device's memory as a step's updates do, which takes long to give back.
             publish: gives every engine its weights, where a sleep dropped them.
         """
         device, deadline_s = self.device, self.config.memory.move_deadline_s
         for _ in range(2):
             for half in HALVES:
+                if half == "make_room":
+                    await train()
                 if half == "to_engine" and self.config.memory.sleep_level == 2:
                     await publish()
                 reports = await hand_over(self._moves(half), device, deadline_s=deadline_s)

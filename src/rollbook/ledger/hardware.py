@@ -20,7 +20,7 @@ from rollbook.errors import ConfigError, PlanError, nearest_name
 from rollbook.ledger.quantity import require_number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: the chip is looked up once
 class Accelerator:
     """One device. Rates are dense, per second; links are per direction and device; bytes in powers of ten."""
 
@@ -51,7 +51,7 @@ class Accelerator:
     fitted: MachineSpec | None = None
     """Measured seconds of the planned model's own engine and trainer on a processor; None: its ceilings alone."""
 
-    @property
+    @functools.cached_property
     def chip(self) -> str:
         """What it computes with: devices that differ in memory or links alone share one."""
         return next((chip for chip, names in _CHIPS.items() if self.name in names), self.name)
@@ -315,6 +315,8 @@ class HostFit:
     """Per trajectory: metrics and its row in the step's file."""
     report_trained_s: float = 0.0
     """Per trained sequence, beside that: the gap between engine and trainer, sizes of the batch."""
+    texts_s: float = 0.0
+    """Per step, in the mean of a run's after its first two: texts of tokens that no step before had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

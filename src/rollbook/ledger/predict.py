@@ -272,7 +272,7 @@ def _host(host: HostFit, work: StepWork, source: str) -> list[Entry]:
     seconds = {
         "pack": host.pack_base_s + host.pack_s * num_trained,
         "adv": host.advantage_base_s + host.advantage_s * num_trained,
-        "other": host.report_s * work.num_sequences + host.report_trained_s * num_trained,
+        "other": host.report_s * work.num_sequences + host.report_trained_s * num_trained + host.texts_s,
     }
     formula = "base + host seconds of a trajectory x trajectories"
     return [

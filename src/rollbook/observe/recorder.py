@@ -417,14 +417,15 @@ class Recorder:
 
         path = self.run_dir.trajectories_path(step)
         write_trajectories(path, step, trajectories, loss_masks or {})
-        if self.decode is not None:
-            self._write_tokens(trajectories)
+        self.write_texts(trajectories)
         return path
 
-    def _write_tokens(self, trajectories: Sequence[Trajectory]) -> None:
+    def write_texts(self, trajectories: Sequence[Trajectory]) -> None:
+        """Texts of the tokens that none before had, to tokens.jsonl."""
         import numpy as np
 
-        assert self.decode is not None
+        if self.decode is None:
+            return
         seen = {i for trajectory in trajectories for i in np.unique(trajectory.token_ids()).tolist()}
         with self._lock:
             new = sorted(seen - self._token_ids_written)
