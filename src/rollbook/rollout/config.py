@@ -48,8 +48,8 @@ class RolloutConfig(Section):
     max_prefill_tokens: int = Field(4096, ge=1)
     """Most prompt tokens computed in one step, beside the sequences that decode in it."""
     prefix_cache: bool = True
-    """Keep the pages of finished sequences until they are needed, for an agent's next turn. They are never used after
-    the weights changed."""
+    """Keep the pages of finished sequences until they are needed, for an agent's next turn; where no turn follows,
+    those of the prompt, for the rest of its group. They are never used after the weights changed."""
     kv_policy: KVPolicy = "keep"
     """Keys and values of running sequences when the weights change: "keep" goes on with the old ones, "recompute"
     computes them again under the new weights. A sequence without a token yet is computed anew either way."""
