@@ -266,7 +266,7 @@ def test_rehearsals_tell_of_every_group_that_a_filter_leaves_out_and_write_a_tok
 
     async def rehearse(controller: Any, groups: Any, recorder: Any) -> Rehearsal | None:
         found = await plain(controller, groups, recorder)
-        written.append(len(read_json_lines(recorder.run_dir.tokens.path)))
+        written.append(len(list(read_json_lines(recorder.run_dir.tokens.path))))
         frozen.append(gc.get_freeze_count())
         folders.add(recorder.path)
         events[:] = read_json_lines(recorder.run_dir.events.path)
