@@ -13,7 +13,8 @@ from rollbook.diagnose.readers import verl_console
 from rollbook.diagnose.readers.endings import EndWatcher
 from rollbook.diagnose.readers.floods import Floods
 from rollbook.diagnose.readers.line_watcher import LineWatcher
-from rollbook.diagnose.readers.text import TroubleWatcher, plain
+from rollbook.diagnose.readers.text import plain
+from rollbook.diagnose.readers.trouble import TroubleWatcher
 from rollbook.diagnose.series import Event, Row
 
 MESSAGES = (

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.diagnose.readers.endings import ENDING_BYTES
-from rollbook.diagnose.readers.text import BLOCK_BYTES, TROUBLE_BYTES, TroubleWatcher, _Sieve, lines
+from rollbook.diagnose.readers.text import BLOCK_BYTES, TROUBLE_BYTES, _Sieve, lines
+from rollbook.diagnose.readers.trouble import TroubleWatcher
 
 BYTES = st.binary(max_size=4).map(lambda b: bytes(b"abc|\n\r"[i % 6] for i in b))
 WORDS = st.lists(

@@ -11,7 +11,7 @@ import pytest
 from diagnose_runs import Array, noisy, run_of
 from rollbook.diagnose.cost import is_asynchronous
 from rollbook.diagnose.readers.table import load
-from rollbook.diagnose.readers.text import TroubleWatcher
+from rollbook.diagnose.readers.trouble import TroubleWatcher
 from rollbook.diagnose.series import Event
 from rollbook.diagnose.signs.environments import failing_lines
 from rollbook.diagnose.tree import diagnose

@@ -14,6 +14,7 @@ from typing import Literal
 
 from rollbook.diagnose.readers.floods import ANY_NUMBER
 from rollbook.diagnose.readers.text import plain
+from rollbook.diagnose.readers.trouble import OUT_OF_MEMORY, OUT_OF_MEMORY_WORDS, is_got_over
 from rollbook.diagnose.series import Event
 
 _DEATHS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
@@ -28,9 +29,8 @@ _DEATHS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
         (
             "device_memory",
-            "out of memory|OutOfMemoryError|ALLOC_FAILED|OUT_OF_MEMORY",
-            r"(?:CUDA|cuda|NPU|HIP)(?: [Ee]rror:)? out of memory|torch\.(?:cuda\.)?OutOfMemoryError"
-            r"|CUBLAS_STATUS_ALLOC_FAILED|CUresult error: 2 \(out of memory|CUDA_ERROR_OUT_OF_MEMORY",
+            "|".join(OUT_OF_MEMORY_WORDS),
+            OUT_OF_MEMORY,
         ),
         (
             "collective",
@@ -336,6 +336,8 @@ class EndWatcher:
         rank = next(
             (i for i, (_, needles, pattern) in enumerate(_DEATHS) if _holds(text, needles, pattern)), None
         )
+        if rank is not None and _DEATHS[rank][0] == "device_memory" and is_got_over(text):
+            rank = None
         if rank is not None and len(self._deaths) < 1000:
             self._deaths.append((rank, is_error, text))
         if rank is not None or is_over or begins_anew or is_bare or self._is_ignored:

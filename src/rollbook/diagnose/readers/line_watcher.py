@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rollbook.diagnose.readers.endings import TRACEBACK, EndWatcher, Says, passes_on, shape_of
-from rollbook.diagnose.readers.text import MAX_CONTEXT, TroubleWatcher, plain
+from rollbook.diagnose.readers.text import plain
+from rollbook.diagnose.readers.trouble import MAX_CONTEXT, TroubleWatcher
 from rollbook.diagnose.series import COMPLAINT, Event
 
 _OF_ERRORS = re.compile(

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.diagnose.readers import verl_file
-from rollbook.diagnose.readers.text import TroubleWatcher, lines
+from rollbook.diagnose.readers.text import lines
+from rollbook.diagnose.readers.trouble import TroubleWatcher
 from rollbook.diagnose.series import Event, Row
 from rollbook.observe.run_dir import EVENTS, METRICS, is_in_use
 
