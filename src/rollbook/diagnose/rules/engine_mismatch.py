@@ -21,7 +21,7 @@ from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
 from rollbook.diagnose.signs.gap import GAP, accelerates, far_from_start, gap_of, usual_level
 from rollbook.diagnose.signs.publications import publications_of
 from rollbook.diagnose.signs.seconds import is_of_the_schedule
-from rollbook.diagnose.signs.versions import STALENESS
+from rollbook.diagnose.signs.versions import STALENESS, has_ages
 from rollbook.diagnose.spells import tooth_of
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
@@ -49,6 +49,10 @@ TELLS_AFTER = 10
 TOO_EARLY = (
     f"read it again in {TELLS_AFTER} steps: a gap that grows with them is a publication that lost a part, and stays "
     "where it is for other numerics; compare the digests of one replica with the trainer's meanwhile"
+)
+OR_OLDER = (
+    "this log has no versions of samples: those that are some versions older from that step on look alike, and only an "
+    "asynchronous run has such"
 )
 LEAST_PAST = 6
 """Steps that a level must have had before it can be said to have changed: samples age in the first steps of any
@@ -79,7 +83,10 @@ def judge(view: View) -> Finding | NotJudged | None:
         if not rise.is_ramp and not explained and not no_sync and rise.idx >= LEAST_PAST:
             if view.n - rise.idx < TELLS_AFTER:
                 return _finding(view, rise.idx, 0.6, "since a few steps", check=f"{TOO_EARLY}; {CHECK}")
-            return _finding(view, rise.idx, 0.9 if rise.peak_ratio >= 2 else 0.75, "at once, and stays")
+            check = CHECK if has_ages(view) else f"{CHECK}; {OR_OLDER}"
+            return _finding(
+                view, rise.idx, 0.9 if rise.peak_ratio >= 2 else 0.75, "at once, and stays", check=check
+            )
         if rise.is_ramp and not explained and not no_sync and gap.num_fine == 0 and gap.num_bad:
             return _finding(view, 0, 0.7, "from the first step, and grows")
         if rise.is_ramp and not explained and not no_sync and accelerates(view, rise):

@@ -16,11 +16,11 @@ from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import noise_scale, running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
-from rollbook.diagnose.signs.gap import GAP, Gap, accelerates, begins_fine, gap_led, gap_of
+from rollbook.diagnose.signs.gap import GAP, Gap, accelerates, begins_fine, gap_led, gap_of, levels_off
 from rollbook.diagnose.signs.policy import policy_of, step_kl_holds_the_gap
 from rollbook.diagnose.signs.publications import publications_of
 from rollbook.diagnose.signs.rewards import reward_of
-from rollbook.diagnose.signs.versions import versions_of
+from rollbook.diagnose.signs.versions import has_ages, versions_of
 from rollbook.diagnose.spells import Spells, tooth_of
 from rollbook.diagnose.view import Contrast, View
 
@@ -59,7 +59,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return None
     if (teeth := _in_teeth(view)) is not None:
         return teeth
-    if rise is not None and _is_unexplained_ramp(view, gap, rise):
+    if rise is not None and is_unexplained_ramp(view, gap, rise) and not is_of_old_samples(view, rise):
         idx = rise.idx if rise.end_idx is not None else _foot(view, rise.idx)
         return _finding(view, idx, rise, 0.8 if gap.num_fine else 0.6, rise.end_idx)
     if _never_synced(view, gap):
@@ -134,7 +134,13 @@ def _grows_after(view: View, idx: int) -> bool:
     return c is not None and c.ratio >= 1.2 and c.score >= 4
 
 
-def _is_unexplained_ramp(view: View, gap: Gap, rise: Break) -> bool:
+def is_of_old_samples(view: View, rise: Break) -> bool:
+    """Whether a gap that ramps up is that of samples of ever older versions up to a bound, in a log without their
+    ages."""
+    return not has_ages(view) and levels_off(view, rise)
+
+
+def is_unexplained_ramp(view: View, gap: Gap, rise: Break) -> bool:
     """The gap ramps away from a normal level, and neither staleness nor the optimizer explains it."""
     # A ramp that ends at one step: the next publication arrived.
     repaired = rise.ends_at_once and rise.score >= 9 and rise.idx >= 10
@@ -300,11 +306,15 @@ def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: i
         action="stop, publish the full weights to every replica, and take the run up again from the checkpoint "
         f"before step {step}; what was sampled since then is off-policy",
         next_check="compare a digest of the live parameters of one replica with the trainer's, then the logprobs "
-        "of one short prompt on both sides",
+        "of one short prompt on both sides" + ("" if has_ages(view) else f"; {LIKE_IT}"),
         until_step=view.step_at(end) if end is not None else None,
     )
 
 
+LIKE_IT = (
+    "this log has no versions of samples: of one replica of several that stands, or of samples that wait ever longer, "
+    "the gap grows alike; log the weight version of every sample, and the next log tells"
+)
 FOOT_NOISES = 2.0
 """Noises over the lowest level up to which a smoothed gap is at its floor."""
 

@@ -10,7 +10,12 @@ import numpy as np
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.missed_weight_sync import NO_GAP, follows_staleness
+from rollbook.diagnose.rules.missed_weight_sync import (
+    NO_GAP,
+    follows_staleness,
+    is_of_old_samples,
+    is_unexplained_ramp,
+)
 from rollbook.diagnose.rules.version_drift import newest_follows
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.signs.gap import GAP, gap_of
@@ -31,7 +36,7 @@ CHECK = "at staleness 0 the gap must return to its floor: plot the gap against t
 def judge(view: View) -> Finding | NotJudged | None:
     versions = versions_of(view)
     if versions.mean is None:
-        return NotJudged(
+        return _by_the_gap_alone(view) or NotJudged(
             rule=RULE,
             missing=(f"{STALENESS}/mean",),
             lacks="versions or ages of samples",
@@ -76,6 +81,39 @@ def judge(view: View) -> Finding | NotJudged | None:
         action=ACTION,
         next_check=CHECK,
         until_step=view.step_at(rise.end_idx) if rise.end_idx is not None else None,
+    )
+
+
+def _by_the_gap_alone(view: View) -> Finding | None:
+    """The gap ramps up and levels off, in a log that has no ages: samples wait longer, up to the bound."""
+    gap = gap_of(view)
+    rise = gap.rise if gap is not None else None
+    if (
+        gap is None
+        or rise is None
+        or not is_unexplained_ramp(view, gap, rise)
+        or not is_of_old_samples(view, rise)
+    ):
+        return None
+    contrasts = (
+        view.contrast(metric, rise.idx, width=20, skip=rise.rise_steps) for metric in gap.metrics[:2]
+    )
+    return Finding(
+        rule=RULE,
+        title="samples are probably stale when they are trained: the gap grew and stays where it came to",
+        area="async",
+        confidence=0.7,
+        step=rise.step,
+        evidence=tuple(
+            of_contrast(view, c, rise.idx, "over some steps, and then no further")
+            for c in contrasts
+            if c is not None
+        ),
+        cost_reward=_reward_lost(view, rise.idx),
+        action=ACTION,
+        next_check="log how many versions old the trained samples are: if they are fresh, a part of the weights is no "
+        "longer published (compare digests of a replica's live parameters with the trainer's), or the engine computes "
+        "otherwise",
     )
 
 

@@ -238,6 +238,29 @@ def accelerates(view: View, rise: Break) -> bool:
     return not is_warming and last >= 2.0 * before and last - two >= FASTER * max(one - before, 0.0)
 
 
+LEVEL = 1.08
+"""Distance from before in the last quarter of a ramp over that in the third one, below which it has levelled off: it is
+1.4 for one that grows with the steps, 1.2 for one that grows with their root."""
+LEAST_RISE = 0.3
+"""Share of what it was that a gap must have risen by."""
+
+
+def levels_off(view: View, rise: Break) -> bool:
+    """Whether a gap that grew stays where it came to, at a learning rate that does not fall meanwhile: what was never
+    published goes ever further away, what is a few versions old does not."""
+    if rise.end_idx is not None:
+        return False
+    known = np.flatnonzero(np.isfinite(view.values[GAP]))
+    ramp = view.values[GAP][known[known >= rise.idx]]
+    quarter = len(ramp) // 4
+    if quarter < LEAST_RAMP // 4:
+        return False
+    before = view.level(GAP, max(0, rise.idx - 40), rise.idx)
+    third, last = float(np.median(ramp[-2 * quarter : -quarter])), float(np.median(ramp[-quarter:]))
+    falls = view.last("actor/lr", quarter) < 0.7 * view.level("actor/lr", rise.idx - 3, rise.idx + 3)
+    return third >= (1.0 + LEAST_RISE) * before and last - before <= LEVEL * (third - before) and not falls
+
+
 LED_STEPS = 4
 LED_RATIO = 2.5
 """Steps before the policy's own movement, and growth by then, from which on the gap came first."""

@@ -57,6 +57,11 @@ def versions_of(view: View) -> Versions:
     )
 
 
+def has_ages(view: View) -> bool:
+    """Whether a log says of which versions its samples are."""
+    return versions_of(view).mean is not None or bool(view.family("replica/", "/weight_version"))
+
+
 def _once_full(view: View, mean: str | None) -> str | None:
     """Name of the mean staleness once the pipeline is full: from step 0 it grows by one a step up to its bound."""
     if mean is None:
