@@ -568,7 +568,7 @@ def _not_a_number_since(run: RunSeries, first: int) -> RunSeries:
 def test_rewards_that_vanish_with_the_last_sound_update_are_not_a_broken_scorer() -> None:
     grown = {GAP: _grow(_noisy(0.006, 2), 8, 30), "rollout_corr/kl": _grow(_noisy(0.001, 3, 0.1), 64, 30)}
     zero = {"critic/rewards/mean": np.where(T >= 100, 0.0, _noisy(0.4, 1))}
-    assert diagnose(_run(**zero)).verdict == "one_source_all_zero"
+    assert diagnose(_run(**zero)).verdict == "dead_scorer"
     diagnosis = diagnose(_not_a_number_since(_run(**grown, **zero), 100))
     assert [finding.rule for finding in diagnosis.findings] == ["mismatch_to_nan"]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.every_reward_zero import every_reward_zero
 from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.signs.environments import failure_kinds_of
+from rollbook.diagnose.signs.rewards import sources_of
 from rollbook.diagnose.stops import stopped_by
 from rollbook.diagnose.view import View
 
@@ -28,8 +30,8 @@ def judge(view: View) -> Finding | NotJudged | None:
             Evidence(metric="failures/frac", step=rise.step, before=rise.before, after=rise.late, says=says)
         )
         confidence, step = max(confidence, 0.9), min(step, rise.step)
-    if not evidence:
-        return None
+    if not evidence:  # where sources are logged, it may be theirs
+        return None if any(sources_of(view)) else every_reward_zero(view, RULE)
     return Finding(
         rule=RULE,
         title="the scorer fails: trajectories have no reward",

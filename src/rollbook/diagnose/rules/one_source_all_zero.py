@@ -9,50 +9,41 @@ import numpy as np
 
 from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.every_reward_zero import every_reward_zero, policy_stands
 from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.series import Series
-from rollbook.diagnose.signs.environments import TURNS, failures_rise
-from rollbook.diagnose.signs.gap import GAP, gap_of
-from rollbook.diagnose.signs.policy import is_broken_update
-from rollbook.diagnose.signs.rewards import REWARD, lowest_reward, other_prompts, reward_of
+from rollbook.diagnose.signs.environments import failures_rise
+from rollbook.diagnose.signs.rewards import lowest_reward, reward_of, sources_of
 from rollbook.diagnose.view import View
 
 RULE = "one_source_all_zero"
 
-_TRAIN = re.compile(
-    r"(?:reward|rewards|score|acc|train)/(.+)/(?:mean|reward|score|acc)(?:/mean)?"
-    r"|critic/(?:rewards|score)/(.+)/mean"
-)
-_HELD_OUT = re.compile(
-    r"val-(?:core|aux)/(.+)/(?:reward|score|acc)/mean@\d+|val-core/(.+)/[^/]+/[^/]+"
-    r"|val/(.+)/(?:exact_match|reward|acc|score)|val/test_score/(.+)"
-)
-
 
 def judge(view: View) -> Finding | NotJudged | None:
-    every = _every_reward_zero(view)
-    if every is not None:
-        return every
-    train = _by_source(view, _TRAIN)
-    held_out = _by_source(view, _HELD_OUT)
-    if len(train) + len(held_out) == 0:
-        return NotJudged(
+    train, held_out = sources_of(view)
+    if not train and not held_out:
+        return _cliff(view) or NotJudged(
             rule=RULE,
             missing=("reward/<source>/mean", "reward/<source>/zero_frac"),
             lacks="rewards by source",
             collect="log the mean reward by data source (verl: data_source of the reward manager; "
             "validation by source)",
         )
+    if (every := every_reward_zero(view, RULE)) is not None:
+        return every
     best: tuple[float, int, str, str] | None = None
     for group, least in ((train, 4), (held_out, 1)):
         living = [s for s, m in group.items() if view.last(m, 3) > lowest_reward(view) + 1e-6]
         for source, metric in group.items():
+            others = [m for s, m in group.items() if s != source]
             since = _zero_since(view, metric, least)
+            if since is None and group is held_out:
+                since = _zero_while_others_go_on(view, metric, others)
             if since is None:
                 since = _outage(view, metric) if group is train else _zero_now_and_then(view, metric)
             if since is None or not (living or group is held_out) or _is_unlearned(view, metric, since):
                 continue
-            if _others_fall(view, since, [m for s, m in group.items() if s != source]):
+            if _others_fall(view, since, others):
                 continue  # the policy changed: this one is only the first to reach zero
             confidence = 0.95 if group is train else 0.85
             if len(living) < (len(group) - 1) / 2:
@@ -103,24 +94,34 @@ def judge(view: View) -> Finding | NotJudged | None:
     )
 
 
-def _by_source(view: View, pattern: re.Pattern[str]) -> dict[str, str]:
-    """Source -> its metric with the most values."""
-    found: dict[str, str] = {}
-    for metric in view.run.values:
-        match = pattern.fullmatch(metric)
-        if match is None or view.count(metric) < 2:
-            continue
-        source = next(g for g in match.groups() if g)
-        if source not in found or view.count(metric) > view.count(found[source]):
-            found[source] = metric
-    return found
-
-
 def _zero_since(view: View, metric: str, least: int) -> int | None:
     """Position from which a reward that used to be higher is exactly that of wrong answers, to the end."""
     floors = {0.0, lowest_reward(view)}
     found = [since for floor in floors if (since := _at_floor_since(view, metric, floor, least)) is not None]
     return min(found, default=None)
+
+
+GO_ON_SCORES = 3
+"""Held-out scores at the floor, up to the last one, where every other source goes on as before; a small model may
+well have none right of a source that it hardly solves."""
+SOLVED = 0.1
+"""Level of a score above the floor that such a source must have had."""
+
+
+def _zero_while_others_go_on(view: View, metric: str, others: list[str]) -> int | None:
+    """Position from which a held-out score, never at the floor before, is exactly there to the end, while all others
+    are as good as they were: of few evaluations those that others passed count."""
+    values = view.values[metric] - _floor_of(view, metric)
+    known = np.flatnonzero(np.isfinite(values))
+    zeros = np.flatnonzero(np.abs(values[known]) <= 1e-9)
+    first = len(known) - len(zeros)
+    if len(zeros) < GO_ON_SCORES or first < 2 or zeros[0] != first or values[known[:first]].min() < SOLVED:
+        return None
+    since = int(known[first])
+    before = [view.level(m, int(known[max(0, first - 3)]), since) for m in others]
+    after = [view.level(m, since) for m in others]
+    goes_on = bool(others) and all(b >= 0.9 * a > 0.0 for a, b in zip(before, after, strict=True))
+    return since if goes_on else None
 
 
 OUTAGE_STEPS = 6
@@ -308,6 +309,40 @@ def _at_floor_since(view: View, metric: str, floor: float, least: int) -> int | 
     return begin
 
 
+BEYOND_SCATTER = 2.5
+"""Standard errors of two medians by which a source that scatters must have fallen."""
+STEEP = 8.0
+"""Standard errors by which the mean reward falls at once, where nothing else tells whose scorer broke."""
+
+
+def _cliff(view: View) -> Finding | None:
+    """The mean reward falls at one step and stays there, while the answers, the prompts and the policy do not move: a
+    part of it is no longer given. The log names no source, so it cannot say whose."""
+    reward = reward_of(view)
+    fall = reward.fall
+    if fall is None or reward.metric is None or fall.end_idx is not None or view.run.seams:
+        return None
+    c = view.contrast(reward.metric, fall.idx, width=10)
+    logged = view.has("response_length/mean", "actor/entropy", "prompt_length/mean")
+    if c is None or c.score > -STEEP or not logged or not policy_stands(view, fall.idx):
+        return None
+    if failures_rise(view, fall.idx):
+        return None
+    says = f"{num(reward.drop_frac)} of it lost at one step, to the end; lengths, entropy and prompts stand"
+    return Finding(
+        rule=RULE,
+        title="a part of the rewards is gone at once while the answers did not change",
+        area="data",
+        confidence=0.6,
+        step=fall.step,
+        evidence=(of_contrast(view, c, fall.idx, says),),
+        cost_reward=-c.diff,
+        action=f"log the mean reward by source, and look at rewards of zero from step {fall.step} on: the scorer of "
+        "one source broke, or the mix of prompts changed there",
+        next_check="score ten reference answers of every source, in the worker that scores during training",
+    )
+
+
 def _others_fall(view: View, since: int, others: list[str]) -> bool:
     """Whether every other source lost a fifth as well, at that step or over time."""
     bottom = lowest_reward(view)
@@ -319,69 +354,8 @@ def _others_fall(view: View, since: int, others: list[str]) -> bool:
         if not len(before) or not len(after):
             continue
         best = float(np.quantile(values[np.isfinite(values)], 0.9))
-        fell = float(np.median(after)) < 0.8 * float(np.median(before))
+        scatter = 1.25 * noise_scale(values[np.isfinite(values)]) * np.sqrt(1 / len(before) + 1 / len(after))
+        gone = float(np.median(before)) - float(np.median(after))
+        fell = gone > max(0.2 * float(np.median(before)), BEYOND_SCATTER * scatter)
         lost.append(fell or float(np.median(after[-max(3, min(10, len(after) // 3)) :])) < 0.5 * best)
     return bool(lost) and all(lost)
-
-
-def _every_reward_zero(view: View) -> Finding | None:
-    """From one step to the next every answer has the reward of a wrong one, for a while or to the end, while the
-    answers themselves did not change."""
-    metric = view.first(*REWARD)
-    if metric is None:
-        return None
-    values = view.values[metric]
-    known = np.flatnonzero(np.isfinite(values))
-    floor = lowest_reward(view)
-    at_floor = np.abs(values[known] - floor) <= 1e-9
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], at_floor, [False]]).astype(np.int8))).reshape(
-        -1, 2
-    )
-    for start, end in edges:
-        past = values[known[max(0, start - 20) : start]] - floor
-        if end - start < 4 or len(past) < 6 or np.median(past) < 0.05 or past[-1] < 0.3 * np.median(past):
-            continue
-        idx = int(known[start])
-        if not _policy_stands(view, idx) or failures_rise(view, idx):
-            continue
-        lost = float(np.median(past))
-        until = view.step_at(int(known[end])) if end < len(known) else None
-        says = f"{num(lost + floor)} before, exactly {num(floor)} in all of the {end - start} steps since"
-        return Finding(
-            rule=RULE,
-            title="every reward is zero at once while the answers did not change: the scorer broke",
-            area="data",
-            confidence=0.9,
-            step=view.step_at(idx),
-            evidence=(
-                Evidence(metric=metric, step=view.step_at(idx), before=lost + floor, after=floor, says=says),
-            ),
-            cost_reward=lost,
-            action=f"take the run up from before step {view.step_at(idx)} once the scorer gives full marks to its own "
-            "reference answers again: the updates since then learned from nothing",
-            next_check="score ten reference answers in the worker that scores during training",
-            until_step=until,
-        )
-    return None
-
-
-def _policy_stands(view: View, idx: int) -> bool:
-    """Whether the update was sound, and entropy, lengths, turns and the gap did not move, at a step."""
-    if is_broken_update(view, idx):
-        return False
-    if other_prompts(view, idx):
-        return False
-    for metric in (
-        "actor/entropy",
-        "response_length/mean",
-        TURNS,
-        GAP if gap_of(view) else None,
-    ):
-        c = view.contrast(metric, idx, width=8)
-        # Thirty values on either side tell more than eight where there is much noise, if it was at this step.
-        wide = view.contrast(metric, idx, width=30)
-        at_once = wide is not None and abs(wide.jump) >= 0.6 * abs(wide.diff)
-        for moved in (c, wide if at_once else None):
-            if moved is not None and abs(moved.score) >= 6 and not 0.8 <= moved.ratio <= 1.25:
-                return False
-    return True

@@ -1,7 +1,8 @@
-"""The mean reward: its lowest value, cliffs and slow declines."""
+"""The mean reward, its lowest value, cliffs and slow declines; and the rewards by source."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,3 +99,32 @@ def reward_decline(view: View) -> Moved | None:
     left = np.flatnonzero(smooth[top:] >= best - 0.15 * (best - now))
     at = known[top + int(left[-1])]
     return Moved(metric, view.step_at(int(at)), best, now)
+
+
+_TRAIN = re.compile(
+    r"(?:reward|rewards|score|acc|train)/(.+)/(?:mean|reward|score|acc)(?:/mean)?"
+    r"|critic/(?:rewards|score)/(.+)/mean"
+)
+_HELD_OUT = re.compile(
+    r"val-(?:core|aux)/(.+)/(?:reward|score|acc)/mean@\d+|val-core/(.+)/[^/]+/[^/]+"
+    r"|val/(.+)/(?:exact_match|reward|acc|score)|val/test_score/(.+)"
+)
+
+
+@once("sources")
+def sources_of(view: View) -> tuple[dict[str, str], dict[str, str]]:
+    """Source -> its reward, of those that a log has by source: in training, and held out."""
+    return _by_source(view, _TRAIN), _by_source(view, _HELD_OUT)
+
+
+def _by_source(view: View, pattern: re.Pattern[str]) -> dict[str, str]:
+    """Source -> its metric with the most values."""
+    found: dict[str, str] = {}
+    for metric in view.run.values:
+        match = pattern.fullmatch(metric)
+        if match is None or view.count(metric) < 2:
+            continue
+        source = next(g for g in match.groups() if g)
+        if source not in found or view.count(metric) > view.count(found[source]):
+            found[source] = metric
+    return found
