@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from rollbook.errors import SyncError
 from rollbook.sync.delta import INTEGERS, POSITION_BYTES, AcknowledgedWeights, apply, bitmask_bytes, encode
 
 
@@ -57,3 +59,50 @@ def test_the_trainers_copy_follows_every_publication(changed_frac: float) -> Non
         assert engine.equal(tensor.view(torch.int16))
         changes = torch.rand(997, generator=draws) < changed_frac
         tensor.view(torch.int16)[changes] ^= 1
+
+
+def positions(*numbers: int) -> Tensor:
+    """Positions, and a new value of 5 for each, as they travel."""
+    values = torch.full((len(numbers),), 5, dtype=torch.int16)
+    where = torch.tensor(numbers, dtype=torch.int32)
+    return torch.cat([where.view(torch.uint8), values.view(torch.uint8)])
+
+
+def bitmask(mask: int, num_values: int) -> Tensor:
+    """The mask of ten elements as one 8-byte word, and so many values."""
+    word = torch.tensor([mask], dtype=torch.int64).view(torch.uint8)
+    return torch.cat([word, torch.full((num_values,), 5, dtype=torch.int16).view(torch.uint8)])
+
+
+NO_BYTES = torch.zeros(0, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "payload"),
+    [
+        ("dense", torch.zeros(19, dtype=torch.uint8)),
+        ("dense", torch.zeros(22, dtype=torch.uint8)),
+        ("unchanged", torch.zeros(1, dtype=torch.uint8)),
+        ("delta_positions", positions(10)),
+        ("delta_positions", positions(3, -1)),
+        ("delta_positions", positions(3)[:-1]),
+        ("delta_positions", positions(*range(10), 0)),
+        ("delta_bitmask", bitmask(0b11, 1)),
+        ("delta_bitmask", bitmask(0b11, 3)),
+        ("delta_bitmask", bitmask(0b11, 2)[:7]),
+        ("delta_bitmask", NO_BYTES),
+        ("xor", NO_BYTES),
+    ],
+)
+def test_a_part_that_does_not_fit_its_elements_is_refused_and_writes_nothing(
+    encoding: str, payload: Tensor
+) -> None:
+    """Ten elements of two bytes. What fits is taken: the same forms, whole."""
+    target = torch.arange(10, dtype=torch.int16)
+    before = target.clone()
+    with pytest.raises(SyncError, match="does not fit 10 elements of 2 bytes|unknown encoding"):
+        apply(encoding, payload, target)
+    assert target.equal(before)
+    for fits in (("delta_positions", positions(0, 1)), ("delta_bitmask", bitmask(0b11, 2))):
+        apply(*fits, target)
+        assert target.tolist() == [5, 5, *range(2, 10)]
