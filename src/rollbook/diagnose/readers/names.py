@@ -8,6 +8,7 @@ Sources: verl 0.9 and its change log (`mismatch/*` became `rollout_corr/*`), TRL
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,10 @@ from rollbook.diagnose.readers.words import (
     IN_WORDS,
     are_of_a_reward_model,
     is_length,
+    is_mean_of_exp,
     is_share_of_nothing,
     meant,
-    source_of,
+    sources_in,
     words_of,
 )
 from rollbook.diagnose.series import Event, Row
@@ -244,6 +246,8 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"eval/([^/]+)/avg_score"), r"val/\1/reward"),
 )
 EFFECTIVE = "batch/effective_frac"
+_OF_AN_ACTOR = re.compile(r"^[a-z]\w*_actor/")
+"""AReaL's jobs name their actor after the algorithm."""
 _ONE_MINUS = {"frac_reward_zero_std": EFFECTIVE}
 """Shares logged the other way round."""
 _SINCE_THE_START = frozenset({"fully_async/count/dropped_stale_samples"})
@@ -259,6 +263,7 @@ _SUMMED = (
 
 REWARD = "critic/rewards/mean"
 LENGTH = "response_length/mean"
+LOGPROB_GAP = "training/logprob_gap/mean"
 HEAD_ROWS = 400
 """Rows that are looked at before names are read by their words, so that the best name of each metric stands."""
 MAX_TOLD = 6
@@ -337,10 +342,11 @@ class Renamer:
             self._read[name] = metric
             self._taken.add(metric)
         if REWARD in self._taken:
+            sources = sources_in(name for name in count if self._by_table(name) == name)
             for name in count:
-                if name in self._read or name in self._taken or self._by_table(name) != name:
+                if name in self._read or self._by_table(name) != name:
                     continue
-                source = source_of(name)
+                source = sources.get(name)
                 metric = f"reward/{source}/mean" if source is not None else LENGTH if is_length(name) else ""
                 if metric and metric not in self._taken:
                     self._read[name] = metric
@@ -357,6 +363,8 @@ class Renamer:
                     self.renamed[name] = new
             if new == EFFECTIVE and self._is_one_minus(name):
                 value = 1.0 - value
+            elif new == LOGPROB_GAP and is_mean_of_exp(name):
+                value = math.log(value) if value > 0 else math.nan
             if name in _SINCE_THE_START:
                 before = self._so_far.get(name)
                 self._so_far[name] = value
@@ -385,6 +393,11 @@ class Renamer:
         for table in self.tables:
             if name in table:
                 return table[name]
+        if (
+            AREAL in self.tables
+            and (known := AREAL.get(_OF_AN_ACTOR.sub("ppo_actor/", name, count=1))) is not None
+        ):
+            return known
         if TRL in self.tables and name.startswith(
             "train/"
         ):  # how its trackers call what its history calls `reward`
@@ -405,4 +418,6 @@ class Renamer:
         """How the log writes a series: of several aliases the first stands, of a family that counts as one all do."""
         if len(names) > 1 and all(pattern.fullmatch(name) for name in names for pattern, _ in _SUMMED):
             return f"{names[0]} and {len(names) - 1} more"
-        return f"1 - {names[0]}" if self._is_one_minus(names[0]) else names[0]
+        if self._is_one_minus(names[0]):
+            return f"1 - {names[0]}"
+        return f"log {names[0]}" if is_mean_of_exp(names[0]) else names[0]

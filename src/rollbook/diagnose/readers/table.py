@@ -62,6 +62,7 @@ READERS: dict[str, Reader] = {
         (names.VERL,),
         verl_file.recognizes,
         '{"step": N, "data": {...}}',
+        by_words=True,
     ),
     "verl-console": Reader(
         "verl console log",
@@ -69,6 +70,7 @@ READERS: dict[str, Reader] = {
         (names.VERL,),
         verl_console.recognizes,
         "step:N - name:value",
+        by_words=True,
     ),
     "tensorboard": Reader(
         "TensorBoard event files",
@@ -90,6 +92,7 @@ READERS: dict[str, Reader] = {
         (names.SLIME, names.VERL),
         slime.recognizes,
         "rollout N: {...}",
+        by_words=True,
     ),
     "prime-rl": Reader(
         "prime-rl console log of the orchestrator or the trainer",
@@ -108,7 +111,14 @@ READERS: dict[str, Reader] = {
     "nemo-rl": Reader(
         "NeMo-RL console log", nemo_rl.read, (nemo_rl.NAMES,), nemo_rl.recognizes, "===== Step N/M ====="
     ),
-    "areal": Reader("AReaL console log", areal.read, (names.AREAL,), areal.recognizes, "Train step N/M done"),
+    "areal": Reader(
+        "AReaL console log",
+        areal.read,
+        (names.AREAL,),
+        areal.recognizes,
+        "Train step N/M done",
+        by_words=True,
+    ),
     "wandb": Reader(
         "W&B export (CSV, JSON)",
         wandb.read,

@@ -8,6 +8,7 @@ reward, `mean_length_easy` is nothing known. What was read so is told under "abo
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,7 +31,8 @@ _SAME = {
     "clipfrac": "clip_ratio", "approxkl": "approx_kl", "iteration": "step", "iter": "step",
     "groups": "group", "stddev": "std", "variance": "std", "var": "std", "difference": "diff", "gap": "diff",
     "abs": "diff", "steps": "step", "scoring": "score", "flat": "zero", "losses": "loss",
-    "episodic": "episode", "resp": "response",
+    "episodic": "episode", "resp": "response", "timing": "s", "timings": "s", "timer": "s", "timers": "s",
+    "timeperf": "s", "checkpointing": "checkpoint", "saving": "save", "samples": "sample",
 }  # fmt: skip
 """Word -> the one that stands for it below; `a_b` are two words in one."""
 
@@ -61,6 +63,7 @@ def _meaning(metric: str, has: str, may_have: str = "", *, rank: int = 0) -> _Me
 _PLAIN = " ".join(sorted(_RUN))
 _ANSWER = "response|completion|output|gen|answer|sequence"
 _OF_KL = "ref reference mean train divergence loss penalty estimate actor policy grpo"
+_HAND_OVER = "prepare for gen engine and transfer update to"
 _SECONDS = "s mean train perf timing timings total stats rl step per"
 _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("critic/rewards/mean", "reward", _PLAIN),
@@ -77,14 +80,15 @@ _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("val/all/reward", "eval accuracy", "mean all total overall", rank=1),
     _meaning("val/all/reward", "eval score", "mean all total overall", rank=1),
     _meaning("response_length/mean", f"{_ANSWER} length", "mean token train rollout"),
-    _meaning("response_length/mean", f"{_ANSWER} token mean", "train rollout per", rank=1),
+    _meaning("response_length/mean", f"{_ANSWER}|sample token mean", "train rollout per", rank=1),
     _meaning("response_length/max", f"{_ANSWER} length max", "token train rollout"),
+    _meaning("response_length/max", f"{_ANSWER}|sample token max", "train rollout per", rank=1),
     _meaning("response_length/min", f"{_ANSWER} length min", "token train rollout"),
     _meaning(
         "response_length/clip_ratio", "truncated|clipped ratio", "response completion rollout mean train output gen"
     ),
     _meaning("actor/grad_norm", "grad norm", "actor policy train mean total global optim optimizer"),
-    _meaning("actor/entropy", "entropy", "actor policy token mean train optim loss"),
+    _meaning("actor/entropy", "entropy", "actor policy token mean train optim loss approx"),
     _meaning("actor/kl_loss", "kl", _OF_KL),
     _meaning("actor/ppo_kl", "approx|old|step kl", "mean train policy ppo actor policy loss"),
     _meaning("actor/pg_clipfrac", "clip ratio", "mean train actor policy pg ppo loss"),
@@ -93,13 +97,16 @@ _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("actor/lr", "lr", "actor policy train optim optimizer"),
     _meaning("actor/lr", "learning ratio", "actor policy train optim optimizer", rank=1),
     _meaning("timing_s/step", "step s", _SECONDS),
-    _meaning("timing_s/gen", "rollout|gen s", _SECONDS),
+    _meaning("timing_s/gen", "rollout|gen s", f"{_SECONDS} exposed"),
     _meaning("timing_s/update_actor", "update|backward|optimizer|policy s", f"{_SECONDS} actor model"),
-    _meaning("timing_s/update_weights", "weight sync|update|transfer|publish s", _SECONDS),
+    _meaning("timing_s/update_weights", "weight sync|update|transfer|publish s", f"{_SECONDS} {_HAND_OVER}"),
+    _meaning("timing_s/update_weights", "prepare gen s", f"{_SECONDS} {_HAND_OVER}", rank=1),
     _meaning("timing_s/update_weights", "sync s", _SECONDS),
     _meaning("timing_s/old_log_prob", "old logprob s", f"{_SECONDS} compute"),
+    _meaning("timing_s/old_log_prob", "logprob s", f"{_SECONDS} compute policy actor and ref reference", rank=1),
     _meaning("timing_s/ref", "ref|reference s", f"{_SECONDS} logprob compute"),
-    _meaning("timing_s/reward", "reward s", f"{_SECONDS} score compute execution"),
+    _meaning("timing_s/reward", "reward s", f"{_SECONDS} score compute execution calculation"),
+    _meaning("timing_s/adv", "advantage s", f"{_SECONDS} compute calculation"),
     _meaning("timing_s/testing", "eval s", _SECONDS),
     _meaning("timing_s/save_checkpoint", "checkpoint|save s", f"{_SECONDS} checkpoint save model checkpointing"),
     _meaning("perf/max_memory_allocated_gb", "memory max|peak gb", "cuda gpu actor allocated train torch"),
@@ -109,6 +116,9 @@ _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("training/logprob_gap/mean", "rollout|engine train logprob diff", "mean"),
     _meaning("training/rollout_actor_probs_pearson_corr", "rollout|engine train prob correlation", "logprob"),
     _meaning("rollout_corr/kl", "rollout|engine train kl", "mean"),
+    _meaning("rollout_corr/kl", "kl mismatch|error", f"{_PLAIN} engine gen", rank=1),
+    _meaning("training/logprob_gap/mean", "token mult prob error", "train mean", rank=1),
+    _meaning("training/logprob_gap/mean", "logprob mismatch|error", f"{_PLAIN} engine gen token", rank=1),
     _meaning("training/off_policy/trajectory_staleness/mean", "staleness", "mean policy step sample train rollout"),
     _meaning("training/off_policy/trajectory_staleness/max", "staleness max", "policy step sample train rollout"),
     _meaning("batch/effective_frac", "zero|no std|signal ratio", "group reward", rank=0),
@@ -126,7 +136,8 @@ IN_WORDS = {
     "actor/loss": "the loss", "actor/lr": "the learning rate", "timing_s/step": "the seconds of a step",
     "timing_s/gen": "those of generation", "timing_s/update_actor": "those of the update",
     "timing_s/update_weights": "those of the weight sync", "timing_s/old_log_prob": "those of the old logprobs",
-    "timing_s/ref": "those of the reference", "timing_s/reward": "those of scoring", "timing_s/testing": "those of "
+    "timing_s/ref": "those of the reference", "timing_s/adv": "those of the advantages",
+    "timing_s/reward": "those of scoring", "timing_s/testing": "those of "
     "validation", "timing_s/save_checkpoint": "those of saving", "perf/max_memory_allocated_gb": "the memory in use",
     "perf/max_memory_reserved_gb": "the memory reserved",
     "training/rollout_probs_diff_mean": "the mean gap of probabilities",
@@ -223,6 +234,15 @@ def is_length(name: str) -> bool:
     return "length" in words and words <= {"length", "mean", "token", "train", "rollout"}
 
 
+def is_mean_of_exp(name: str) -> bool:
+    """Whether a name is the mean of exp() of a gap of logprobs, as NeMo-RL logs it: its logarithm is the gap.
+
+    >>> is_mean_of_exp("train/token_mult_prob_error"), is_mean_of_exp("train/logprob_error")
+    (True, False)
+    """
+    return words_of(name) >= {"mult", "prob"}
+
+
 _OF_PAIRS = frozenset({"chosen", "rejected", "reject", "margin", "margins", "accuracies"})
 
 
@@ -275,11 +295,45 @@ def source_of(name: str) -> str | None:
     return next(iter(left))
 
 
+_FRAMES = (
+    re.compile(r"(?P<where>(?:\w+/)*)(?:mean_|avg_)?rewards?[_/.](?P<source>[\w.-]+?)(?:[_/](?:mean|avg))?"),
+    re.compile(r"(?P<where>(?:\w+/)*)(?P<source>[\w.-]+?)[_/.]rewards?(?:[_/](?:mean|avg))?"),
+)
+
+
+def sources_in(names: Iterable[str]) -> dict[str, str]:
+    """Name -> the source whose reward it is, of the names of one log. A source of several words is one where another
+    name of the same frame is of a source, too.
+
+    >>> sources_in(["rollout/reward_gsm8k_hard", "rollout/reward_code", "reward_function_s", "format_quality_reward"])
+    {'rollout/reward_gsm8k_hard': 'gsm8k_hard', 'rollout/reward_code': 'code'}
+    """
+    found: dict[str, tuple[object, str]] = {}
+    for name in names:
+        if (source := source_of(name)) is not None:
+            found[name] = (name, source)
+        for frame in _FRAMES:
+            if (match := frame.fullmatch(name)) is None or is_of_pairs(name):
+                continue
+            words = words_of(match["source"])
+            if words_of(match["where"]) <= _RUN and 0 < len(words) <= 4 and not words & (_RUN | _NOT_SOURCES):
+                found[name] = ((frame, match["where"]), match["source"])
+                break
+    families = Counter(frame for frame, _ in found.values())
+    return {
+        name: source
+        for name, (frame, source) in found.items()
+        if families[frame] > 1 or len(words_of(source)) == 1
+    }
+
+
 _NOT_SOURCES = frozenset(
     {"std", "max", "min", "median", "count", "sum", "eval", "s", "num", "n", "norm", "baseline", "used", "model", "val",
      "function", "funcs", "func", "scale", "weight", "weighted", "clip", "clipped", "zero", "p10", "p50", "p90", "p99",
      "ratio", "diff", "delta", "ema", "moving", "target", "best", "last", "first", "final", "non", "threshold", "loss",
      "kl", "entropy", "length", "penalty", "critic", "actor", "advantage", "return", "score", "accuracy", "running",
-     "shaped", "scaled", "var", "cost", "bonus"}
+     "shaped", "scaled", "var", "cost", "bonus", "fail", "failed", "failure", "failures", "error", "errors", "timeout",
+     "timeouts", "parse", "parsed", "empty", "missing", "call", "calls", "invalid", "rejected", "skipped", "truncated",
+     "extracted", "none", "nan", "hack", "hacks"}
 )  # fmt: skip
 """Words that make another number of a reward."""
