@@ -204,3 +204,13 @@ def test_memory_that_ends_below_the_size_of_some_device_by_chance_is_not_full(si
     of_size = {"perf/device_memory_gb": np.full(N, size)}
     told = run_of({**lengths, **of_size, ALLOCATED: peak, RESERVED: 1.04 * peak})
     assert diagnose(told).verdict == "late_oom_with_length"
+
+
+def test_memory_that_stands_at_the_last_of_the_device_is_a_guess_at_what_ended_the_log() -> None:
+    """It followed the lengths to its place by step 70, and has fitted for fifty steps since."""
+    climb = _grown(0, 1, (30, 70))
+    lengths = {f"response_length/{k}": noisy(v * (1 + climb), 8) for k, v in (("mean", 800.0), ("max", 3e3))}
+    for top, findings in ((79.3, [("late_oom_with_length", 0.55)]), (76.0, [])):
+        peak = 50 + (top - 50) * climb
+        found = diagnose(run_of({**lengths, ALLOCATED: peak, RESERVED: np.minimum(peak + 1, 79.6)})).findings
+        assert [(f.rule, f.confidence) for f in found] == findings

@@ -34,15 +34,23 @@ def judge(view: View) -> Finding | NotJudged | None:
     capacity = memory.device_gib(view)
     if used is None or capacity is None:
         return None
-    may_end = memory.is_size_known(view, used, capacity) and not _lives_with_it(view, used, capacity)
+    is_known = memory.is_size_known(view, used, capacity)
+    may_end = is_known and not _lives_with_it(view, used, capacity)
     if may_end and grown and memory.is_full(view, used, capacity):
         return _finding(view, 0.85, end, grown)
     if may_end and (brim := _ends_at_the_brim(view, used, capacity)):
         return _finding(view, 0.78, end, (*grown, *brim))
+    if is_known and grown and view.last(used, 3) >= NOTHING_LEFT * capacity:
+        return _finding(view, 0.55, end, grown)
     restarts = any(seam.num_replaced for seam in view.run.seams)
     if grown and restarts and view.trend(used)[0] >= 1.3:
         return _finding(view, 0.6, end, grown)
     return None
+
+
+NOTHING_LEFT = 0.985
+"""Share of the device that is allocated, however long already, from which on no longer batch fits: whether one ended
+the log, it does not say."""
 
 
 def _finding(view: View, confidence: float, end: int, evidence: tuple[Evidence, ...]) -> Finding:
