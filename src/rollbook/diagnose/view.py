@@ -18,6 +18,7 @@ from rollbook.diagnose.breaks import BASELINE, Break, Direction, find_break, rat
 from rollbook.diagnose.env_words import named_by_words
 from rollbook.diagnose.series import Event, RunSeries, Series
 from rollbook.diagnose.spells import Spells, find_spells
+from rollbook.diagnose.spill_words import SPILLED, spilled_by_words
 
 T = TypeVar("T")
 
@@ -87,6 +88,8 @@ class View:
         view = cls(run, steps, dict(values), block)
         for metric, name in named_by_words(values).items():
             view.derive(metric, values[name], of=(name,))
+        if SPILLED not in values and (told := spilled_by_words(values)) is not None:
+            view.derive(SPILLED, told[1], of=told[:1])
         return view
 
     @property

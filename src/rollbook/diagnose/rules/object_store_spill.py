@@ -51,21 +51,9 @@ def judge(view: View) -> Finding | NotJudged | None:
         direct = 0.3 if len(said) >= 3 else 0.15
         if len(said) >= 3:
             alone = _alone(gib)
-    rise = view.rise(spilled, log=False)
-    if rise is not None and rise.late > LEAST_BYTES and rise.score >= 4:
-        evidence.append(of_break(rise, "bytes a step"))
-        idx, direct = rise.idx if idx is None else min(idx, rise.idx), 0.35
-    elif (since := view.begins(spilled, LEAST_BYTES)) is not None:
-        idx, direct = since if idx is None else min(idx, since), 0.35
-        evidence.append(
-            Evidence(
-                metric=spilled or "",
-                step=view.step_at(since),
-                before=0.0,
-                after=view.level(spilled or "", since),
-                says="bytes a step, none before",
-            )
-        )
+    if (measured := _measured(view, spilled)) is not None:
+        evidence.append(measured[1])
+        idx, direct = measured[0] if idx is None else min(idx, measured[0]), 0.35
     slow = _slow_movers(view, other)
     step_s = step_seconds(view)
     host = view.rise("perf/cpu_memory_used_gb")
@@ -86,11 +74,27 @@ def judge(view: View) -> Finding | NotJudged | None:
         return None if not alone else _finding(view, idx or 0, evidence, alone, None)
     heavy = sum(f.late - f.before for f in slow) >= 0.08 * step_s
     together = host is not None and view.near(host.idx, slow[0].idx, share=0.1, least=8)
-    if not direct and not (heavy and ((fuller and together) or len(slow) >= 2)):
-        return None
     cost = max(cost, lost_in_steps(view, idx) or 0.0)  # computing waits for what is moved
-    confidence = 0.5 + direct + 0.1 * len(slow) + 0.15 * (fuller and together)
+    fed = [] if direct else _fed_slowly(view, slow, cost)
+    if not direct and not fed and not (heavy and ((fuller and together) or len(slow) >= 2)):
+        return None
+    evidence += [of_break(found, "at the same tokens: it waits for its batch") for found in fed]
+    confidence = 0.5 + direct + 0.1 * len(slow) + 0.05 * len(fed) + 0.15 * (fuller and together)
     return _finding(view, idx, evidence, confidence, cost)
+
+
+def _measured(view: View, spilled: str | None) -> tuple[int, Evidence] | None:
+    """Where it begins that bytes are spilled step by step, and by how many."""
+    if spilled is None:
+        return None
+    since, rise = view.begins(spilled, LEAST_BYTES), view.rise(spilled, log=False)
+    if since is not None:
+        step, after = view.step_at(since), view.level(spilled, since)
+        says = "bytes a step, none before"
+        return since, Evidence(metric=spilled, step=step, before=0.0, after=after, says=says)
+    if rise is not None and rise.late > LEAST_BYTES and rise.score >= 4:
+        return rise.idx, of_break(rise, "bytes a step")
+    return None
 
 
 MUCH_GIB, VERY_MUCH_GIB = 20.0, 100.0
@@ -163,12 +167,42 @@ def _slow_movers(view: View, other: str | None) -> list[Break]:
         rise = view.rise(metric)
         if rise is None or rise.peak_ratio < 1.8 or rise.score < 4:
             continue
-        tokens = view.contrast("perf/total_num_tokens", rise.idx, width=20)
-        length = view.contrast("response_length/mean", rise.idx, width=20)
-        grown = max((c.ratio for c in (tokens, length) if c is not None), default=1.0)
+        grown = _more_work(view, rise.idx) or 1.0
         if rise.peak_ratio >= 1.5 * grown and rise.late >= 0.01 * step_seconds(view):
             found.append(rise)
     return found
+
+
+SHARPLY = 3.0
+"""Times as long that a stage without compute must take where it is computing that loses most."""
+FED = 1.08
+"""Times as long per token from which on a stage that computes waits for its batch."""
+LOST_FRAC = 0.06
+"""Share of a step that must be lost then."""
+
+
+def _fed_slowly(view: View, movers: list[Break], cost_s: float) -> list[Break]:
+    """Stages that compute and became slower together with a stage that only moves the batch, at the same tokens; at
+    least two, or nothing."""
+    sharp = [f for f in movers if f.metric in MOVERS and f.peak_ratio >= SHARPLY]
+    if not sharp or cost_s < LOST_FRAC * step_seconds(view) * (view.n - sharp[0].idx) * view.stride:
+        return []
+    found = []
+    for stage in ("old_log_prob", "ref", "values", "update_actor", "update_critic"):
+        rise = view.rise(f"timing_s/{stage}")
+        if rise is None or rise.score < 4 or not view.near(rise.idx, sharp[0].idx, share=0.1, least=8):
+            continue
+        grown = _more_work(view, rise.idx)
+        if grown is not None and rise.peak_ratio >= FED * grown:
+            found.append(rise)
+    return found if len(found) >= 2 else []
+
+
+def _more_work(view: View, idx: int) -> float | None:
+    """Tokens, or lengths, after a step over those before it; None where neither is logged."""
+    tokens = view.contrast("perf/total_num_tokens", idx, width=20)
+    length = view.contrast("response_length/mean", idx, width=20)
+    return max((c.ratio for c in (tokens, length) if c is not None), default=None)
 
 
 def _all_slow(view: View, host: Break) -> list[Break]:
