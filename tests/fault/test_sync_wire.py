@@ -433,6 +433,9 @@ def test_paths_outside_the_shared_folders_are_refused(tmp_path: Path) -> None:
         "../outside.safetensors",
         str(outside),
         f"{own}/v1/../../../outside.safetensors",
+        f"{own}/v1/bucket_0.safetensors/../../../../outside.safetensors",
+        f"{own}-0/../../outside.safetensors",
+        f"x/{own}-0",
         "v1/bucket_0.safetensors",
         "",
     ):
