@@ -42,6 +42,8 @@ MATH_PROMPT_TOKENS = 150
 RUNAWAY_FRAC = 0.002
 """Responses that go on to the limit, where only their mean length is given: in a step of hundreds there always is one.
 (287 s for a limit of 16,384 tokens and a mean of 749: NeMo RL 0.3, Llama 70B; 0.0002 of verl's 7B on GSM8K.)"""
+TCP_BYTES_PER_S = 9e9
+"""Of a stream over sockets whose rate is not printed: 7.5 to 10 GB/s between nodes of clouds."""
 USUAL_GROUP = 8
 """Responses of a prompt, where only the sequences of a step are given: it decides what little prompts share."""
 TYPICAL_CONTEXT_TOKENS = 1000
@@ -186,6 +188,8 @@ _FRAMEWORKS = (
     (r"checkpoint[ -_]engine|ckpt[ -_]engine", "checkpoint_engine"),
     (r"nemo[ -_/]*rl", "nemo"),
     (r"\btrl\b", "trl"),
+    (r"\bvime\b", "vime"),
+    (r"\brelax\b", "relax"),
     (r"slime|miles|xorl", "slime"),
 )
 """Words of a source, and the framework's name in the assumptions."""
@@ -652,6 +656,7 @@ def _sync_method(config: dict[str, Any]) -> SyncMethod:
     text = " ".join(
         str(config.get(key, "")) for key in ("framework", "backend", "placement", "note", "method")
     )
+    text = re.sub(r"gpudirect rdma", "", text, flags=re.IGNORECASE)  # how a stream leaves the device
     if re.search(r"rdma|p2p|nixl|mooncake|reshard", text, re.IGNORECASE):
         return "sharded"
     if re.search(r"\bipc\b", text, re.IGNORECASE):
@@ -704,12 +709,12 @@ def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         for key in _SYNC_SECONDS:
             if key in measured:
                 alone = "only the broadcast" in str(case.get("notes", "")).lower()
-                seconds = account.seconds - assumptions.sync.near_base_s * alone
+                seconds = account.seconds - account.fixed_s * alone
                 yield key, middle(measured[key]), _within(seconds, account.error_frac)
                 return
     if "time_s" in measured and "receive only" in str(config.get("note", "")):
         account = sync_account(model, cluster, assumptions.sync, replace(work, method="broadcast"))
-        seconds = account.total_bytes / assumptions.sync.assemble_cross_bytes_per_s
+        seconds = account.total_bytes / assumptions.sync.far_gather_bytes_per_s
         yield "time_s", middle(measured["time_s"]), _within(seconds, account.error_frac)
 
 
@@ -739,7 +744,7 @@ def _sync_work(
     engine_tp = re.search(
         r"(?:generation|vLLM|SGLang|rollout)[^+]*?(?:TP|EP)\s*(\d+)", placement
     ) or re.search(r"(?:H\d+|A\d+)\s+TP(\d+)", device)
-    engine_ep = re.search(r"(?:generation|vLLM|SGLang|rollout).*EP\s*(\d+)", placement)
+    engine_ep = re.search(r"(?:generation|vLLM|SGLang|rollout|engine).*EP\s*(\d+)", placement)
     replica_gpus = max(int(found[1]) for found in (engine_tp, engine_ep) if found) if engine_tp else 0
     train_pp = re.search(r"\bPP\s*(\d+)", placement)
     trainer = re.split(r"generation|vLLM|SGLang|engine", placement, maxsplit=1)[0]
@@ -756,16 +761,43 @@ def _sync_work(
         weight_dtype=weights,
         changed_frac=_changed_frac(model),
         splits_experts=True,
+        is_apart=sides is not None
+        or re.search(r"(another|other|different) node|\btwo .{0,6}nodes", placement) is not None,
         shares_devices=_is_colocated(config) or not (sides or named or counted),
         pp_size=int(train_pp[1]) if train_pp else 1,
         # Of Megatron: FSDP's ranks hold parts of every tensor, whatever is spread beside them.
-        ep_size=int(train_ep[1]) if train_ep else 1,
-        is_sharded=train_tp is None or int(train_tp[1]) > 1,
+        ep_size=_expert_gpus(f"{framework} {trainer}", train_ep, model, train),
+        engine_ep_size=int(engine_ep[1]) if engine_ep else 1,
+        repeats_dense=engine_ep is not None and not re.search(r"TP", placement[engine_ep.start() :]),
+        shard_gpus=_shard_gpus(f"{framework} {trainer}", train_tp),
         quantizes_tensors=weights == "float8"
         and framework_name not in ("checkpoint_engine", "verl_checkpoint_engine")
         and not re.search(r"batched|prequant", framework),
+        passes_host=re.search(
+            r"through (the )?(host memory|cpu)|via (the )?(host|cpu)|object store", framework, re.IGNORECASE
+        )
+        is not None,
         state_is_offloaded=(offloads and "veomni" not in placement) or bool(config.get("param_offload")),
     )
+
+
+def _expert_gpus(trainer: str, ep_size: re.Match[str] | None, model: ModelSpec, num_gpus: int) -> int:
+    """Ranks that experts are spread over: Megatron's usual eight where no degree is printed."""
+    if ep_size is not None:
+        return int(ep_size[1])
+    is_megatron = re.search(r"megatron|slime|miles|nemo", trainer, re.IGNORECASE) is not None
+    is_sharded = re.search(r"fsdp|hsdp|dtensor|zero", trainer, re.IGNORECASE) is not None
+    return math.gcd(num_gpus, 8) if model.num_experts and is_megatron and not is_sharded else 1
+
+
+def _shard_gpus(trainer: str, tp_size: re.Match[str] | None) -> int:
+    """Ranks that hold the parts of a tensor: all of torch FSDP's; Megatron's of one tensor group, of a node where no
+    degree is printed."""
+    if re.search(r"fsdp|hsdp|dtensor|zero", trainer, re.IGNORECASE):
+        return 0
+    if tp_size is not None:
+        return int(tp_size[1])
+    return 8 if re.search(r"megatron|slime|miles|nemo", trainer, re.IGNORECASE) else 0
 
 
 def _is_counted(config: dict[str, Any]) -> bool:
@@ -788,12 +820,12 @@ def _colocated_method(config: dict[str, Any]) -> SyncMethod:
 
 
 def _network_bytes_per_s(config: dict[str, Any]) -> float:
-    """Of one GPU, where the case prints the rate of its network; 0 where it does not."""
-    text = str(config.get("network", ""))
-    found = re.search(r"(\d+(?:\.\d+)?)\s*G(?:bps|b/s|bit/s|bit)", text)
-    if found is None:
+    """Of one GPU over TCP, at the rate that the case prints, else at a usual one; 0: over the node's ports."""
+    text = " ".join(str(config.get(key, "")) for key in ("network", "framework", "backend"))
+    if not re.search(r"TCP|ethernet|socket", text, re.IGNORECASE):
         return 0.0
-    return float(found[1]) * 1e9 / 8 if re.search(r"TCP|ethernet", text, re.IGNORECASE) else 0.0
+    found = re.search(r"(\d+(?:\.\d+)?)\s*G(?:bps|b/s|bit/s|bit)", text)
+    return float(found[1]) * 1e9 / 8 if found else TCP_BYTES_PER_S
 
 
 def _changed_frac(model: ModelSpec) -> float:

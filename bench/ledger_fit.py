@@ -71,10 +71,10 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
         "flash2_attention_frac": (0.2, 0.35, 0.6),
     },
     "weight_sync": {
-        "sync.near_base_s": (0.05, 0.4, 1.0),
+        "sync.base_s": (0.02, 0.1, 1.0),
+        "sync.near_base_s": (0.02, 0.1, 1.0),
         "sync.slices_base_s": (0.02, 0.4, 2.0),
-        "sync.assemble_bytes_per_s": (1e10, 5e10, 2e11),
-        "sync.assemble_cross_bytes_per_s": (1e10, 5e10, 2e11),
+        "sync.far_gather_bytes_per_s": (1e10, 5e10, 4e11),
         "sync.gather_call_s": (1e-5, 3e-4, 3e-3),
         "sync.host_copy_bytes_per_s": (5e8, 1400000000.0, 2e10),
         "sync.delta_bytes_per_s": (2e8, 2e9, 2e10),
@@ -83,17 +83,18 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
         "sync.handle_base_s": (0.05, 1.0, 10.0),
         "frameworks.slime.sync.handle_base_s": (0.05, 1.0, 10.0),
         "frameworks.skyrl.sync.handle_base_s": (0.05, 1.0, 10.0),
-        "sync.handle_tensor_s": (1e-5, 1e-4, 3e-3),
-        "sync.gather_bytes_per_s": (2e9, 2e10, 2e11),
+        "sync.expert_load_s": (1e-5, 1e-4, 3e-3),
+        "sync.gather_bytes_per_s": (1e10, 5e10, 4e11),
         "sync.quantize_tensor_s": (1e-5, 1e-4, 2e-3),
+        "frameworks.verl_checkpoint_engine.sync.base_s": (0.1, 1.0, 5.0),
         "frameworks.verl_checkpoint_engine.sync.near_base_s": (0.1, 1.0, 5.0),
-        "frameworks.verl_checkpoint_engine.sync.assemble_cross_bytes_per_s": (2e9, 1e10, 5e10),
+        "frameworks.verl_checkpoint_engine.sync.far_gather_bytes_per_s": (2e9, 1e10, 5e10),
         "frameworks.skyrl.sync.per_tensor_s": (1e-4, 3e-3, 2e-2),
-        "frameworks.verl.sync.base_s": (0.2, 1.0, 5.0),
-        "frameworks.verl.sync.assemble_cross_bytes_per_s": (2e9, 10000000000.0, 2e10),
+        "frameworks.verl.sync.base_s": (0.02, 0.5, 5.0),
+        "frameworks.verl.sync.far_gather_bytes_per_s": (2e9, 10000000000.0, 2e10),
         "frameworks.verl.sync.per_tensor_s": (1e-5, 0.0005, 5e-3),
-        "frameworks.checkpoint_engine.sync.receiver_bytes_per_s": (2e9, 10000000000.0, 3e10),
-        "frameworks.checkpoint_engine.sync.receiver_cross_bytes_per_s": (1e9, 10000000000.0, 2e10),
+        "frameworks.vime.sync.handle_tensor_s": (1e-5, 3e-4, 5e-3),
+        "frameworks.relax.sync.handle_base_s": (0.05, 1.0, 10),
     },
     "rl_step": {
         "stacks.megatron.gemm_frac.bfloat16": (0.5, 0.56, 0.65),
@@ -117,17 +118,16 @@ memory: as RL steps move training state; the Megatron stack inside RL: as the sa
 """
 
 SHARED: dict[str, str] = {
+    "frameworks.relax.sync.handle_base_s": "sync.handle_base_s",
+    "frameworks.skyrl.sync.handle_base_s": "sync.handle_base_s",
+    "sync.near_base_s": "sync.base_s",
+    "frameworks.verl_checkpoint_engine.sync.near_base_s": "frameworks.verl_checkpoint_engine.sync.base_s",
     "stacks.fsdp_primerl.dense_bytes": "stacks.fsdp_plain.dense_bytes",
     "stacks.fsdp_primerl.least_s_per_width": "stacks.fsdp_plain.least_s_per_width",
     "stacks.fsdp_primerl.moe_bytes": "stacks.megatron_tuned.moe_bytes",
     "stacks.fsdp_experts.moe_bytes": "stacks.megatron_overlap.moe_bytes",
     "stacks.fsdp_experts.expert_exchange_frac": "stacks.megatron_overlap.expert_exchange_frac",
-    "sync.gather_bytes_per_s": "sync.assemble_bytes_per_s",
-    "sync.assemble_cross_bytes_per_s": "sync.assemble_bytes_per_s",
-    "frameworks.verl.sync.assemble_cross_bytes_per_s": (
-        "frameworks.verl_checkpoint_engine.sync.assemble_cross_bytes_per_s"
-    ),
-    "frameworks.verl.sync.base_s": "frameworks.verl_checkpoint_engine.sync.near_base_s",
+    "sync.far_gather_bytes_per_s": "sync.gather_bytes_per_s",
 }
 """Numbers of one implementation, and the number of its relative that they are drawn to: one row moves it half of the
 way, many rows all of it, and without a row it is the relative's. What is drawn, and what is not fitted at all, was

@@ -66,40 +66,128 @@ def test_every_framework_has_a_source(name: str) -> None:
 
 
 def test_36000_expert_matrices_by_name_take_as_long_as_eight_broadcasts_in_buckets() -> None:
+    """The engine's GPUs load their own experts; tensor by tensor, all trainers take part in each."""
     buckets, names = (
-        sync_account(EXPERTS, H100, assumptions.sync, PUBLISHED).seconds
+        sync_account(EXPERTS, H100, assumptions.sync, replace(PUBLISHED, engine_ep_size=32)).seconds
         for assumptions in (DEFAULT, DEFAULT.for_framework("verl"))
     )
     assert 8 < buckets < 25 and names > 8 * buckets
 
 
 def test_a_gather_brings_a_matrix_of_every_rank_that_holds_experts() -> None:
-    """36,096 expert matrices out of 16 ranks take a sixteenth of the calls; each hops 4 times."""
+    """36,096 expert matrices out of 16 ranks take a sixteenth of the calls, and hop twice where those of 64 hop four
+    times."""
     alone, spread = (
-        sync_account(EXPERTS, H100, DEFAULT.sync, replace(PUBLISHED, ep_size=n)).fixed_s for n in (1, 16)
+        sync_account(EXPERTS, H100, DEFAULT.sync, replace(PUBLISHED, ep_size=n)).stages_s["gather"]
+        for n in (1, 16)
     )
     experts = 94 * 128 * 3 - 94 * 3
-    assert alone - spread == pytest.approx(experts * (1 - 1 / 16) * 4 * DEFAULT.sync.gather_call_s)
+    assert alone - spread == pytest.approx(experts * (4 - 2 / 16) * DEFAULT.sync.gather_call_s)
+
+
+def test_a_group_inside_a_node_gathers_without_a_network() -> None:
+    """Megatron cuts tensors over groups of four, whatever its nodes; torch FSDP cuts them over all."""
+    fsdp, megatron = (
+        sync_account(SMALL, H100, DEFAULT.sync, replace(PUBLISHED, shard_gpus=n)).stages_s["gather"]
+        for n in (0, 4)
+    )
+    tensors = sync_account(SMALL, H100, DEFAULT.sync, PUBLISHED).num_tensors
+    assert fsdp - megatron == pytest.approx(3 * tensors * DEFAULT.sync.gather_call_s)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "gpus", "seconds"),
+    [("GLM-4.5-Air", "bfloat16", 8, 3.5), ("Qwen3-235B-A22B", "bfloat16", 8, 6.2), ("DeepSeek-V3", "float8", 16, 10.2),
+     ("Kimi-K2", "float8", 16, 14.4), ("DeepSeek-V3", "bfloat16", 32, 10.9)],
+)  # fmt: skip
+def test_an_engine_that_loads_experts_by_name_takes_a_quarter_of_a_millisecond_for_each(
+    model: str, dtype: str, gpus: int, seconds: float
+) -> None:
+    """Checkpoint engines of Moonshot and of NeMo RL: 215 GB to 1.3 TB, and the seconds go with 17 to 70 thousand
+    matrices."""
+    sync = DEFAULT.for_framework("checkpoint_engine").sync
+    work = replace(
+        PUBLISHED,
+        method="sharded",
+        num_train_gpus=gpus,
+        num_rollout_gpus=gpus,
+        replica_gpus=gpus,
+        weight_dtype=dtype,
+    )
+    account = sync_account(load_model(model), H100, sync, work)
+    assert account.slowest == "load" and account.seconds == pytest.approx(seconds, rel=0.5)
+    # Each GPU of a replica that spreads its experts loads its own, and slices that are written into place load none.
+    spread = sync_account(load_model(model), H100, sync, replace(work, engine_ep_size=gpus))
+    experts = sync_account(load_model(model), H100, sync, work).num_tensors
+    experts -= sync_account(load_model(model), H100, sync, replace(work, splits_experts=False)).num_tensors
+    saved_s = experts * (1 - 1 / gpus) * sync.expert_load_s
+    assert account.stages_s["load"] - spread.stages_s["load"] == pytest.approx(saved_s)
+    assert sync_account(load_model(model), H100, DEFAULT.sync, work).stages_s["load"] < 0.1 * seconds
+
+
+def test_two_buffers_let_the_stages_overlap() -> None:
+    one = sync_account(EXPERTS, H100, DEFAULT.sync, PUBLISHED)
+    two = sync_account(EXPERTS, H100, replace(DEFAULT.sync, overlap_frac=1.0), PUBLISHED)
+    assert one.seconds == pytest.approx(one.fixed_s + sum(one.stages_s.values()))
+    first = PUBLISHED.bucket_bytes / two.total_bytes
+    others = sum(two.stages_s.values()) - two.stages_s[two.slowest]
+    assert two.seconds == pytest.approx(two.fixed_s + two.stages_s[two.slowest] + first * others)
+
+
+def test_an_engine_of_data_parallel_attention_receives_all_but_the_experts_on_every_gpu() -> None:
+    """82.5 GB a GPU of 1.49 TB over 32 of them (prime-rl pull 3341) are more than a 32nd."""
+    work = replace(PUBLISHED, method="sharded")
+    divided, repeated = (
+        sync_account(EXPERTS, H100, DEFAULT.sync, replace(work, repeats_dense=r)) for r in (False, True)
+    )
+    dense = 2 * (EXPERTS.computed_params - EXPERTS.routed_params)
+    more = dense * (1 - 1 / 32)
+    assert repeated.bytes_per_receiver - divided.bytes_per_receiver == pytest.approx(more)
+    assert repeated.stages_s["transfer"] - divided.stages_s["transfer"] == pytest.approx(more / 45e9)
+
+
+def test_weights_that_pass_through_the_host_are_copied_there_and_back() -> None:
+    """Shards of 64 trainers in, of 32 receivers out; a stream is staged whole."""
+    rate = DEFAULT.sync.host_copy_bytes_per_s
+
+    def staged_s(method: str) -> float:
+        direct, staged = (
+            sync_account(EXPERTS, H100, DEFAULT.sync, replace(PUBLISHED, method=method, passes_host=p))
+            for p in (False, True)
+        )  # type: ignore[arg-type]
+        return staged.seconds - direct.seconds
+
+    total = 2 * EXPERTS.computed_params
+    assert staged_s("sharded") == pytest.approx((total / 64 + total / 32) / rate)
+    assert staged_s("broadcast") == pytest.approx(total / rate)
+
+
+def test_a_pair_of_gpus_on_two_nodes_meets_over_the_network() -> None:
+    pair = replace(PUBLISHED, num_train_gpus=1, num_rollout_gpus=1, replica_gpus=1)
+    near, far = (sync_account(SMALL, H100, DEFAULT.sync, replace(pair, is_apart=a)) for a in (False, True))
+    assert far.stages_s["transfer"] == pytest.approx(near.stages_s["transfer"] * 450 / 50)
 
 
 def test_a_trainer_whose_ranks_hold_whole_tensors_gathers_nothing() -> None:
     """Megatron with TP 1, dense: neither calls nor bytes; the wire is all that a broadcast waits for."""
     work = replace(PUBLISHED, num_train_gpus=8, num_rollout_gpus=8, replica_gpus=1)
-    whole = sync_account(SMALL, H100, DEFAULT.sync, replace(work, is_sharded=False))
+    whole = sync_account(SMALL, H100, DEFAULT.sync, replace(work, shard_gpus=1))
     sharded = sync_account(SMALL, H100, DEFAULT.sync, work)
     assert whole.stages_s["gather"] == 0 and whole.slowest == "transfer"
-    assert sharded.fixed_s - whole.fixed_s == pytest.approx(whole.num_tensors * DEFAULT.sync.gather_call_s)
-    shared = replace(work, method="ipc", shares_devices=True, is_sharded=False)
+    gathered_s = whole.num_tensors * DEFAULT.sync.gather_call_s
+    gathered_s += sharded.total_bytes / DEFAULT.sync.far_gather_bytes_per_s
+    assert sharded.stages_s["gather"] == pytest.approx(gathered_s)
+    shared = replace(work, method="ipc", shares_devices=True, shard_gpus=1)
     assert set(sync_account(SMALL, H100, DEFAULT.sync, shared).stages_s) == {"load"}
 
 
 def test_slices_are_bound_by_the_ports_that_receive_them() -> None:
-    """Qwen3-30B-A3B to a replica of two H100 in 1.36 s (NeMo RL pull 2971): 30.5 GB a port at 0.7 of 50 GB/s."""
+    """Qwen3-30B-A3B to a replica of two H100 in 1.36 s (NeMo RL pull 2971): 30.5 GB a port at 0.9 of 50 GB/s."""
     model = load_model("Qwen3-30B-A3B")
     work = replace(PUBLISHED, method="sharded", num_train_gpus=16, num_rollout_gpus=16, replica_gpus=2)
     account = sync_account(model, H100, DEFAULT.sync, work)
     assert account.slowest == "transfer"
-    assert account.stages_s["transfer"] == pytest.approx(account.bytes_per_receiver / 35e9)
+    assert account.stages_s["transfer"] == pytest.approx(account.bytes_per_receiver / 45e9)
     assert account.seconds == pytest.approx(1.36, rel=0.1)
 
 
@@ -110,14 +198,15 @@ def test_engines_of_the_trainers_node_do_not_wait_for_its_slow_assembly() -> Non
     far = replace(near, num_train_gpus=8, num_rollout_gpus=8)
     assert sync_account(model, H100, verl, near).seconds == pytest.approx(0.87, rel=0.25)
     assert sync_account(model, H100, verl, far).stages_s["gather"] == pytest.approx(
-        2 * model.computed_params / verl.assemble_cross_bytes_per_s
+        2 * model.computed_params / verl.far_gather_bytes_per_s + 339 * verl.gather_call_s
     )
 
 
 def test_pipeline_stages_send_what_they_hold_at_the_same_time() -> None:
     one, four = (sync_account(EXPERTS, H100, DEFAULT.sync, replace(PUBLISHED, pp_size=pp)) for pp in (1, 4))
     assert four.stages_s["gather"] < one.stages_s["gather"] / 4
-    assert four.stages_s["transfer"] == one.stages_s["transfer"]
+    named_s = one.num_tensors * DEFAULT.sync.per_tensor_s * 4  # 64 trainers on eight nodes hop four times
+    assert one.stages_s["transfer"] - four.stages_s["transfer"] == pytest.approx(named_s * 3 / 4)
 
 
 def test_slices_wait_for_whole_tensors_where_a_trainer_makes_those_first() -> None:
@@ -176,11 +265,21 @@ def test_weights_that_change_processes_cost_handles_and_those_that_stay_their_by
     inside, between = (
         sync_account(EXPERTS, H100, sync, replace(work, method=way)) for way in ("in_process", "ipc")
     )
-    assert between.seconds - inside.seconds == pytest.approx(sync.handle_base_s - sync.process_base_s)
+    handles_s = inside.num_tensors * sync.handle_tensor_s
+    assert between.seconds - inside.seconds == pytest.approx(
+        sync.handle_base_s - sync.process_base_s + handles_s
+    )
     experts = 94 * 128 * 3 - 94 * 3
     calls = inside.num_tensors - experts * (1 - 1 / work.ep_size)
-    handed_s = inside.num_tensors * sync.handle_tensor_s + calls * sync.gather_call_s
-    assert inside.fixed_s == pytest.approx(sync.process_base_s + handed_s)
+    total = inside.total_bytes
+    # Over the 16 ranks of expert parallelism, two nodes, a call hops twice.
+    hops = calls + experts / work.ep_size
+    assert inside.stages_s["gather"] == pytest.approx(
+        total / sync.gather_bytes_per_s + hops * sync.gather_call_s
+    )
+    loaded_s = experts * sync.expert_load_s + total / (8 * sync.load_bytes_per_s)
+    assert inside.stages_s["load"] == pytest.approx(loaded_s)
+    assert inside.fixed_s == sync.process_base_s
     # On one GPU nothing is gathered: 1 GB is there as fast as it is copied.
     alone = sync_account(
         SMALL, H100, sync, replace(work, method="ipc", num_train_gpus=1, num_rollout_gpus=1, replica_gpus=1)
@@ -197,8 +296,8 @@ def test_one_trainer_gathers_nothing_for_its_broadcast() -> None:
         for n in (1, 4)
     )
     assert alone.stages_s["gather"] == 0 < four.stages_s["gather"]
-    each_s = verl.per_tensor_s + verl.gather_call_s
-    assert four.fixed_s - alone.fixed_s == pytest.approx(four.num_tensors * each_s)
+    named_s = four.stages_s["transfer"] - alone.stages_s["transfer"]
+    assert named_s == pytest.approx(four.num_tensors * verl.per_tensor_s)
 
 
 def test_kernels_that_are_not_at_home_on_a_device_are_slower_but_for_float4() -> None:
@@ -274,7 +373,7 @@ def test_what_a_step_costs_beside_its_stages_grows_with_its_sequences() -> None:
 
 
 def test_tensors_that_are_quantised_one_by_one_cost_time_each() -> None:
-    """Eight bits are half the bytes, and 36,945 tensors of their own; slices skip the sender's half."""
+    """Eight bits are half the bytes, and 36,945 tensors of their own, scaled and shuffled where they arrive."""
     eight = replace(PUBLISHED, weight_dtype="float8")
     plain, each = (
         sync_account(EXPERTS, H100, DEFAULT.sync, replace(eight, quantizes_tensors=q)).seconds
@@ -287,7 +386,7 @@ def test_tensors_that_are_quantised_one_by_one_cost_time_each() -> None:
         ).seconds
         for q in (False, True)
     ]
-    assert slices[1] - slices[0] == pytest.approx((each - plain) / 2)
+    assert slices[1] - slices[0] == pytest.approx(each - plain)
 
 
 def test_an_update_of_few_tokens_waits_for_gradients_and_weights() -> None:

@@ -176,45 +176,42 @@ class SyncAssumptions:
 
     base_s: float
     """Pausing, opening, committing, resuming, for a broadcast between nodes."""
+    near_base_s: float
+    """The same within a node."""
     process_base_s: float
     """The same inside one process."""
     handle_base_s: float
     """The same between processes that share devices: engines woken, memory mapped, handles opened."""
-    near_base_s: float
-    """The same within a node."""
     slices_base_s: float
     """The same where every receiver takes its own slices: memory registered, transfers planned, a barrier."""
-    receiver_bytes_per_s: float
-    """Each receiving GPU taking its own slices, inside a node; huge where its link is all that limits it."""
-    receiver_cross_bytes_per_s: float
-    """The same between nodes."""
     gather_bytes_per_s: float
-    """Making full tensors in buckets, inside a scale-up domain."""
-    gather_cross_bytes_per_s: float
-    """The same between nodes."""
+    """Making full tensors in buckets and packing them."""
+    far_gather_bytes_per_s: float
+    """The same on one rank, for engines of other nodes."""
     load_bytes_per_s: float
     """Per GPU of a replica."""
-    assemble_bytes_per_s: float
-    """One trainer rank making full tensors of the shards of its node, and packing them for engines of that node."""
-    assemble_cross_bytes_per_s: float
-    """The same for engines of other nodes."""
-    far_bytes_per_param: float
-    """In which shards of other nodes come to that rank: 2, or 4 where master weights are gathered and cast then."""
     shard_gather_bytes_per_s: float
     """Trainers of one pipeline stage making the tensors whose slices each receiver takes; huge where slices go from
     shard to shard."""
     disk_bytes_per_s: float
     """Gathering, writing and reading on a shared file system."""
+    overlap_frac: float
+    """Of the faster stages, beside the slowest: 0 where a bucket is sent when the one before is in place, 1 where there
+    are two buffers."""
     per_tensor_s: float
     """Naming one tensor and announcing it, on one node of trainers; once more for each doubling of nodes."""
     gather_call_s: float
     """One gather of a tensor, or of one expert's matrix from each rank; once more for each doubling of nodes."""
     handle_tensor_s: float
-    """Of one tensor that changes hands on its own device: its handle passed, found by name and copied."""
+    """Of one tensor that changes hands on its own device by a message of its own."""
+    expert_load_s: float
+    """Of the engine, for one expert's matrix: found among the names of all experts, and copied into its layer's."""
+    slices_loaded_frac: float
+    """Of that, where GPUs are sent slices: 0 where they are written into place, 1 where a loader reads them."""
     quantize_tensor_s: float
     """Of one tensor that is quantised, scaled and shuffled on its own."""
     host_copy_bytes_per_s: float
-    """Per GPU, as frameworks copy weights that lie in host memory; counted in the engine's dtype."""
+    """Per GPU, as frameworks copy weights from and to pageable host memory; counted in the engine's dtype."""
     delta_bytes_per_s: float
     """Positions and values of changed numbers: gathered on one rank, checked, broadcast and written into place."""
     delta_tensor_s: float

@@ -101,12 +101,14 @@ def default_rollout_side(
     layout: ReplicaLayout,
     memory_frac: float = 1.0,
     max_staleness_steps: int = 1,
+    follows_environments: bool = True,
 ) -> RolloutSide:
     """Generation of one step on `num_gpus` devices in replicas of `layout`.
 
     Args:
         memory_frac: share of the device's memory that the engine may take; below 1 where it shares the device.
         max_staleness_steps: of asynchronous modes: each step of age keeps one more step's prompts running.
+        follows_environments: see `rollout_side`.
     """
     accelerator = cluster.accelerator
     num_replicas = max(num_gpus // layout.num_gpus, 1)
@@ -135,7 +137,7 @@ def default_rollout_side(
     seconds = steps[2:] * curve.num_steps
     tail_s = float((seconds * curve.is_tail).sum())
     generate_s, busy_s, env_wait_s = float(seconds.sum()), float((seconds * curve.busy_share).sum()), 0.0
-    if agents is not None:
+    if agents is not None and follows_environments:
         per_replica = workload.num_sequences / num_replicas
         stay = agents.stay(per_replica=per_replica, num_slots=room.slots, num_replicas=num_replicas)
         env_wait_s, busy_s = max(stay.last_s - generate_s, 0.0), max(stay.busy_s, busy_s)

@@ -20,7 +20,7 @@ from rollbook.errors import ConfigError, nearest_name
 from rollbook.ledger.quantity import MOST_COUNT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: what follows from the shape is computed once
 class ModelSpec:
     """Architecture of a decoder-only language model. Zero means that the model has no such part."""
 
@@ -125,7 +125,7 @@ class ModelSpec:
         """Output matrix, also when its storage is the embedding's."""
         return self.vocab_size * self.hidden_size
 
-    @property
+    @functools.cached_property
     def attention_params_per_layer(self) -> int:
         """Projections (and their biases and norms) of one softmax-attention layer."""
         if self.kv_lora_rank:
@@ -156,7 +156,7 @@ class ModelSpec:
         )
         return q + kv + heads * self.v_head_dim * hidden
 
-    @property
+    @functools.cached_property
     def linear_params_per_layer(self) -> int:
         """A gated DeltaNet layer: Q, K, V, gate, beta, decay, convolution, output."""
         if not self.num_linear_layers:
@@ -174,17 +174,17 @@ class ModelSpec:
             + self.linear_head_dim
         )
 
-    @property
+    @functools.cached_property
     def expert_params(self) -> int:
         """One routed expert."""
         return self.mlp_matrices * (self.expert_input_size or self.hidden_size) * self.moe_intermediate_size
 
-    @property
+    @functools.cached_property
     def routed_params(self) -> int:
         """All routed experts of all layers."""
         return self.num_moe_layers * self.num_experts * self.expert_params
 
-    @property
+    @functools.cached_property
     def body_params(self) -> int:
         """Everything but embedding, output matrix and routed experts."""
         mixers = self.num_attention_layers * self.attention_params_per_layer
@@ -197,7 +197,7 @@ class ModelSpec:
         num_norms = self.num_attention_layers + self.num_linear_layers + self.num_mlp_layers + 1
         return mixers + mlps + num_norms * self.hidden_size
 
-    @property
+    @functools.cached_property
     def computed_params(self) -> int:
         """Total from the shapes."""
         ends = self.embedding_params + (0 if self.tie_embeddings else self.head_params)
@@ -210,7 +210,7 @@ class ModelSpec:
             return self.computed_params
         return self.computed_params - self.routed_params + self.active_routed_params
 
-    @property
+    @functools.cached_property
     def active_routed_params(self) -> int:
         return self.num_moe_layers * self.experts_per_token * self.expert_params
 
@@ -226,7 +226,7 @@ class ModelSpec:
             return self.params
         return self.published_active_params or self.computed_active_params
 
-    @property
+    @functools.cached_property
     def matmul_params(self) -> int:
         """Parameters one token is multiplied by: active ones and the output matrix, not the embedding."""
         return self.body_params + self.active_routed_params + self.head_params

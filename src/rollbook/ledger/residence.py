@@ -137,11 +137,15 @@ class Residence:
             if later > 0:
                 starts_s = self._starts_s(at_s, ended, first, later)
                 after = at_s[:, None] - starts_s[None, :]
-                token_s = after / np.maximum(clock[:, None] - np.interp(starts_s, at_s, clock), 1e-12)
-                theirs = np.where(after > 0, _between(at_pace, pace_s, token_s, after / width - 0.5), 0.0)
+                begun = after > 0
+                made = (clock[:, None] - np.interp(starts_s, at_s, clock))[begun]
+                token_s = after[begun] / np.maximum(made, 1e-12)
+                theirs = _between(at_pace, pace_s, token_s, after[begun] / width - 0.5)
                 each = later / len(starts_s)
-                inside = inside + each * ((after > 0) * (1 - theirs)).sum(axis=1)
-                log_all = log_all + each * np.log(np.maximum(theirs, 1e-300)).sum(axis=1)
+                left, log_ended = np.zeros(after.shape), np.full(after.shape, math.log(1e-300))
+                left[begun], log_ended[begun] = 1 - theirs, np.log(np.maximum(theirs, 1e-300))
+                inside = inside + each * left.sum(axis=1)
+                log_all = log_all + each * log_ended.sum(axis=1)
             typical_s = float(np.interp(0.5, ended, at_s / clock))
             decoding = inside * self.decode_frac(at_s, typical_s)
             at_once = inside if in_step else decoding
@@ -182,8 +186,10 @@ def _between(table: Curve, pace_s: Curve, token_s: Curve, row: Curve) -> Curve:
     row = np.clip(row, 0.0, table.shape[1] - 1.001)
     i, j = of_pace.astype(np.int64), row.astype(np.int64)
     di, dj = of_pace - i, row - j
-    low = table[i, j] * (1 - dj) + table[i, j + 1] * dj
-    high = table[i + 1, j] * (1 - dj) + table[i + 1, j + 1] * dj
+    flat, at = table.ravel(), i * table.shape[1] + j
+    above = at + table.shape[1]
+    low = flat.take(at) * (1 - dj) + flat.take(at + 1) * dj
+    high = flat.take(above) * (1 - dj) + flat.take(above + 1) * dj
     return np.asarray(low * (1 - di) + high * di)
 
 

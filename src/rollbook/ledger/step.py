@@ -107,8 +107,14 @@ def rollout_side(
     mode: Mode = "sync",
     num_gpus: int,
     layouts: Layouts,
+    follows_environments: bool = True,
 ) -> RolloutSide:
-    """Generation on `num_gpus` devices. Under `default` a colocated engine gets part of the memory only."""
+    """Generation on `num_gpus` devices. Under `default` a colocated engine gets part of the memory only.
+
+    Args:
+        follows_environments: False leaves out what agents' calls add to a step (`env_wait_s`, and of `busy_s`), which
+            takes far longer to find than all the rest.
+    """
     if assumptions.method == "paper":
         return paper_rollout_side(
             model, workload, cluster, assumptions, num_gpus=num_gpus, tp_size=layouts.replica.num_gpus
@@ -122,6 +128,7 @@ def rollout_side(
         layout=layouts.replica,
         memory_frac=assumptions.engine_memory_frac if is_colocated(mode) else 1.0,
         max_staleness_steps=layouts.max_staleness_steps,
+        follows_environments=follows_environments,
     )
 
 

@@ -1,9 +1,11 @@
 """Weight publication: which bytes cross which link, and how long it takes.
 
-Buckets flow through gather (trainer shards to one full tensor), transfer and load (into the engine's layout).
-The three overlap, so the slowest sets the pace and the first bucket pays all three:
+Buckets flow through gather (trainer shards to one full tensor), transfer and load (into the engine's layout). Each
+stage takes its bytes at its rate, and its calls: gathers, a name announced, an expert's matrix found among all names.
+Most frameworks send a bucket when the one before is in place; two buffers let the stages overlap, so that the slowest
+sets the pace and the first bucket pays all three:
 
-    seconds = base + bytes / slowest rate + one bucket through the others + per tensor x tensors
+    seconds = base + slowest stage + (1 - overlap) x the others
 
 Which bytes of which tensor cross which link, and the memory of a bucket, are `mapping.py`'s.
 """
@@ -31,9 +33,10 @@ _POSITION_BYTES = 4.0
 CHANGED_FRAC = 0.02
 """Of the weights' bits in one step, where nobody measured it: open weight_sync cases give 0.0005 to 0.05."""
 _LINK_FRAC = 0.7
-"""Of a link's rate that gathers and slices reach: chosen on the open cases (bench/ledger_results.md)."""
-_BROADCAST_FRAC = 0.75
-"""The same where one sender fills a chain whose members only pass on."""
+"""Of a link's rate that gathers reach: chosen on the open cases (bench/ledger_results.md)."""
+_STREAM_FRAC = 0.9
+"""The same of a port that a stream or slices fill: 44 of 50 GB/s in 214 and 470 GB of miles' broadcasts, in prime-rl's
+82 GB and in NeMo RL's slices to two and to eight GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,8 @@ class SyncWork:
     bucket_bytes: float = BUCKET_BYTES
     splits_experts: bool = False
     """Every expert's matrices are tensors of their own, as Hugging Face checkpoints name them."""
+    is_apart: bool = False
+    """Trainer and engines have nodes of their own, however few they are."""
     shares_devices: bool = False
     """Trainer and engines live on the same GPUs."""
     quantizes_tensors: bool = False
@@ -61,8 +66,14 @@ class SyncWork:
     """Pipeline stages of the trainer: each sends what it holds, at the same time."""
     ep_size: int = 1
     """Trainer ranks among which experts are spread: one gather brings a matrix of each."""
-    is_sharded: bool = True
-    """A trainer rank holds parts of the tensors beside the experts; False: whole ones, which nothing gathers."""
+    engine_ep_size: int = 1
+    """Engine GPUs among which experts are spread: each loads its own."""
+    repeats_dense: bool = False
+    """Each engine GPU holds everything beside the experts, as where attention is data parallel."""
+    shard_gpus: int = 0
+    """Trainer ranks that hold the parts of one tensor beside the experts; 1: each holds whole ones, 0: all ranks."""
+    passes_host: bool = False
+    """Weights pass through pageable host memory on their way: a store of shards, or a stream that is staged there."""
     state_is_offloaded: bool = False
     """The trainer's weights lie in host memory when the publication starts."""
 
@@ -81,9 +92,9 @@ class SyncAccount:
     slowest: str
     """Stage that sets the pace: "gather", "transfer" or "load"."""
     stages_s: Mapping[str, float]
-    """Each stage alone, all bytes; the pipeline takes the slowest, and one bucket through the others."""
+    """Each stage alone: all bytes and calls."""
     fixed_s: float
-    """What no byte explains: opening and committing, a round trip per tensor, weights fetched from the host."""
+    """Before and after the stream: opening and committing, tensors quantised, weights fetched from the host."""
     num_buckets: int
 
 
@@ -100,13 +111,34 @@ def num_tensors(model: ModelSpec, *, splits_experts: bool) -> int:
     return sum(kind.num_tensors // (stacked if kind.cut == "experts" else 1) for kind in tensor_kinds(model))
 
 
-def _num_gathers(model: ModelSpec, work: SyncWork) -> float:
+@dataclass(frozen=True, slots=True)
+class _Gathers:
     """Calls in which a trainer's ranks make whole tensors, all stages together."""
-    if work.num_train_gpus == 1:
-        return 0.0
-    experts = num_tensors(model, splits_experts=True) - num_tensors(model, splits_experts=False)
-    others = num_tensors(model, splits_experts=False) if work.is_sharded else 0
-    return others + experts * work.splits_experts / work.ep_size
+
+    calls: float
+    hops: float
+    """The calls, each as often as its tree between nodes is deep: every doubling of nodes adds a hop."""
+
+
+def _gathers(model: ModelSpec, cluster: Cluster, work: SyncWork) -> _Gathers:
+    shard_gpus = work.shard_gpus or max(work.num_train_gpus // work.pp_size, 1)
+    others, experts = _num_apart(model, work)
+    parts = (
+        (others, shard_gpus),
+        (experts / work.ep_size, work.ep_size if work.ep_size > 1 else shard_gpus),
+    )
+    found = [(calls, _depth(cluster, group)) for calls, group in parts if group > 1]
+    return _Gathers(sum(calls for calls, _ in found), sum(calls * depth for calls, depth in found))
+
+
+def _num_apart(model: ModelSpec, work: SyncWork) -> tuple[int, int]:
+    """Tensors that each layer has once, and those that it has once more for every further expert."""
+    once = num_tensors(model, splits_experts=False)
+    return once, num_tensors(model, splits_experts=work.splits_experts) - once
+
+
+def _depth(cluster: Cluster, num_gpus: int) -> float:
+    return 1 + math.log2(max(num_gpus / cluster.gpus_per_node, 1.0))
 
 
 def sync_account(
@@ -125,8 +157,10 @@ def sync_account(
     if cluster.accelerator.is_cpu and work.method in ("in_process", "ipc"):
         return _within_process(model, cluster, assumptions, work)
     crosses = _crosses_nodes(cluster, work)
-    per_sender = total / work.num_train_gpus
     per_receiver = total / work.replica_gpus
+    if work.repeats_dense:
+        dense = total * (1 - model.routed_params / model.computed_params)
+        per_receiver += dense * (1 - 1 / work.replica_gpus)
     tensors = num_tensors(model, splits_experts=work.splits_experts)
     error_frac = assumptions.error_frac[work.method]
     error_frac *= scale_factor(work.num_train_gpus + work.num_rollout_gpus, assumptions.most_gpus)
@@ -134,45 +168,92 @@ def sync_account(
         numbers = lora_params(model, work.lora_rank) if work.lora_rank else model.computed_params
         sent = work.changed_frac * (numbers * _POSITION_BYTES + total)
         return _delta(cluster, assumptions, work, total, sent, tensors, error_frac, crosses=crosses)
-    num_gathers = _num_gathers(model, work)
-    rates = _rates(cluster, assumptions, work, total, crosses=crosses, is_gathered=num_gathers > 0)
-    slowest = min(rates, key=lambda stage: rates[stage])
+    stages = _stages(model, cluster, assumptions, work, total, per_receiver, crosses=crosses)
+    slowest = max(stages, key=lambda stage: stages[stage])
     bucket = min(work.bucket_bytes, total)
-    others = sum(bucket / rate for stage, rate in rates.items() if stage != slowest)
-    fixed_s = assumptions.base_s if work.method == "broadcast" and crosses else assumptions.near_base_s
-    if work.method == "in_process":
-        fixed_s = assumptions.process_base_s
-    elif work.method == "ipc" and work.num_train_gpus > 1:
-        fixed_s = assumptions.handle_base_s
-    elif work.method == "sharded":
-        fixed_s = assumptions.slices_base_s
-    if work.method in ("broadcast", "in_process", "ipc"):
-        nodes = max(work.num_train_gpus / cluster.gpus_per_node, 1.0)
-        tensor_s = assumptions.per_tensor_s if work.method == "broadcast" else assumptions.handle_tensor_s
-        if work.num_train_gpus == 1:
-            tensor_s = 0.0  # nothing is gathered
-        named_s = tensors * tensor_s + num_gathers * assumptions.gather_call_s
-        # Engines on the same devices are handed the tensors of all stages one after the other.
-        stages = work.pp_size if work.method == "broadcast" else 1
-        # A gather between nodes is a tree: each doubling adds a hop.
-        fixed_s += named_s / stages * (1 + math.log2(nodes))
-    if work.quantizes_tensors:
-        # Slices are only scaled and shuffled where they arrive, a stream is quantised where it starts as well.
-        fixed_s += tensors * assumptions.quantize_tensor_s * (0.5 if work.method == "sharded" else 1.0)
-    if work.state_is_offloaded:
-        fixed_s += per_sender / assumptions.host_copy_bytes_per_s
+    # Beside the slowest, but for the first bucket, which pays all of them.
+    waited = max(1 - assumptions.overlap_frac, bucket / total)
+    others = sum(
+        # While one pipeline stage gathers, another sends.
+        seconds / (work.pp_size if stage == "gather" else 1)
+        for stage, seconds in stages.items()
+        if stage != slowest
+    )
+    fixed_s = _fixed_s(assumptions, work, total, per_receiver, tensors, crosses=crosses)
     return SyncAccount(
         total_bytes=total,
-        bytes_per_sender=per_sender,
+        bytes_per_sender=total / work.num_train_gpus,
         bytes_per_receiver=per_receiver,
         num_tensors=tensors,
-        seconds=fixed_s + total / rates[slowest] + others,
+        seconds=fixed_s + stages[slowest] + waited * others,
         error_frac=error_frac,
         slowest=slowest,
-        stages_s={stage: total / rate for stage, rate in rates.items()},
+        stages_s=stages,
         fixed_s=fixed_s,
         num_buckets=math.ceil(total / bucket),
     )
+
+
+def _fixed_s(
+    assumptions: SyncAssumptions,
+    work: SyncWork,
+    total: float,
+    per_receiver: float,
+    tensors: int,
+    *,
+    crosses: bool,
+) -> float:
+    base_s = {
+        "in_process": assumptions.process_base_s,
+        "ipc": assumptions.handle_base_s if work.num_train_gpus > 1 else assumptions.near_base_s,
+        "sharded": assumptions.slices_base_s,
+    }
+    seconds = base_s.get(work.method, assumptions.base_s if crosses else assumptions.near_base_s)
+    if work.quantizes_tensors:
+        seconds += tensors * assumptions.quantize_tensor_s
+    if work.state_is_offloaded:
+        seconds += total / work.num_train_gpus / assumptions.host_copy_bytes_per_s
+    if work.passes_host:
+        shares = total / work.num_train_gpus + per_receiver
+        seconds += (shares if work.method == "sharded" else total) / assumptions.host_copy_bytes_per_s
+    return seconds
+
+
+def _stages(
+    model: ModelSpec,
+    cluster: Cluster,
+    assumptions: SyncAssumptions,
+    work: SyncWork,
+    total: float,
+    per_receiver: float,
+    *,
+    crosses: bool,
+) -> dict[str, float]:
+    """Seconds of every stage alone: its bytes at its rate, and its calls."""
+    gathers = _gathers(model, cluster, work)
+    bytes_of = dict.fromkeys(("gather", "transfer", "load"), total)
+    if work.method == "sharded":
+        bytes_of["transfer"] = per_receiver * work.replica_gpus
+    rates = _rates(cluster, assumptions, work, gathers, crosses=crosses)
+    stages = {stage: bytes_of[stage] / rate for stage, rate in rates.items()}
+    once, experts = _num_apart(model, work)
+    named_s = experts / work.engine_ep_size * assumptions.expert_load_s
+    if work.method == "sharded":
+        stages["load"] += assumptions.slices_loaded_frac * named_s
+    if work.method not in ("broadcast", "in_process", "ipc"):
+        return stages
+    stages["load"] += named_s
+    # Engines on the same devices are handed the tensors of all stages one after the other.
+    pp_size = work.pp_size if work.method == "broadcast" else 1
+    if gathers.calls:
+        stages["gather"] += gathers.hops * assumptions.gather_call_s / pp_size
+    if work.method == "ipc":
+        stages["load"] += (once + experts) * assumptions.handle_tensor_s
+    elif work.method == "broadcast" and work.num_train_gpus > 1:
+        # All ranks take part in naming a tensor.
+        each_s = assumptions.per_tensor_s * _depth(cluster, work.num_train_gpus)
+        stages["transfer"] += (once + experts) * each_s / pp_size
+    return stages
 
 
 def _within_process(
@@ -201,57 +282,36 @@ def _crosses_nodes(cluster: Cluster, work: SyncWork) -> bool:
         devices = max(work.num_train_gpus, work.num_rollout_gpus)
     else:
         devices = work.num_train_gpus + work.num_rollout_gpus
-    return devices > cluster.accelerator.scale_up_gpus
+    return work.is_apart or devices > cluster.accelerator.scale_up_gpus
 
 
 def _rates(
-    cluster: Cluster,
-    assumptions: SyncAssumptions,
-    work: SyncWork,
-    total: float,
-    *,
-    crosses: bool,
-    is_gathered: bool,
+    cluster: Cluster, assumptions: SyncAssumptions, work: SyncWork, gathers: _Gathers, *, crosses: bool
 ) -> dict[str, float]:
-    """Bytes of the full weights per second through each stage. `is_gathered`: no trainer GPU holds whole tensors."""
+    """Bytes of the full weights per second through each stage."""
     accelerator = cluster.accelerator
     link = cluster.nic_bytes_per_s if crosses else accelerator.scale_up_bytes_per_s
-    gathered = assumptions.gather_cross_bytes_per_s if crosses else assumptions.gather_bytes_per_s
-    gather = min(gathered, _LINK_FRAC * link * max(work.num_train_gpus - 1, 1))
+    gather = min(assumptions.gather_bytes_per_s, _LINK_FRAC * link * max(work.num_train_gpus - 1, 1))
     load = assumptions.load_bytes_per_s * work.replica_gpus
     if work.method in ("in_process", "ipc"):
-        return {"gather": gather, "load": load} if is_gathered else {"load": load}
+        return {"gather": gather, "load": load} if gathers.calls else {"load": load}
     if work.method == "broadcast":
-        assembly = (
-            work.pp_size * _assembly(cluster, assumptions, work, crosses=crosses) if is_gathered else math.inf
-        )
-        return {"gather": assembly, "transfer": _BROADCAST_FRAC * link, "load": load}
+        # Its sender waits for whole tensors, not for the wire: 23.5 of the 24 s of a 72B model (verl issue 7060).
+        packed = assumptions.far_gather_bytes_per_s if crosses else assumptions.gather_bytes_per_s
+        packed = min(packed, _LINK_FRAC * accelerator.scale_up_bytes_per_s)
+        gather = work.pp_size * packed if gathers.calls else math.inf
+        return {"gather": gather, "transfer": _STREAM_FRAC * link, "load": load}
     if work.method == "disk":
-        write = assumptions.disk_bytes_per_s
-        return {"gather": gather, "transfer": write, "load": load}
-    receiver = assumptions.receiver_cross_bytes_per_s if crosses else assumptions.receiver_bytes_per_s
-    receiver = min(receiver, _LINK_FRAC * link)
+        return {"gather": gather, "transfer": assumptions.disk_bytes_per_s, "load": load}
+    port = _STREAM_FRAC * link
     senders = math.inf if crosses else _LINK_FRAC * link * work.num_train_gpus
     staged = work.pp_size * assumptions.shard_gather_bytes_per_s
     return {
         # The trainer holds bfloat16, whatever the engine is sent.
         "gather": staged * DTYPE_BYTES[work.weight_dtype] / DTYPE_BYTES["bfloat16"],
-        "transfer": min(receiver * work.replica_gpus, senders),
-        "load": max(load, receiver),
+        "transfer": min(port * work.replica_gpus, senders),
+        "load": load,
     }
-
-
-def _assembly(cluster: Cluster, assumptions: SyncAssumptions, work: SyncWork, *, crosses: bool) -> float:
-    """Bytes a second at which one trainer rank makes full tensors, which the stream waits for.
-
-    What other nodes hold of its pipeline stage comes over that rank's own port, in some frameworks as the float32
-    master weights that it is kept in. (Of the 24 s of a 72B model's broadcast its sender waits 0.5 to 1.8 s for the
-    wire: verl issue 7060.)
-    """
-    nodes = max(work.num_train_gpus / work.pp_size / cluster.accelerator.scale_up_gpus, 1.0)
-    far = (1 - 1 / nodes) * assumptions.far_bytes_per_param / DTYPE_BYTES["bfloat16"]
-    packed = assumptions.assemble_cross_bytes_per_s if crosses else assumptions.assemble_bytes_per_s
-    return 1 / (1 / packed + far / (_LINK_FRAC * cluster.nic_bytes_per_s))
 
 
 def _delta(

@@ -191,6 +191,77 @@ def bubble_frac(layout: TrainLayout) -> float:
     return stages / (layout.virtual_stages * layout.micro_batches_per_step + stages)
 
 
+class TrainPrices:
+    """Seconds of a step's training by layout and number of GPUs. What a token takes in a layout is computed once."""
+
+    def __init__(
+        self, model: ModelSpec, workload: Workload, cluster: Cluster, assumptions: Assumptions
+    ) -> None:
+        self._model, self._work, self._cluster, self._assumptions = model, workload, cluster, assumptions
+        self._stack = assumptions.stacks[assumptions.stack]
+        self._square = sequence_mean_square(workload)
+        self._token_s: dict[tuple[bool, bool, TrainLayout], float] = {}
+
+    def seconds(self, num_gpus: int, layout: TrainLayout) -> tuple[float, float]:
+        """Of one step's forwards, and of its training with the optimizer, on `num_gpus` devices."""
+        model, work = self._model, self._work
+        tokens_per_gpu = work.trained_tokens / num_gpus
+        forwards = int(work.uses_reference) + int(work.uses_proximal)
+        forwards += int(work.algorithm == "ppo")
+        updates = work.num_epochs * work.num_mini_batches
+        forward_token_s = self._seconds_of_token(num_gpus, layout, backward=False)
+        train_s = work.num_trained_models * (
+            work.num_epochs * tokens_per_gpu * self._seconds_of_token(num_gpus, layout, backward=True)
+            + updates * optimizer_s(trained_params(model, work), self._cluster, num_gpus)
+        )
+        forward_s = forwards * tokens_per_gpu * forward_token_s
+        if work.has_reward_model:
+            forward_s += tokens_per_gpu * self._seconds_of_token(
+                num_gpus, layout, backward=False, is_reward_model=True
+            )
+        measured = own_training_s(model, work, self._cluster, self._assumptions, num_gpus=num_gpus)
+        if measured is not None:
+            forward_s += measured.forward_s - forwards * tokens_per_gpu * forward_token_s
+            train_s = measured.train_s
+        return forward_s, train_s
+
+    def _seconds_of_token(
+        self, num_gpus: int, layout: TrainLayout, *, backward: bool, is_reward_model: bool = False
+    ) -> float:
+        """GPU-seconds, with what a pipeline and the gathering of weights add."""
+        of, stack = self._read(is_reward_model), self._stack
+        busy = self._alone_s(layout, backward, is_reward_model)
+        layout = _with_micro_batches(layout, self._work, self._assumptions, num_gpus)
+        busy = busy / (1 - bubble_frac(layout)) / stack.balance_frac
+        gather = gather_s(
+            of, self._cluster, self._assumptions, stack, layout, num_gpus=num_gpus, backward=backward
+        )
+        launches = of.num_layers / layout.pp_size * stack.micro_batch_layer_s
+        launches *= 1.0 if backward else stack.forward_share
+        # Gathering and launching the next layer overlap with computing this one, so the slowest sets the pace.
+        micro_batch = max(self._assumptions.micro_batch_tokens, self._work.sequence_tokens)
+        return max(busy, max(gather, launches) / micro_batch * layout.tp_size * layout.cp_size)
+
+    def _alone_s(self, layout: TrainLayout, backward: bool, is_reward_model: bool) -> float:
+        """The same of computing and of exchange inside the layers, whatever the number of GPUs."""
+        key = (backward, is_reward_model, layout)
+        if key not in self._token_s:
+            of = self._read(is_reward_model)
+            self._token_s[key] = token_s(
+                of,
+                self._cluster.accelerator,
+                self._stack,
+                layout,
+                sequence_tokens=self._work.sequence_tokens,
+                mean_square_tokens=self._square,
+                backward=backward,
+            ) + exchange_s(of, self._cluster, self._stack, layout, backward=backward)
+        return self._token_s[key]
+
+    def _read(self, is_reward_model: bool) -> ModelSpec:
+        return (self._work.reward_model or self._model) if is_reward_model else self._model
+
+
 def train_seconds(
     model: ModelSpec,
     workload: Workload,
@@ -201,46 +272,7 @@ def train_seconds(
     layout: TrainLayout,
 ) -> tuple[float, float]:
     """Seconds of one step's forwards, and of its training with the optimizer, on `num_gpus` devices."""
-    stack = assumptions.stacks[assumptions.stack]
-    sequence = workload.sequence_tokens
-    layout = _with_micro_batches(layout, workload, assumptions, num_gpus)
-    square = sequence_mean_square(workload)
-
-    def seconds_of_token(backward: bool, of: ModelSpec = model) -> float:
-        busy = token_s(
-            of,
-            cluster.accelerator,
-            stack,
-            layout,
-            sequence_tokens=sequence,
-            mean_square_tokens=square,
-            backward=backward,
-        )
-        busy += exchange_s(of, cluster, stack, layout, backward=backward)
-        busy = busy / (1 - bubble_frac(layout)) / stack.balance_frac
-        gather = gather_s(of, cluster, assumptions, stack, layout, num_gpus=num_gpus, backward=backward)
-        launches = of.num_layers / layout.pp_size * stack.micro_batch_layer_s
-        launches *= 1.0 if backward else stack.forward_share
-        # Gathering and launching the next layer overlap with computing this one, so the slowest sets the pace.
-        micro_batch = max(assumptions.micro_batch_tokens, sequence)
-        return max(busy, max(gather, launches) / micro_batch * layout.tp_size * layout.cp_size)
-
-    tokens_per_gpu = workload.trained_tokens / num_gpus
-    forwards = int(workload.uses_reference) + int(workload.uses_proximal)
-    forwards += int(workload.algorithm == "ppo")
-    num_models = workload.num_trained_models
-    updates = workload.num_epochs * workload.num_mini_batches
-    train_s = num_models * (
-        workload.num_epochs * tokens_per_gpu * seconds_of_token(True)
-        + updates * optimizer_s(trained_params(model, workload), cluster, num_gpus)
-    )
-    forward_s = forwards * tokens_per_gpu * seconds_of_token(False)
-    if workload.has_reward_model:
-        forward_s += tokens_per_gpu * seconds_of_token(False, workload.reward_model or model)
-    if (measured := own_training_s(model, workload, cluster, assumptions, num_gpus=num_gpus)) is not None:
-        forward_s += measured.forward_s - forwards * tokens_per_gpu * seconds_of_token(False)
-        train_s = measured.train_s
-    return forward_s, train_s
+    return TrainPrices(model, workload, cluster, assumptions).seconds(num_gpus, layout)
 
 
 def default_train_side(

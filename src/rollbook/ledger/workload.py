@@ -170,7 +170,7 @@ class Workload:
         """Response lengths."""
         if self.length_samples:
             return _measured_lengths(tuple(self.length_samples), self.max_response_tokens)
-        return LengthDistribution(self.max_response_tokens, self.response_tokens, self.length_sigma)
+        return _lognormal_lengths(self.max_response_tokens, self.response_tokens, self.length_sigma)
 
     def warnings(self, max_context_tokens: int = 0) -> list[str]:
         """What a person should know before running this."""
@@ -213,6 +213,12 @@ class Workload:
 
 
 @functools.lru_cache(maxsize=64)
+def _lognormal_lengths(max_tokens: int, mean_tokens: float, sigma: float) -> LengthDistribution:
+    """Checked and solved once: an account asks for them at every stage."""
+    return LengthDistribution(max_tokens, mean_tokens, sigma)
+
+
+@functools.lru_cache(maxsize=64)
 def _measured_lengths(samples: tuple[float, ...], limit: int) -> LengthDistribution:
-    """Sorted and summed once: an account asks for them at every stage."""
+    """Sorted and summed once."""
     return LengthDistribution.from_samples(samples, limit)
