@@ -78,6 +78,15 @@ async def test_a_gross_gap_never_becomes_the_baseline() -> None:
     assert (await probed(probe, 0.01)).baseline_nats == 0.0
 
 
+async def test_a_large_baseline_does_not_lift_the_limit_above_the_ceiling() -> None:
+    """Three first gaps of 0.4 in bfloat16, where no sound engine shows more than 1: the limit is 1, not 1.6."""
+    probe = new_probe()
+    for _ in range(3):
+        assert (await probed(probe, 0.4)).is_passed
+    assert (await probed(probe, 0.9)).limit_nats == 1.0
+    assert not (await probed(probe, 1.2)).is_passed
+
+
 async def test_nan_fails() -> None:
     report = await probed(new_probe(), float("nan"))
     assert not report.is_passed
