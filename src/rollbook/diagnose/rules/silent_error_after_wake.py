@@ -55,6 +55,8 @@ def judge(view: View) -> Finding | NotJudged | None:
     # One change of the answers tells as much where rewards are lost by it, and both sides are not only scaled.
     is_scaled = pearson is not None and pearson.after >= SCALED
     in_part |= len(changed) == 1 and rise.peak_ratio >= FAR_OFF and lost >= 0.15 and not is_scaled
+    # Some that run to their limit are noise; numerics change all of them a little.
+    in_part |= "response_length/clip_ratio" in changed and rise.peak_ratio >= IN_SOME and not is_scaled
     if not (lost >= 0.4 or (unrelated and lost >= 0.15) or noise or in_part):
         return None
     return _finding(view, rise.idx, 0.95 if (lost >= 0.4 and rise.peak_ratio >= 5) or noise else 0.8)
@@ -74,6 +76,8 @@ def _is_far_apart(view: View, idx: int) -> bool:
 
 FAR_OFF = 8.0
 """Growth of the disagreement at once beyond any numerics, where answers change with it."""
+IN_SOME = 5.0
+"""That of a few answers that are noise among many that are not."""
 SCALED = 0.97
 """Correlation from which on both sides differ by a temperature alone, which changes answers, too."""
 _OF_ANSWERS: tuple[tuple[str, float, float], ...] = (
@@ -89,7 +93,7 @@ def _changed_at(view: View, idx: int) -> list[str]:
     found = []
     for metric, ratio, least in _OF_ANSWERS:
         c = view.contrast(metric, idx, width=8)
-        if c is None or c.score < 6 or not c.is_at_once:
+        if c is None or c.score < 5 or not c.is_at_once:
             continue
         if c.ratio >= ratio and c.diff >= least:
             found.append(metric)
@@ -145,14 +149,38 @@ def _in_first_steps(view: View) -> Finding | None:
     metric = reward_of(view).metric
     if gap is None or metric is None or view.n < 8:
         return None
-    for good in (1, 2, 3, 4):
-        before, after = view.level(GAP, 0, good), view.level(GAP, good, good + 12)
+    for good in (4, 3, 2, 1):
+        before, after = (
+            float(np.nanmax(view.values[GAP][:good], initial=0.0)),
+            view.level(GAP, good, good + 12),
+        )
         reward_before, reward_after = view.level(metric, 0, good), view.level(metric, good, good + 12)
         bottom = lowest_reward(view)
         gone = reward_before > bottom and reward_after - bottom <= 0.5 * (reward_before - bottom)
-        if after >= BROKEN * before and gone and (gap.num_bad or gap.num_bad_late):
-            return _finding(view, good, 0.85)
+        is_bad = gone and (gap.num_bad or gap.num_bad_late)
+        if after >= BROKEN * before > 0.0 and (
+            is_bad or _has_come_apart(view, good) or _are_cut_off(view, good)
+        ):
+            return _finding(view, good, 0.9)
     return None
+
+
+def _has_come_apart(view: View, good: int) -> bool:
+    """Whether both sides agreed in the first steps, and have nothing to do with each other since."""
+    pearson = "training/rollout_actor_probs_pearson_corr"
+    if view.level(pearson, 0, good) > 0.9 and view.level(pearson, good, good + 12) < NOISE:
+        return True
+    return any(
+        view.level(metric, good, good + 12) >= least > 10 * view.level(metric, 0, good)
+        for metric, least in FAR_APART
+    )
+
+
+def _are_cut_off(view: View, good: int) -> bool:
+    """Whether answers run to their limit that did not in the first steps."""
+    metric, ratio, least = _OF_ANSWERS[0]
+    before, after = view.level(metric, 0, good), view.level(metric, good, good + 12)
+    return after - before >= least and after >= ratio * before
 
 
 def _without_gap(view: View) -> Finding | None:
