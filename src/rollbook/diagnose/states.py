@@ -35,6 +35,10 @@ BRINGS_ABOUT: dict[str, frozenset[str]] = {
     "entropy_collapse": frozenset({"tail_burst"}),
 }
 """State -> findings that may be nothing but its consequence."""
+BY_LONGER_ANSWERS = frozenset({"stale_samples"})
+"""Those that only come about where answers take longer."""
+LONGER = 1.3
+"""Length over that before from which on they do."""
 
 MOVES: dict[str, frozenset[str]] = {
     "learning_rate_too_high": frozenset(
@@ -120,6 +124,16 @@ def _learning_rate_too_high(view: View) -> State | None:
         f"{num(lr)}) by 3 to "
         "10 times, or tighten the clip and the gradient norm",
     )
+
+
+def answers_grow(view: View, step: int) -> bool:
+    """Whether answers became longer since a step, as far as is logged."""
+    idx, length = view.idx_of(step), view.first("response_length/mean")
+    if length is None:
+        return True
+    before = view.level(length, max(0, idx - 40), idx)
+    late = np.nanmax([view.level(length, idx, (idx + view.n) // 2), view.level(length, (idx + view.n) // 2)])
+    return not late < LONGER * before
 
 
 def _lengths_explode(view: View) -> State | None:

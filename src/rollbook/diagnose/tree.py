@@ -248,6 +248,8 @@ def _is_of_the_algorithm(view: View, finding: Finding, known: list[State]) -> bo
     """Whether a state of the algorithm began first and brings about what the finding stands on."""
     for state in known:
         follows = states.BRINGS_ABOUT.get(state.name, frozenset())
+        if finding.rule in states.BY_LONGER_ANSWERS and not states.answers_grow(view, finding.step):
+            continue
         if finding.rule in follows and state.step <= finding.step + max(8, view.n // 12):
             return True
     return False

@@ -145,7 +145,8 @@ def is_ended_by_newline(path: Path) -> bool:
 
 TROUBLE_BYTES = (
     b"emory", b"imeout", b"imed out", b"TIMEOUT", b"atchdog", b"pill", b"esum", b"ecover", b"heckpoint", b"global step",
-    b"andbox", b"nv_server", b"update_actor", b"update_weights", b"generate_seq", b"wake_up", b"Crash", b"OOM", b"oom", b"OUT_OF_MEM",
+    b"andbox", b"nv_server", b"update_actor", b"update_weights", b"generate_seq", b"wake_up", b"Crash",
+    b"OOM", b"oom", b"OUT_OF_MEM",
     b"ALLOC", b"is full", b", line ", b"Error", b"xception", b"Traceback", b"Final ", b"class_name", b"EngineDead",
     b"ncountered a", b" died", b" dead", b"crashed", b"nhealthy", b" gone", b"ealth check", b"estarted", b"elaunched",
     b"egistered", b"ejoined", b"is back", b"was back", b"back online", b"back up", b"back in service", b"back after",

@@ -178,8 +178,20 @@ def staleness_explains(view: View, rise: Break) -> bool:
     if found is None or found.late < found.before + 0.5 or found.late < 1.35 * found.before:
         return False
     if view.near(found.idx, rise.idx, share=0.1, least=10):
-        return True
+        return not _outgrows(view, rise, found)
     return found.idx < rise.idx and follows_staleness(view, found.idx)
+
+
+OUTGROWS = 2.0
+"""Growth of the gap over that of the age from which on old samples are not all of it."""
+
+
+def _outgrows(view: View, rise: Break, aged: Break) -> bool:
+    """Whether samples had come to their age before the gap began to climb, and it grows far more than they did."""
+    mean = versions_of(view).mean or ""
+    before = view.level(mean, max(0, rise.idx - 4), rise.idx)
+    has_levelled = aged.idx < rise.idx and view.level(mean, rise.idx) < 1.2 * before
+    return has_levelled and rise.peak_ratio >= OUTGROWS * aged.late / max(aged.before, 0.1)
 
 
 FILLING_STEPS = 12

@@ -1,0 +1,63 @@
+"""Ages of samples explain a gap that goes with them, and no more; a policy that moves too fast makes no sample old."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from diagnose_runs import DIFF, KL, Array, noisy, run_of
+from rollbook.diagnose.signs.versions import STALENESS
+from rollbook.diagnose.tree import diagnose
+
+N = 120
+T = np.arange(N)
+
+
+def _ages(mean: Array) -> dict[str, Array]:
+    return {
+        f"{STALENESS}/mean": noisy(mean, 3, 0.03),
+        f"{STALENESS}/max": np.ceil(1.3 * mean),
+        f"{STALENESS}/min": np.floor(0.8 * np.maximum(mean - 0.6, 0.0)),
+    }
+
+
+@pytest.mark.parametrize(("growth", "since", "verdict"), [(14.0, 11, "missed_weight_sync"), (3.0, 1, None)])
+def test_a_gap_that_outgrows_the_age_of_a_pipeline_that_had_filled_is_of_the_weights(
+    growth: float, since: int, verdict: str | None
+) -> None:
+    """26 steps: samples come to their age until the eighth, the gap climbs from the twelfth on, or with them."""
+    n = 26
+    t = np.arange(n)
+    gap = 1 + (growth - 1) * np.clip((t - since) / (n - 11 if since > 8 else 8), 0, 1)
+    run = run_of(
+        {
+            DIFF: noisy(0.003 * gap, 2, 0.03, n=n),
+            KL: noisy(1e-4 * gap**2, 3, 0.06, n=n),
+            f"{STALENESS}/mean": noisy(np.clip(0.1 + 0.1 * t, 0, 0.85), 4, 0.05, n=n),
+            f"{STALENESS}/max": np.clip(np.ceil(0.3 * t), 1, 2),
+            f"{STALENESS}/min": np.zeros(n),
+        },
+        n=n,
+    )
+    found = diagnose(run).findings
+    assert [f.rule for f in found] == ([verdict] if verdict else [])
+
+
+@pytest.mark.parametrize("longer", [1.0, 2.5])
+def test_a_policy_that_moves_too_fast_makes_samples_old_only_by_longer_answers(longer: float) -> None:
+    late = np.clip((T - 60) / 40, 0, 1)
+    run = run_of(
+        {
+            **_ages(0.7 + 14 * late),
+            DIFF: noisy(0.006 * (1 + late), 2),
+            KL: noisy(0.001 * (1 + late) ** 2, 5, 0.1),
+            "actor/ppo_kl": noisy(2e-4 * (1 + 40 * late), 6, 0.1),
+            "actor/pg_clipfrac": noisy(2e-3 * (1 + 60 * late), 7, 0.1),
+            "actor/grad_norm": noisy(0.2 * (1 + 2 * late), 8, 0.1),
+            "critic/score/mean": 0.4 - 0.2 * late + np.random.default_rng(1).normal(0, 0.01, N),
+            "response_length/mean": noisy(800.0 * (1 + (longer - 1) * late), 9),
+        }
+    )
+    found = diagnose(run)
+    assert "learning_rate_too_high" in [state.name for state in found.states] or longer == 1.0
+    assert ("stale_samples" in [f.rule for f in found.findings]) is (longer == 1.0)
