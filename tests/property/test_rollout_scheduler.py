@@ -347,6 +347,22 @@ def test_a_last_turn_that_was_cut_is_kept_whole() -> None:
     assert run.responses["cut"].num_cached_prompt_tokens == 12
 
 
+def test_the_cache_gives_up_its_last_page_for_a_request_that_needs_the_whole_pool() -> None:
+    """8 pages of 2: the first request leaves 4 of them cached, the second takes all 8 and waits for nobody."""
+    scheduler = Scheduler(
+        num_slots=2, num_pages=8, page_tokens=2, max_prefill_tokens=100, max_context_tokens=64
+    )
+    run = Run(scheduler)
+    scheduler.submit(request("first", [1] * 6, 3))
+    while run.step():
+        pass
+    assert scheduler.cache is not None and len(scheduler.cache) == scheduler.pool.num_free == 4
+    scheduler.submit(request("second", [3] * 15, 2))
+    while run.step():
+        pass
+    assert list(run.responses) == ["first", "second"]
+
+
 def test_youngest_is_put_off_and_the_oldest_never_is() -> None:
     scheduler = Scheduler(
         num_slots=4, num_pages=8, page_tokens=2, max_prefill_tokens=100, max_context_tokens=64
