@@ -13,14 +13,17 @@ from rollbook.diagnose.rules.every_reward_zero import every_reward_zero, policy_
 from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.environments import failures_rise
-from rollbook.diagnose.signs.rewards import lowest_reward, reward_of, sources_of
+from rollbook.diagnose.signs.rewards import held_out_of, lowest_reward, reward_of, sources_of
 from rollbook.diagnose.view import View
+from rollbook.observe.numbers import counted
 
 RULE = "one_source_all_zero"
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    train, held_out = sources_of(view)
+    train, held_out = (
+        {s: m for s, m in group.items() if not _PENALTY.search(s)} for group in sources_of(view)
+    )
     if not train and not held_out:
         return _cliff(view) or NotJudged(
             rule=RULE,
@@ -204,6 +207,8 @@ _HARD = re.compile(r"aime|hmmt|olymp|imo\b|usamo|putnam|frontier|humanity|hle\b|
 """Benchmarks of which a small model may solve nothing at all."""
 
 
+_PENALTY = re.compile(r"penalt|overlong|too_?long|repetit|malus|deduct", re.IGNORECASE)
+"""What only takes away: it is zero where there is nothing to take away for."""
 _FORM = re.compile(r"format|xml|tag|strict|soft|length|style|count|boxed", re.IGNORECASE)
 """Reward functions of TRL that ask for a form, which a model may never meet: no data of their own."""
 
@@ -219,8 +224,8 @@ def _never_right(view: View, group: dict[str, str]) -> Finding | None:
         return None
     source, metric = dead[0], group[dead[0]]
     known = np.flatnonzero(np.isfinite(view.values[metric]))
-    counted = max(_answers_of(view, group[s]) for s in others)
-    if len(known) < 3 or counted * len(known) < LEAST_ANSWERS:
+    num_answers = max(_answers_of(view, group[s]) for s in others)
+    if len(known) < 3 or num_answers * len(known) < LEAST_ANSWERS:
         return None
     begin = int(known[0])
     earliest = min(int(np.flatnonzero(np.isfinite(view.values[group[s]]))[0]) for s in others)
@@ -323,24 +328,51 @@ def _cliff(view: View) -> Finding | None:
     if fall is None or reward.metric is None or fall.end_idx is not None or view.run.seams:
         return None
     c = view.contrast(reward.metric, fall.idx, width=10)
-    logged = view.has("response_length/mean", "actor/entropy", "prompt_length/mean")
+    dead = _dead_in_a_validation(view, fall.idx)
+    logged = view.has("response_length/mean", "actor/entropy", "prompt_length/mean") or dead is not None
     if c is None or c.score > -STEEP or not logged or not policy_stands(view, fall.idx):
         return None
     if failures_rise(view, fall.idx):
         return None
-    says = f"{num(reward.drop_frac)} of it lost at one step, to the end; lengths, entropy and prompts stand"
+    says = f"{num(reward.drop_frac)} of it lost at one step, to the end; what the policy writes stands"
+    evidence = (
+        (of_contrast(view, c, fall.idx, says), *dead[1:]) if dead else (of_contrast(view, c, fall.idx, says),)
+    )
+    title = "a part of the rewards is gone at once while the answers did not change"
     return Finding(
         rule=RULE,
-        title="a part of the rewards is gone at once while the answers did not change",
+        title=f"{title}: source {dead[0]!r} has no right answer since" if dead else title,
         area="data",
-        confidence=0.6,
+        confidence=0.8 if dead else 0.6,
         step=fall.step,
-        evidence=(of_contrast(view, c, fall.idx, says),),
+        evidence=evidence,
         cost_reward=-c.diff,
         action=f"log the mean reward by source, and look at rewards of zero from step {fall.step} on: the scorer of "
         "one source broke, or the mix of prompts changed there",
         next_check="score ten reference answers of every source, in the worker that scores during training",
     )
+
+
+def _dead_in_a_validation(view: View, since: int) -> tuple[str, Evidence] | None:
+    """The one source that has no right answer in any validation since a step, be it a single one, and had some before;
+    all others have."""
+    late = {s: (m, values) for s, m in held_out_of(view).items() if len(values := _known(view, m, since))}
+    dead = [s for s, (_, values) in late.items() if not np.any(np.abs(values) > 1e-9) and not _HARD.search(s)]
+    if len(dead) != 1 or len(late) < 2:
+        return None
+    metric, zeros = late[dead[0]]
+    lives = all(float(np.median(values)) >= OTHERS_SOLVE for s, (_, values) in late.items() if s != dead[0])
+    if not lives or np.any(np.abs(_known(view, metric, 0, since)) <= 1e-9):
+        return None
+    says = (
+        f"exactly 0 in {counted(len(zeros), 'validation')} since, where every other source has right answers"
+    )
+    return dead[0], Evidence(metric=metric, step=view.step_at(since), after=0.0, says=says)
+
+
+def _known(view: View, metric: str, start: int, end: int | None = None) -> Series:
+    values = view.values[metric][start:end]
+    return values[np.isfinite(values)]
 
 
 def _others_fall(view: View, since: int, others: list[str]) -> bool:

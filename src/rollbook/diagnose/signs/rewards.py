@@ -117,12 +117,17 @@ def sources_of(view: View) -> tuple[dict[str, str], dict[str, str]]:
     return _by_source(view, _TRAIN), _by_source(view, _HELD_OUT)
 
 
-def _by_source(view: View, pattern: re.Pattern[str]) -> dict[str, str]:
-    """Source -> its metric with the most values."""
+def held_out_of(view: View) -> dict[str, str]:
+    """Source -> its reward in validations, though there was only one."""
+    return _by_source(view, _HELD_OUT, least=1)
+
+
+def _by_source(view: View, pattern: re.Pattern[str], *, least: int = 2) -> dict[str, str]:
+    """Source -> its metric with the most values, and so many at the least."""
     found: dict[str, str] = {}
     for metric in view.run.values:
         match = pattern.fullmatch(metric)
-        if match is None or view.count(metric) < 2:
+        if match is None or view.count(metric) < least:
             continue
         source = next(g for g in match.groups() if g)
         if source not in found or view.count(metric) > view.count(found[source]):
