@@ -13,9 +13,9 @@ from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.model import load_model
 from rollbook.ledger.step import step_account
 from rollbook.ledger.workload import Workload
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.plan import Plan, make_plan
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate
 
 PAPER = load_assumptions("paper")
 H100 = load_accelerator("H100")

@@ -8,9 +8,10 @@ from rollbook.ledger.assumptions import load_assumptions
 from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.model import load_model
 from rollbook.ledger.workload import Workload
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.plan import Plan, make_plan
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate, Search
+from rollbook.planner.search import Search
 from rollbook.planner.waterfall import waterfall
 
 
@@ -112,9 +113,9 @@ def test_671b_is_refused_on_128_training_gpus_by_the_better_model_too() -> None:
 def test_each_side_is_recomputed_with_its_own_number_of_gpus() -> None:
     """Half the GPUs make training take twice as long; generation more than that, when a wave is added."""
     search = Search(request("Qwen3-32B", 128, 1024, rollout_tp=2))
-    assert search.train(64).side.total_s == pytest.approx(2 * search.train(128).side.total_s)
-    whole, _ = search.rollout(128, "separate_async")
-    half, _ = search.rollout(64, "separate_async")
+    assert search.trainers.best(64).side.total_s == pytest.approx(2 * search.trainers.best(128).side.total_s)
+    whole, _ = search.engines.best(128, "separate_async")
+    half, _ = search.engines.best(64, "separate_async")
     assert half.num_waves == 5 and whole.num_waves == 3
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 import pytest
 
+from rollbook.ledger.account import StepAccount
+from rollbook.ledger.layout import ReplicaLayout
+from rollbook.planner import search as search_module
+from rollbook.planner.candidate import Candidate
+from rollbook.planner.choice import best_of, choose
+from rollbook.planner.offload import offloads_of
 from rollbook.planner.options import PlanOptions
+from rollbook.planner.plan import make_plan
+from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Search
+from rollbook.planner.staleness import floor_step_s, within_bound
 
 CASES = [
     ("Qwen3-8B", "H100", (8, 128, 4096)),
@@ -82,3 +92,72 @@ def test_a_wider_staleness_bound_never_lengthens_a_step(workload: dict[str, str]
         steps.append({(c.mode, c.split[0]): c.step_s for c in found})
     for narrow, wide in pairwise(steps):
         assert all(wide[key] <= 1.001 * narrow[key] for key in narrow)
+
+
+RACES: list[dict[str, object]] = [
+    {"model": "Qwen3-8B"},
+    {"model": "Qwen3-32B", "num_gpus": "2048", "prompts": "4096"},
+    {"model": "Llama-3-8B", "num_gpus": "1024"},
+    {"model": "DeepSeek-V3", "num_gpus": "256", "response_tokens": "8k", "max_response_tokens": "32k"},
+    {"model": "Qwen3-30B-A3B", "num_gpus": "32", "max_staleness": 3, "length_sigma": 1.0},
+    {"model": "Qwen3-8B", "num_gpus": "32", "max_staleness": 2, "lend": 5.0},
+    {"model": "Qwen3-8B", "num_gpus": "16", "max_staleness": 0},
+    {"model": "Qwen3-14B", "num_gpus": "2", "prompts": "32"},  # on hosts alone, or not at all
+    {"model": "Qwen3-Next-80B-A3B", "num_gpus": "16", "reward": "generative", "reward_model": "Qwen3-8B"},
+    {"model": "Qwen3-8B", "num_gpus": "32", "turns": 6, "env_seconds": 10, "env_p99_seconds": 60},
+]
+
+
+def _followed_all(search: Search) -> list[Candidate]:
+    """What `search` finds where nothing is left out because something else is faster."""
+    found = [search.candidate(*topology) for topology in search.topologies()]
+    places = offloads_of(search.request)[1:]
+    found += [search.candidate(*t, place) for place in places for t in search.topologies()]
+    return sorted((c for c in found if c.fits), key=lambda c: c.step_s)
+
+
+def _key(found: Candidate | None) -> tuple[object, ...] | None:
+    return None if found is None else (found.mode, found.split, found.train.offload, found.step_s)
+
+
+@pytest.mark.parametrize("workload", RACES)
+def test_what_is_not_followed_is_not_what_would_be_chosen(workload: dict[str, object]) -> None:
+    request = PlanOptions(**workload).request()  # type: ignore[arg-type]
+    search = Search(request, is_brief=True)
+    chosen, _ = choose(request, _followed_all(search))
+    assert _key(best_of(Search(request, layouts=search.layouts, is_brief=True))) == _key(chosen)
+
+
+@pytest.mark.parametrize("workload", RACES)
+def test_no_step_is_below_its_floor(workload: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    request = PlanOptions(**workload).request()  # type: ignore[arg-type]
+    followed: list[tuple[float, float]] = []
+
+    def compared(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> StepAccount:
+        found = within_bound(request, account, layout)
+        followed.append((floor_step_s(request, account, layout), found.seconds.total))
+        return found
+
+    monkeypatch.setattr("rollbook.planner.search.within_bound", compared)
+    search = Search(request, is_brief=True)
+    for layout in search.layouts:
+        one = Search(request, layouts=[layout], is_brief=True)
+        for place in offloads_of(request)[:2]:
+            for topology in search.topologies():
+                one.candidate(*topology, place)
+    assert followed and all(floor <= step * (1 + 1e-9) for floor, step in followed)
+
+
+def test_few_of_the_topologies_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plan with its sizes and what-ifs, a fifth and less of what is joined."""
+    joined, followed = Counter[str](), Counter[str]()
+    for name, count in (("join_sides", joined), ("within_bound", followed)):
+        real = getattr(search_module, name)
+
+        def counting(*args: object, _of: object = real, _in: Counter[str] = count, **more: object) -> object:
+            _in["calls"] += 1
+            return _of(*args, **more)  # type: ignore[operator]
+
+        monkeypatch.setattr(search_module, name, counting)
+    make_plan(PlanOptions(model="Qwen3-8B").request())
+    assert 0 < followed["calls"] < 0.2 * joined["calls"]

@@ -350,7 +350,8 @@ def test_printed_topologies_stand_by_step_time_and_the_recommended_one_is_marked
     data = json.loads(run(capsys, *base, "--json")[1])["topologies"]
     fitting = [t["step_s"] for t in data if t["fits"]]
     assert fitting == sorted(fitting) and [t["fits"] for t in data] == sorted([t["fits"] for t in data])[::-1]
-    assert len({(t["mode"], t["num_rollout_gpus"], t["num_train_gpus"]) for t in data}) == len(data)
+    keys = {(t["mode"], t["num_rollout_gpus"], t["num_train_gpus"], t["offload"]) for t in data}
+    assert len(keys) == len(data)
 
 
 def test_an_unknown_gpu_names_the_nearest_few_and_how_to_see_all(capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,7 +208,7 @@ def test_no_trainer_layout_that_fits_is_faster_than_the_chosen_one(
     request = PlanOptions(
         model=model, gpu=gpu, num_gpus=str(num_gpus), response_tokens="8k", max_response_tokens="32k"
     ).request()
-    chosen = Search(request).train(num_gpus)
+    chosen = Search(request).trainers.best(num_gpus)
     others = [
         train_side(
             request.model,

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from rollbook.planner.candidate import Candidate, rollout_s
 from rollbook.planner.fluid import steady_step
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.scenario import scenario_of
-from rollbook.planner.search import Candidate, Search, rollout_s
+from rollbook.planner.search import Search
 from rollbook.planner.show_simulation import why_apart
 from rollbook.planner.simulate import simulate
 from rollbook.planner.staleness import in_flight_slots, within_bound
@@ -21,8 +22,8 @@ def balanced(ratio: float, **options: object) -> tuple[Search, Candidate]:
               "max_response_tokens": "16k", **options}  # fmt: skip
     search = Search(PlanOptions(**values).request())  # type: ignore[arg-type]
     half = search.request.cluster.num_gpus // 2
-    side, layout = search.rollout(half, "separate_async")
-    train = search.train(half)
+    side, layout = search.engines.best(half, "separate_async")
+    train = search.trainers.best(half)
     factor = ratio * rollout_s(side, "separate_async") / train.side.total_s
     scaled = replace(train.side, forward_s=train.side.forward_s * factor, train_s=train.side.train_s * factor)
     joined = search._joined("separate_async", side, layout, replace(train, side=scaled))

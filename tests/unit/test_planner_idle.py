@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rollbook.ledger.workload import MODES, Mode
+from rollbook.planner.candidate import Candidate, rollout_s
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.scenario import scenario_of
-from rollbook.planner.search import Candidate, Search, rollout_s
+from rollbook.planner.search import Search
 from rollbook.planner.sensitivity import slower_compute
 from rollbook.planner.simulate import simulate
 from rollbook.planner.waterfall import BETWEEN, waterfall

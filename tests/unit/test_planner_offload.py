@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from rollbook.errors import PlanError
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.offload import host_state_bytes, on_device
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import make_plan
-from rollbook.planner.search import OFFLOAD_GAIN_FRAC, Candidate, Search
+from rollbook.planner.search import OFFLOAD_GAIN_FRAC, Search
 from rollbook.planner.words import MODE_TITLES, seconds
 
 TIGHT = {
@@ -48,8 +49,8 @@ def test_the_optimizer_state_crosses_both_ways_at_each_update_and_shards_show_wh
 ):
     """32 B parameters on 8 GPUs, two updates: 12 B of each cross twice an update, at the rate of a hand-over."""
     request = options(mini_batches=2, offload="optimizer").request()
-    plain = Search(replace(request, offload="none")).train(8)
-    moved = Search(request).train(8)
+    plain = Search(replace(request, offload="none")).trainers.best(8)
+    moved = Search(request).trainers.best(8)
     same = Search(
         replace(request, offload="none")
     )  # the layout that fits with less on the device, priced without
@@ -60,13 +61,13 @@ def test_the_optimizer_state_crosses_both_ways_at_each_update_and_shards_show_wh
     assert moved.side.train_s > crossing_s
     if moved.layout == plain.layout:
         assert moved.side.train_s - plain.side.train_s == pytest.approx(crossing_s)
-    streamed = same.train(8, "weights")
+    streamed = same.trainers.best(8, "weights")
     assert streamed.offload == "weights" and streamed.side.train_s >= moved.side.train_s - 1e-6
     slow = replace(request.cluster.accelerator, host_link_bytes_per_s=1e8)
     at_a_crawl = Search(
         replace(request, offload="weights", cluster=replace(request.cluster, accelerator=slow))
     )
-    assert at_a_crawl.train(8).side.train_s > 5 * streamed.side.train_s
+    assert at_a_crawl.trainers.best(8).side.train_s > 5 * streamed.side.train_s
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_a_refused_split_tells_what_its_step_would_be_with_its_state_on_the_host
 
 def test_hosts_without_room_are_refused_with_what_they_lack() -> None:
     request = replace(options(offload="optimizer").request(), host_bytes_per_gpu=1e9)
-    why_not = Search(request).train(8).side.why_not
+    why_not = Search(request).trainers.best(8).side.why_not
     assert len(why_not) == 1 and "1.0 GB (--host-gb-per-gpu)" in why_not[0] and "training GPUs" in why_not[0]
     assert not any(c.train.is_offloaded for c in Search(replace(request, offload="auto")).run() if c.fits)
 

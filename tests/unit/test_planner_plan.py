@@ -150,8 +150,10 @@ def test_a_batch_has_bound_plus_one_steps_from_admission_to_the_end_of_its_train
     they bunch."""
     r = request(work={"num_prompts": 32, "response_tokens": 4096, "max_response_tokens": 32768})
     search = Search(r)
-    layout, train = search.layouts[0], search.train(24)
-    open_ended = search._joined("separate_async", search._rollout(8, "separate_async", layout), layout, train)
+    layout, train = search.layouts[0], search.trainers.best(24)
+    open_ended = search._joined(
+        "separate_async", search.engines.of(8, "separate_async", layout), layout, train
+    )
     account = open_ended.account
     between_s = account.seconds.sync + account.seconds.other
     evenly_s = least_step_s(r, account, layout) - between_s

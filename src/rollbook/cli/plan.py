@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -277,7 +278,7 @@ def command(
     """
     from rollbook.errors import PlanError
     from rollbook.ledger.hardware import accelerator_names
-    from rollbook.planner.emit import EMITTERS, TRAINS_WITH, emitter, engine_written
+    from rollbook.planner.emit_targets import TRAINS_WITH, engine_written
     from rollbook.planner.plan import make_plan
 
     if gpu == "list":
@@ -288,8 +289,7 @@ def command(
         raise PlanError("--json beside --emit: one of the two is printed", "leave one of them out")
     if top != _TOP and (emit or as_json):
         raise PlanError(f"--top is {top} and no table is printed", "leave out --top, or --json and --emit")
-    if emit:
-        emitter(emit)  # a misspelt name is told before the work
+    write = _emitter(emit) if emit else None  # a misspelt name is told before the work
     assumed = assume or _loop_of(output, emit)
     options = PlanOptions(
         model=model, gpu=gpu, num_gpus=num_gpus, gpus_per_node=gpus_per_node, prompts=prompts,
@@ -321,8 +321,8 @@ def command(
         from rollbook.planner.report import html_report
 
         _write(html, html_report(plan))
-    if emit:
-        typer.echo(EMITTERS[emit](plan), nl=False)
+    if write is not None:
+        typer.echo(write(plan), nl=False)
     elif as_json:
         typer.echo(json.dumps(plan.as_json()))
     else:
@@ -354,9 +354,15 @@ def _tell_what_cannot_run(plan: Plan) -> None:
         )
 
 
+def _emitter(name: str) -> Callable[[Plan], str]:
+    from rollbook.planner.emit import emitter
+
+    return emitter(name)
+
+
 def _loop_of(output: Path | None, emit: str) -> str:
     """Assumptions of the loop that will run what is written; the default where nothing, or for several, is."""
-    from rollbook.planner.emit import LOOPS
+    from rollbook.planner.emit_targets import LOOPS
 
     loops = {LOOPS.get(emit, DEFAULTS.assume)} if emit else set[str]()
     loops |= {"rollbook"} if output is not None else set[str]()

@@ -120,7 +120,7 @@ def _expectation_of(
     with the lengths of the log where they are others; those that the description leaves out are the log's in both."""
     from rollbook.errors import PlanError, RunError
     from rollbook.ledger.assumptions import has_assumptions, load_assumptions
-    from rollbook.planner.emit import engine_written
+    from rollbook.planner.emit_targets import engine_written
     from rollbook.planner.expected import expectation_of_request
     from rollbook.planner.options import PlanOptions, of_file, read_options
     from rollbook.planner.request import choice_of

@@ -59,8 +59,8 @@ from rollbook.cli.plan import (
 from rollbook.planner.options import Bounds, PlanOptions, option_name
 
 if TYPE_CHECKING:
+    from rollbook.planner.candidate import Candidate
     from rollbook.planner.request import PlanRequest
-    from rollbook.planner.search import Candidate
     from rollbook.planner.sim_result import SimResult
 
 

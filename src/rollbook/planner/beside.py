@@ -15,9 +15,9 @@ from rollbook.ledger.reliability import checkpoint_error_frac
 from rollbook.ledger.step import hand_over_moves, is_colocated
 from rollbook.ledger.switch import Move, pinned_bytes
 from rollbook.ledger.sync import sync_account
+from rollbook.planner.candidate import Candidate, sync_work_of
 from rollbook.planner.offload import HELD, host_state_bytes
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate, sync_work_of
 from rollbook.planner.staleness import in_flight_slots
 from rollbook.planner.words import count, counted, format_bytes, percent, seconds, seconds_range
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import OFFLOAD_GAIN_FRAC, Candidate
+from rollbook.planner.search import OFFLOAD_GAIN_FRAC, Search
 from rollbook.planner.words import percent, seconds
 
 
@@ -47,3 +48,12 @@ def choose(request: PlanRequest, candidates: list[Candidate]) -> tuple[Candidate
         f"{seconds(on_policy.step_s)}: {percent(gain)} less for tokens at most "
         f"{request.max_staleness_steps} version{'s' if request.max_staleness_steps > 1 else ''} old"
     )
+
+
+def best_of(search: Search) -> Candidate | None:
+    """What `choose` recommends of all that `search` finds, of which no more is followed than the choice needs."""
+    request = search.request
+    # Where no old token is allowed nothing is gained by them.
+    gain = request.min_async_gain_frac if request.max_staleness_steps else 1.0
+    contenders = search.contenders(gain)
+    return choose(request, contenders)[0] if contenders else None

@@ -16,22 +16,20 @@ from rollbook.ledger.adapters import policy_state_bytes
 from rollbook.ledger.asynchrony import AsyncAccount, async_account
 from rollbook.observe.numbers import counted
 from rollbook.planner.beside import Beside
+from rollbook.planner.candidate import (
+    BACKEND_TITLES,
+    Candidate,
+    rollout_layout_json,
+    rollout_s,
+    train_layout_json,
+)
 from rollbook.planner.engines import engine_sentence
 from rollbook.planner.layouts import train_degrees
 from rollbook.planner.offload import HELD, host_state_bytes
 from rollbook.planner.publication import Publication
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import (
-    BACKEND_TITLES,
-    OFFLOAD_GAIN_FRAC,
-    Candidate,
-    Search,
-    fitting_layouts,
-    node_unit,
-    rollout_layout_json,
-    rollout_s,
-    train_layout_json,
-)
+from rollbook.planner.search import OFFLOAD_GAIN_FRAC, Search, node_unit
+from rollbook.planner.sides import fitting_layouts
 from rollbook.planner.words import (
     MODE_TITLES,
     capitalized,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.emit_engine import engine_memory_frac, is_megatron, prompt_tokens_of_chunk
 from rollbook.planner.engines import engine_sentence
 from rollbook.planner.plan import Plan, staleness_bound
-from rollbook.planner.search import Candidate
 from rollbook.planner.words import MODE_TITLES, split_gpus
 from rollbook.planner.yaml_text import to_yaml
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.layouts import last_stage_layers
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate
 
 
 def engine_memory_frac(request: PlanRequest, chosen: Candidate) -> float:

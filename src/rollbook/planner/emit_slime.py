@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.emit_engine import engine_memory_frac, prompt_tokens_of_chunk, uneven_last_stage
 from rollbook.planner.engines import engine_sentence
 from rollbook.planner.plan import Plan
-from rollbook.planner.search import Candidate
 from rollbook.planner.words import MODE_TITLES, split_gpus
 
 

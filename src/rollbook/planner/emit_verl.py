@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from rollbook.errors import PlanError
 from rollbook.observe.numbers import counted
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.emit_engine import engine_memory_frac, is_megatron, uneven_last_stage
 from rollbook.planner.engines import engine_sentence
 from rollbook.planner.plan import Plan, staleness_bound
-from rollbook.planner.search import Candidate
 from rollbook.planner.words import MODE_TITLES, format_bytes, split_gpus
 
 _TRAINER_MODES = {

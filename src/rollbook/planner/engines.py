@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import get_args
 
 from rollbook.ledger.step import Layouts, rollout_side
+from rollbook.planner.candidate import ENGINE_TITLES, Candidate, rollout_s
 from rollbook.planner.request import Engine, PlanRequest
-from rollbook.planner.search import ENGINE_TITLES, Candidate, rollout_s
 from rollbook.planner.words import seconds
 
 _SAME_FRAC = 0.005

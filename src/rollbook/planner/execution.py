@@ -20,10 +20,10 @@ from rollbook.ledger.decode import replica_weight_bytes
 from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.step import is_colocated
+from rollbook.planner.candidate import BACKEND_TITLES, Candidate
 from rollbook.planner.layouts import train_degrees
 from rollbook.planner.offload import HELD
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import BACKEND_TITLES, Candidate
 from rollbook.planner.words import counted, format_bytes
 
 

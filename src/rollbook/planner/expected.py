@@ -16,8 +16,9 @@ from rollbook.ledger.step import is_colocated
 from rollbook.observe.catalogue import STAGES_OUTSIDE_STEP
 from rollbook.observe.run_dir import CONFIG, PLAN
 from rollbook.planner.beside import moves_of
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.request import PAPER_HAS_NO_RANGE, PlanRequest
-from rollbook.planner.search import Candidate, Search
+from rollbook.planner.search import Search
 from rollbook.planner.words import percent
 
 INSIDE_ROLLOUT = frozenset({"reward"})

@@ -61,44 +61,56 @@ class SteadyStep:
 
 
 class _Parts:
-    """Trajectories of a batch that began together, for all batches: position, number, how many run; oldest first."""
+    """Trajectories of a batch that began together, for all batches: position, number, how many run; oldest first.
+
+    Lists, not arrays: there are few at a time, and calls on arrays of a few numbers are most of their cost.
+    """
 
     def __init__(self) -> None:
-        self._table = np.zeros((3, 512))
-        self.head = self.tail = 0
+        self.began_at: list[float] = []
+        self.number: list[float] = []
+        self.alive: list[float] = []
+        self.head = 0
+        """The first that may still run."""
         self.first: list[int] = []
         """By batch: its first part."""
 
     def add(self, batch: int, number: float, position: float) -> None:
         if batch == len(self.first):
-            self.first.append(self.tail)
-        if self.tail == self._table.shape[1]:
-            self._table = np.concatenate([self._table, np.zeros_like(self._table)], axis=1)
-        self._table[:, self.tail] = position, number, number
-        self.tail += 1
+            self.first.append(len(self.number))
+        self.began_at.append(position)
+        self.number.append(number)
+        self.alive.append(number)
 
     def drop(self, before: float) -> None:
         """Forget the parts that began before this position."""
-        while self.head < self.tail and self._table[0, self.head] <= before:
+        while self.head < len(self.number) and self.began_at[self.head] <= before:
             self.head += 1
 
-    @property
-    def began_at(self) -> Curve:
-        return self._table[0, self.head : self.tail]
+    def running(self) -> range:
+        return range(self.head, len(self.number))
 
-    @property
-    def number(self) -> Curve:
-        return self._table[1, self.head : self.tail]
+    def of(self, batch: int) -> range:
+        """The parts of `batch` that may still run."""
+        end = self.first[batch + 1] if batch + 1 < len(self.first) else len(self.number)
+        return range(max(self.first[batch], self.head), end)
 
-    @property
-    def alive(self) -> Curve:
-        return self._table[2, self.head : self.tail]
 
-    def of(self, batch: int) -> tuple[Curve, Curve]:
-        """[n] positions and [n] numbers of the parts of `batch` that may still run."""
-        start = max(self.first[batch], self.head)
-        end = self.first[batch + 1] if batch + 1 < len(self.first) else self.tail
-        return self._table[0, start:end], self._table[1, start:end]
+class _Table:
+    """Values at equally spaced ages from 0 on, linear between them and constant beyond the last."""
+
+    def __init__(self, ages: Curve, values: Curve) -> None:
+        self._scale = (len(ages) - 1) / float(ages[-1])
+        self._values: list[float] = [*values.tolist(), float(values[-1])]
+        self._last = len(ages) - 1
+
+    def at(self, age: float) -> float:
+        place = age * self._scale
+        i = int(place)
+        if i >= self._last:
+            return self._values[-1]
+        low = self._values[i]
+        return low + (place - i) * (self._values[i + 1] - low)
 
 
 class _Engines:
@@ -139,8 +151,12 @@ class _Engines:
         self._is_agent = is_agent
         self._survival[-1] = 0.0
         self._log_ended = np.log1p(-np.minimum(self._survival, 1 - 1e-12))
+        self._survives = _Table(self._ages, self._survival)
+        self._ends = _Table(self._ages, self._log_ended)
+        self._decodes = _Table(self._ages, self._decode_fracs)
         self._longest = float(self._ages[-1])
         self._ahead = np.concatenate([[0.0], np.geomspace(self._longest / 256, self._longest, _NUM_AHEAD)])
+        self._ahead_width = np.gradient(self._ahead)
         mean = max(float(np.trapezoid(self._survival, self._ages)), 1e-12)
         step = self._per_replica / slots * mean if self._holds_slots else mean
         cell = max(self._longest / _NUM_CELLS, step / _MOST_CELLS_PER_STEP)
@@ -196,13 +212,6 @@ class _Engines:
                 self._queue.appendleft((batch, left - taken))
         return started
 
-    def _decode_frac(self, ages: Curve, weights: Curve) -> float:
-        """Of trajectories that are so old, the share that decodes at the pace of `_token_s`."""
-        if not self._is_agent:
-            return 1.0
-        fracs = np.interp(ages, self._ages, self._decode_fracs)
-        return float(fracs.ravel() @ weights.ravel()) / max(float(weights.sum()), 1e-300)
-
     def _pace(self, running: float, context: float, frac: float) -> tuple[float, float]:
         """Seconds of one of age, and trajectories that decode, where `running` are under way with this much context.
 
@@ -228,16 +237,26 @@ class _Engines:
 
     def advance(self, limit_s: float) -> float:
         """Go on by a cell, or by `limit_s` where that is less; returns the seconds."""
-        parts, running = self._parts, self.running
-        ages, number, alive = self._position - parts.began_at, parts.number, parts.alive
+        parts, running, position = self._parts, self.running, self._position
+        survives, decodes = self._survives.at, self._decodes.at
         waiting = sum(left for _, left in self._queue) if self._holds_slots else 0.0
-        cell, later, seconds, ended, live = self._cell, alive, 0.0, 0.0, 0.0
+        cell, seconds, ended, live = self._cell, 0.0, 0.0, 0.0
+        later: list[float] = []
         for _ in range(4):
-            later = number * np.interp(ages + cell, self._ages, self._survival)
-            ended = max(running - float(later.sum()), 0.0)
+            later.clear()
+            number = aged = decoding = 0.0
+            for i in parts.running():
+                age = position - parts.began_at[i]
+                later.append(parts.number[i] * survives(age + cell))
+                both = parts.alive[i] + later[-1]
+                number += both
+                aged += both * (age + cell / 2)
+                if self._is_agent:
+                    decoding += both * decodes(age + cell / 2)
+            ended = max(running - sum(later), 0.0)
             mean = running - ended / 2 + min(ended, waiting) / 2
-            age = float((alive + later) @ (ages + cell / 2)) / max(2 * mean, 1e-9)
-            frac = self._decode_frac(ages + cell / 2, alive + later)
+            age = aged / max(2 * mean, 1e-9)
+            frac = decoding / max(number, 1e-300) if self._is_agent else 1.0
             pace, live = self._pace(mean, self._context + age / self._token_s, frac)
             seconds = cell * pace + self._stall_s
             if seconds <= limit_s * (1 + 1e-9):
@@ -247,34 +266,42 @@ class _Engines:
                 cell = 0.0
                 break
         seconds = min(seconds, limit_s)
+        started = max(sum(parts.number[parts.head :]), live, 1e-9)
         if cell == 0.0:
             self._stall_s = max(self._stall_s - seconds, 0.0)
         else:
-            alive[:] = later
-            replaced = self._start(min(ended, waiting), self._position + cell / 2)
+            parts.alive[parts.head :] = later
+            replaced = self._start(min(ended, waiting), position + cell / 2)
             self.running = running - ended + replaced
             self._stall_s = (ended * self._judge_s + replaced * self._start_s) / self.wider
             self._position += cell
-        started = max(float(number.sum()), live, 1e-9)
         self.busy_s += seconds * (1 - (1 - live / started) ** started)
         self.now_s += seconds
         return seconds
 
     def done(self, batch: int) -> float:
         """Probability that the last response of `batch` is there."""
-        if batch >= len(self._parts.first) or (self._queue and self._queue[0][0] <= batch):
+        parts = self._parts
+        if batch >= len(parts.first) or (self._queue and self._queue[0][0] <= batch):
             return 0.0
-        began_at, number = self._parts.of(batch)
-        log_ended = np.interp(self._position - began_at, self._ages, self._log_ended)
-        return math.exp(self.num_replicas * float(number @ log_ended))
+        log_ended = sum(
+            parts.number[i] * self._ends.at(self._position - parts.began_at[i]) for i in parts.of(batch)
+        )
+        return math.exp(self.num_replicas * log_ended)
 
     def expected_wait_s(self, batch: int) -> float:
         """From now to the last response of `batch`, all of which have begun; as far as it is not there."""
-        began_at, number = self._parts.of(batch)
+        mine = self._parts.of(batch)
+        began_at = np.asarray(self._parts.began_at[mine.start : mine.stop])
+        number = np.asarray(self._parts.number[mine.start : mine.stop])
         ages = self._position - began_at[:, None] + self._ahead
         missing = 1 - np.exp(self.num_replicas * (number @ np.interp(ages, self._ages, self._log_ended)))
-        survivors = number[:, None] * np.interp(ages, self._ages, self._survival)
-        frac = self._decode_frac(ages, survivors * (missing * np.gradient(self._ahead))[None, :])
+        frac = 1.0
+        if self._is_agent:
+            survivors = number[:, None] * np.interp(ages, self._ages, self._survival)
+            weights = survivors * (missing * self._ahead_width)[None, :]
+            fracs = np.interp(ages, self._ages, self._decode_fracs)
+            frac = float(fracs.ravel() @ weights.ravel()) / max(float(weights.sum()), 1e-300)
         pace, _ = self._pace(self.running, self._typical_context, frac)
         return float(np.trapezoid(missing, self._ahead)) * pace
 

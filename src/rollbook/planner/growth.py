@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from rollbook.ledger.layout import ReplicaLayout
 from rollbook.ledger.lengths import grown_by
 from rollbook.ledger.workload import Mode, Workload
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.choice import choose
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate, Search, with_split
+from rollbook.planner.search import Search, with_split
 from rollbook.planner.words import MODE_TITLES, count, seconds, split
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -19,12 +19,13 @@ from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
 from rollbook.observe.numbers import counted
 from rollbook.planner.beside import Beside, Checkpointing, beside, checkpointing
-from rollbook.planner.choice import choose
+from rollbook.planner.candidate import Candidate, host_bytes_per_gpu, host_bytes_per_node
+from rollbook.planner.choice import best_of, choose
 from rollbook.planner.derivation import Reasoned, derive
 from rollbook.planner.growth import Grown, growth
 from rollbook.planner.publication import Publication, choose_publication
 from rollbook.planner.request import HOST_BYTES_PER_GPU, PAPER_HAS_NO_RANGE, PlanRequest
-from rollbook.planner.search import Candidate, Search, host_bytes_per_gpu, host_bytes_per_node, node_unit
+from rollbook.planner.search import Search, node_unit
 from rollbook.planner.sensitivity import Shift, sensitivity
 from rollbook.planner.waterfall import Loss, above_peak, waterfall
 from rollbook.planner.words import MODE_TITLES, device_words, format_bytes, percent, split
@@ -211,7 +212,9 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         base_waterfall=tuple(waterfall(base.account, request.cluster)),
         chosen_waterfall=tuple(waterfall(chosen.account, request.cluster)) if chosen else (),
         sizes=tuple(_sizes(request, search.layouts, chosen)) if has_front and chosen else (),
-        shifts=() if brief or chosen is None else tuple(sensitivity(placed, chosen, search.layouts)),
+        shifts=()
+        if brief or chosen is None
+        else tuple(sensitivity(placed, chosen, search.layouts, search.engines)),
         growth=tuple(growth(placed, chosen, search.layouts))
         if chosen and request.length_growth_frac and not is_brief
         else (),
@@ -325,7 +328,7 @@ def _fits(request: PlanRequest) -> bool:
         request.check()
     except PlanError:
         return False
-    fits = any(c.fits for c in Search(request, is_brief=True).run())
+    fits = next(Search(request, is_brief=True).fitting(), None) is not None
     return fits or (_may_offload_all(request) and _fits(replace(request, offload="optimizer")))
 
 
@@ -381,11 +384,9 @@ def _sizes(request: PlanRequest, layouts: list[ReplicaLayout], chosen: Candidate
         except PlanError:
             continue
         usable = [layout for layout in layouts if num_gpus % layout.num_gpus == 0]
-        fitting = [c for c in Search(at_size, layouts=usable, is_brief=True).run() if c.fits]
-        if not fitting and _may_offload_all(request):
-            offloaded = replace(at_size, offload="optimizer")
-            fitting = [c for c in Search(offloaded, layouts=usable, is_brief=True).run() if c.fits]
-        best, _ = choose(at_size, fitting) if fitting else (None, "")
+        best = best_of(Search(at_size, layouts=usable, is_brief=True))
+        if best is None and _may_offload_all(request):
+            best = best_of(Search(replace(at_size, offload="optimizer"), layouts=usable, is_brief=True))
         sizes.append(Size(num_gpus=num_gpus, best=best))
     return sizes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.plan import Plan
-from rollbook.planner.search import Candidate
 
 CORES_PER_CPU_NODE = 64
 _CORES_PER_GPU = 8

@@ -16,8 +16,8 @@ from rollbook.ledger.sync import (
     best_sync_every,
     sync_account,
 )
+from rollbook.planner.candidate import Candidate, sync_work_of
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate, sync_work_of
 from rollbook.planner.words import format_bytes, percent, seconds, seconds_range
 
 MAX_BUCKETS = 2

@@ -11,6 +11,7 @@ import numpy as np
 from rollbook.ledger.account import StepAccount
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.step import is_colocated
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.charts import (
     Row,
     Segment,
@@ -26,7 +27,6 @@ from rollbook.planner.growth import GROWTH_HEAD
 from rollbook.planner.offload import HELD
 from rollbook.planner.plan import Plan
 from rollbook.planner.scenario import scenario_of
-from rollbook.planner.search import Candidate
 from rollbook.planner.sim_result import SimResult
 from rollbook.planner.simulate import simulate
 from rollbook.planner.waterfall import BETWEEN

@@ -15,10 +15,10 @@ from pathlib import Path
 from rollbook.ledger.hardware import MachineSpec
 from rollbook.ledger.step import is_colocated
 from rollbook.ledger.sync import BUCKET_BYTES
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.execution import Execution, execution
 from rollbook.planner.plan import Plan, staleness_bound
 from rollbook.planner.publication import MAX_BUCKETS, Publication
-from rollbook.planner.search import Candidate
 from rollbook.planner.staleness import batch_latency_s
 from rollbook.planner.words import (
     MODE_TITLES,

@@ -8,9 +8,9 @@ from dataclasses import replace
 from rollbook.ledger.agents import env_sigma
 from rollbook.ledger.decode import kv_shards
 from rollbook.ledger.workload import AgentWork
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.decoding import decode_step_s, prefill_token_s
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate
 from rollbook.planner.sim_draws import Draw, constant, lengths, lognormal_of
 from rollbook.planner.sim_scenario import DecodeTable, Scenario
 from rollbook.planner.staleness import in_flight_slots

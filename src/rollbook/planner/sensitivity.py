@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 from rollbook.errors import PlanError
 from rollbook.ledger.layout import ReplicaLayout
-from rollbook.planner.choice import choose
+from rollbook.planner.candidate import Candidate
+from rollbook.planner.choice import best_of
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Candidate, Search, with_split
+from rollbook.planner.search import Search, with_split
+from rollbook.planner.sides import RolloutSides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,23 +44,35 @@ class Shift:
         }
 
 
-def sensitivity(request: PlanRequest, chosen: Candidate, layouts: list[ReplicaLayout]) -> list[Shift]:
+def sensitivity(
+    request: PlanRequest,
+    chosen: Candidate,
+    layouts: list[ReplicaLayout],
+    engines: RolloutSides | None = None,
+) -> list[Shift]:
     """The three questions of a design review; a change that the question itself forbids is left out.
 
     Args:
         layouts: engine layouts to try again.
+        engines: of a search of `request` in these layouts.
     """
     shifts = []
-    for change, changed in (
-        ("responses 1.5 times as long", _longer(request, 1.5)),
-        ("variance of the lengths doubled", _wider(request, 2.0)),
-        ("train and forward MFU 10 % lower", slower_compute(request, 0.9)),
+    for change, changed, same_engines in (
+        ("responses 1.5 times as long", _longer(request, 1.5), None),
+        ("variance of the lengths doubled", _wider(request, 2.0), None),
+        # The paper account prefills at the MFU of forwards.
+        (
+            "train and forward MFU 10 % lower",
+            slower_compute(request, 0.9),
+            engines if request.assumptions.method != "paper" else None,
+        ),
     ):
         if changed is None:
             continue
         search = Search(with_split(changed, chosen), layouts=layouts, is_brief=True)
+        search.engines = same_engines or search.engines
         same = search.candidate(chosen.mode, *chosen.split)
-        best, _ = choose(changed, search.run())
+        best = best_of(search)
         shifts.append(
             Shift(
                 change=change,

@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rollbook.ledger.account import StepAccount
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.derivation import STEPS_OF_WHAT_FITS
 from rollbook.planner.growth import GROWTH_HEAD, Grown
 from rollbook.planner.offload import HELD
 from rollbook.planner.plan import Plan, Size
 from rollbook.planner.publication import Publication
-from rollbook.planner.search import Candidate
 from rollbook.planner.sensitivity import Shift
 from rollbook.planner.waterfall import BETWEEN, Loss
 from rollbook.planner.words import (

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from rollbook.ledger.step import is_colocated
 from rollbook.observe.numbers import counted
-from rollbook.planner.search import Candidate
+from rollbook.planner.candidate import Candidate
 from rollbook.planner.sim_result import SimResult
 from rollbook.planner.words import MODE_TITLES, capitalized, count, percent, seconds, seconds_range, split
 

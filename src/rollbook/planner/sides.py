@@ -1,0 +1,184 @@
+"""The two sides of a step, each computed once: engines on a number of GPUs, a trainer on a number of GPUs.
+
+Neither side knows the other one, so a search over splits joins what stands here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from rollbook.ledger.account import RolloutSide
+from rollbook.ledger.assumptions import Assumptions
+from rollbook.ledger.layout import ReplicaLayout, TrainLayout
+from rollbook.ledger.memory import train_memory
+from rollbook.ledger.step import Layouts, is_colocated, rollout_side, smallest_rollout_tp, train_side
+from rollbook.ledger.train import TrainPrices
+from rollbook.ledger.workload import Mode
+from rollbook.planner.candidate import TrainChoice, rollout_s
+from rollbook.planner.layouts import replica_layouts, train_layouts, trainer_stacks
+from rollbook.planner.offload import Offload, keeps_state, offloaded_side, offloads_of, on_device
+from rollbook.planner.request import PlanRequest
+
+SPREAD_GAIN_FRAC = 0.2
+"""Share of training's seconds that spreading experts must save where FSDP2, which gathers all of them for every micro
+batch, fits. The two trainers are not priced more finely than that."""
+
+
+class RolloutSides:
+    """Generation of one request's step, by number of GPUs and engine layout."""
+
+    def __init__(self, request: PlanRequest, layouts: list[ReplicaLayout]) -> None:
+        """`layouts`: engine layouts to try; empty: every sensible one."""
+        self._request = request
+        self._found: dict[tuple[int, bool, ReplicaLayout, bool], RolloutSide] = {}
+        agent, is_paper = request.workload.agent, request.assumptions.method == "paper"
+        self._has_environments = agent.env_s > 0 and agent.num_turns > 1 and not is_paper
+        if is_paper:
+            tp = request.rollout_tp or smallest_rollout_tp(
+                request.model, request.cluster, request.assumptions
+            )
+            layouts = [ReplicaLayout(tp_size=tp)]
+        self.layouts = layouts or self._shortlist(replica_layouts(request))
+
+    def of(
+        self, num_gpus: int, mode: Mode, layout: ReplicaLayout, *, follows_environments: bool = False
+    ) -> RolloutSide:
+        """One layout's. Following environments takes ten times as long as all the rest, and changes neither what
+        fits nor `rollout_s`."""
+        follows = follows_environments and self._has_environments
+        key = (num_gpus, is_colocated(mode), layout, follows)
+        if key not in self._found:
+            r = self._request
+            self._found[key] = rollout_side(
+                r.model, r.workload, r.cluster, r.assumptions,
+                mode=mode, num_gpus=num_gpus,
+                layouts=Layouts(replica=layout, max_staleness_steps=max(r.max_staleness_steps, 1)),
+                follows_environments=follows,
+            )  # fmt: skip
+        return self._found[key]
+
+    def followed(self, side: RolloutSide, mode: Mode, layout: ReplicaLayout) -> RolloutSide:
+        """`side` with what its environments add."""
+        if not self._has_environments:
+            return side
+        return self.of(side.num_gpus, mode, layout, follows_environments=True)
+
+    def fastest_first(self, num_gpus: int, mode: Mode) -> list[tuple[RolloutSide, ReplicaLayout]]:
+        """Every layout's, those that fit before those that do not."""
+        sides = [(self.of(num_gpus, mode, layout), layout) for layout in self.layouts]
+        return sorted(sides, key=lambda pair: (bool(pair[0].why_not), rollout_s(pair[0], mode)))
+
+    def best(self, num_gpus: int, mode: Mode) -> tuple[RolloutSide, ReplicaLayout]:
+        """The fastest that fits on `num_gpus`; the least bad one when none does."""
+        return self.fastest_first(num_gpus, mode)[0]
+
+    def _shortlist(self, layouts: list[ReplicaLayout]) -> list[ReplicaLayout]:
+        """Layouts that are among the three best of a colocated, a large or a small rollout side, or the best of their
+        size: a split may leave room for no other."""
+        gpus = self._request.cluster.num_gpus
+        points: list[tuple[int, Mode]] = [
+            (gpus, "sync"), (gpus, "colocate_async"), (max(3 * gpus // 4, 1), "separate_async"),
+            (max(gpus // 4, 1), "separate_async"), (max(gpus // 2, 1), "separate_sync"),
+        ]  # fmt: skip
+        self.layouts = layouts
+        kept: set[ReplicaLayout] = set()
+        for num_gpus, mode in points:
+            ranked = [layout for _, layout in self.fastest_first(num_gpus, mode)]
+            kept.update(ranked[:3])
+            best_of_size: dict[int, ReplicaLayout] = {}
+            for layout in ranked:
+                best_of_size.setdefault(layout.num_gpus, layout)
+            kept.update(best_of_size.values())
+        return [layout for layout in layouts if layout in kept]
+
+
+class TrainSides:
+    """Training of one request's step, by number of GPUs and the place of its state."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self._request = request
+        self._found: dict[tuple[int, Offload], TrainChoice] = {}
+        self._prices: dict[str, TrainPrices] = {}
+        self.first_offload: Offload = offloads_of(request)[0]
+        """What is asked about everywhere: on the device, unless the request says otherwise."""
+
+    def best(self, num_gpus: int, offload: Offload | None = None) -> TrainChoice:
+        """The trainer and its layout for `num_gpus`, with its state where `offload`, or else the request, wants it."""
+        offload = offload or self.first_offload
+        if (num_gpus, offload) not in self._found:
+            self._found[num_gpus, offload] = self._best_trainer(num_gpus, offload)
+        return self._found[num_gpus, offload]
+
+    def _best_trainer(self, num_gpus: int, offload: Offload) -> TrainChoice:
+        """FSDP2 where one of its layouts fits; Megatron for layouts that only it has, where they are needed."""
+        stacks = trainer_stacks(self._request)
+        able = [stack for stack in stacks if keeps_state(self._request.assumptions, stack, offload)]
+        best, *others = (self._best_of_stack(num_gpus, offload, stack) for stack in able or stacks[:1])
+        for other in others:
+            if _must_divide(self._request, best, other):
+                best, other = other, best
+            best = replace(best, instead=other)
+        return best
+
+    def _best_of_stack(self, num_gpus: int, offload: Offload, stack: str) -> TrainChoice:
+        r = self._request
+        assumptions = on_device(replace(r.assumptions, stack=stack), offload)
+        layouts, is_limited = fitting_layouts(replace(r, assumptions=assumptions), num_gpus)
+        layout = layouts[0]
+        if assumptions.method != "paper":  # whose trainer has no layouts
+            prices = self._prices_of(assumptions)
+            layout = min(layouts, key=lambda layout: sum(prices.seconds(num_gpus, layout)))
+        side = train_side(r.model, r.workload, r.cluster, assumptions, num_gpus=num_gpus, layout=layout)
+        side = offloaded_side(r, side, layout, offload)
+        return TrainChoice(
+            side=side, layout=layout, assumptions=assumptions, offload=offload, is_limited=is_limited
+        )
+
+    def _prices_of(self, assumptions: Assumptions) -> TrainPrices:
+        """Seconds do not depend on where the state lives."""
+        if assumptions.stack not in self._prices:
+            r = self._request
+            self._prices[assumptions.stack] = TrainPrices(r.model, r.workload, r.cluster, assumptions)
+        return self._prices[assumptions.stack]
+
+
+def _must_divide(request: PlanRequest, plain: TrainChoice, other: TrainChoice) -> bool:
+    """Whether it takes a trainer that divides tensors, layers or experts, and not one that shards alone."""
+    if plain.fits and other.fits:
+        gains = other.side.total_s < (1 - SPREAD_GAIN_FRAC) * plain.side.total_s
+        return gains and other.layout.ep_size > 1
+    if plain.fits or other.fits:
+        return other.fits
+    needed = [
+        train_memory(
+            request.model, request.workload, each.assumptions, num_gpus=each.side.num_gpus, layout=each.layout
+        ).total
+        for each in (plain, other)
+    ]
+    return needed[1] < needed[0]
+
+
+def fitting_layouts(request: PlanRequest, num_gpus: int) -> tuple[list[TrainLayout], bool]:
+    """The trainer layouts worth pricing, smallest model-parallel group first: all that fit, recomputing no more than
+    they must. Where none fits, the one that lacks least. And whether memory kept any from fitting."""
+    r = request
+    usable = r.cluster.accelerator.hbm_bytes * (1 - r.assumptions.memory_overhead_frac)
+    layouts = sorted(
+        train_layouts(r, num_gpus),
+        key=lambda la: (la.model_parallel_size, la.pp_size, la.tp_size, la.recompute == "full"),
+    )
+    best, least, is_limited = layouts[0], math.inf, False
+    found: dict[tuple[int, int, int], TrainLayout] = {}
+    for layout in layouts:
+        degrees = (layout.tp_size, layout.pp_size, layout.cp_size)
+        if degrees in found:
+            continue
+        total = train_memory(r.model, r.workload, r.assumptions, num_gpus=num_gpus, layout=layout).total
+        if total <= usable:
+            found[degrees] = layout
+            continue
+        is_limited = True
+        if total < least:
+            best, least = layout, total
+    return list(found.values()) or [best], is_limited
