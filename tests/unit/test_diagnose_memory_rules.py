@@ -214,3 +214,26 @@ def test_memory_that_stands_at_the_last_of_the_device_is_a_guess_at_what_ended_t
         peak = 50 + (top - 50) * climb
         found = diagnose(run_of({**lengths, ALLOCATED: peak, RESERVED: np.minimum(peak + 1, 79.6)})).findings
         assert [(f.rule, f.confidence) for f in found] == findings
+
+
+@pytest.mark.parametrize(
+    ("size", "top", "taken", "verdict"),
+    [
+        (None, 71.0, 76.9, "late_oom_with_length"),
+        (None, 71.0, 74.0, "well"),
+        (None, 66.0, 76.9, "well"),
+        (80.0, 71.0, 76.9, "well"),
+    ],
+    ids=["taken", "room to take", "room in what is taken", "a device that is told to be larger"],
+)
+def test_a_device_of_which_the_driver_keeps_its_part_is_full_below_its_nominal_size(
+    size: float | None, top: float, taken: float, verdict: str
+) -> None:
+    """An 80 GB device has 79 GiB of which a process gets 78: with 76.9 taken, no longer batch finds any more."""
+    climb = _grown(0, 1, (30, 119))
+    lengths = {
+        f"response_length/{k}": noisy(v * (1 + 2 * climb), 8) for k, v in (("mean", 800.0), ("max", 3e3))
+    }
+    held = {ALLOCATED: 40 + (top - 40) * climb, RESERVED: 45 + (taken - 45) * climb}
+    told = {} if size is None else {"perf/device_memory_gb": np.full(N, size)}
+    assert diagnose(run_of(lengths | held | told)).verdict == verdict

@@ -116,6 +116,8 @@ NEARLY_FULL = 0.85
 """Share of the device that must be in use where the allocator has taken all of it."""
 TAKEN = 0.97
 """Share of the device from which on the allocator has taken all of it: what comes next must fit into what it holds."""
+FOR_PROCESSES = 0.985
+"""Share of a device's nominal size that its driver leaves, 78.8 of 80."""
 
 
 def is_full(view: View, used: str, capacity: float) -> bool:
@@ -123,7 +125,8 @@ def is_full(view: View, used: str, capacity: float) -> bool:
     kept = reserved(view)
     top = _last_peak(view, used)
     taken = _last_peak(view, kept) if kept is not None else np.nan
-    return top >= FULL * capacity or (top >= NEARLY_FULL * capacity and taken >= TAKEN * capacity)
+    room = capacity if view.has(TOTAL) else FOR_PROCESSES * capacity
+    return top >= FULL * capacity or (top >= NEARLY_FULL * capacity and taken >= TAKEN * room)
 
 
 def _last_peak(view: View, metric: str) -> float:
