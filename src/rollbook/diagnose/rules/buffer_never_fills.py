@@ -28,9 +28,9 @@ def judge(view: View) -> Finding | NotJudged | None:
     stopped = stopped_by(view, RULE)
     if stopped is not None:
         return _stopped(stopped)
-    if (standing := standstill_of(view)) is not None and standing.told_by == RULE:
-        return _stands_still(standing)
     excess = excess_of(view)
+    if (standing := standstill_of(view)) is not None and standing.told_by == RULE:
+        return _stands_still(standing, longer_waits.for_good(view, excess) if excess is not None else None)
     if excess is None and (stalled := _whole_steps(view)) is not None:
         return stalled
     if excess is None:
@@ -61,14 +61,16 @@ def _stopped(found: Stop) -> Finding:
     )
 
 
-def _stands_still(found: Standstill) -> Finding:
+def _stands_still(found: Standstill, waits: Finding | None) -> Finding:
+    """The finding, dated by where waiting began to grow where it did before."""
+    is_earlier = waits is not None and waits.step < found.step
     return Finding(
         rule=RULE,
         title="the log ends while the trainer waits for samples that do not come",
         area="async",
         confidence=0.92,
-        step=found.step,
-        evidence=(found.evidence,),
+        step=waits.step if waits is not None and is_earlier else found.step,
+        evidence=(found.evidence, *(waits.evidence if waits is not None and is_earlier else ())),
         cost_s=found.lasted_s,
         action="look at what is still running: the trajectories that are missing, their replica and their environment; "
         "put a deadline on every trajectory, so that a step goes on without them",
