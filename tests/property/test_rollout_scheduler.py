@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -361,6 +362,38 @@ def test_the_cache_gives_up_its_last_page_for_a_request_that_needs_the_whole_poo
     while run.step():
         pass
     assert list(run.responses) == ["first", "second"]
+
+
+def test_a_newcomer_leaves_room_for_those_that_run_to_grow() -> None:
+    """A page for every four of them: the last free page goes to no fifth, and there is nobody to put off later."""
+    scheduler = Scheduler(
+        num_slots=8, num_pages=5, page_tokens=4, max_prefill_tokens=100, max_context_tokens=64
+    )
+    run = Run(scheduler)
+    for idx in range(5):
+        scheduler.submit(request(str(idx), [idx + 1] * 3, 3 if idx == 0 else 2))
+    run.step()
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.pool.num_free) == (4, 1, 1)
+    while run.step():
+        pass
+    assert len(run.responses) == 5 and scheduler.counters.num_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "given_back"),
+    [(0, []), (1, ["2"]), (2, ["1", "2"]), (3, ["0", "1", "2"]), (4, ["0", "1", "2"])],
+)
+def test_those_whose_turn_comes_last_are_given_back_and_no_more_than_there_are(
+    asked: int, given_back: list[str]
+) -> None:
+    """Some may have ended since they were counted."""
+    scheduler = Scheduler(
+        num_slots=2, num_pages=8, page_tokens=4, max_prefill_tokens=100, max_context_tokens=64
+    )
+    for idx in range(3):
+        scheduler.submit(request(str(idx), [idx + 1] * 3, 3))
+    Run(scheduler).step()
+    assert [response.request_id for response in scheduler.abort_last(asked)] == given_back
 
 
 def test_youngest_is_put_off_and_the_oldest_never_is() -> None:
