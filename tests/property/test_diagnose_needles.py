@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.diagnose.readers.endings import _DEATHS
-from rollbook.diagnose.readers.text import _STAGES, _TROUBLE
+from rollbook.diagnose.readers.trouble import _STAGES, _TROUBLE
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,15 @@ CAUSES: dict[str, tuple[str, str]] = {
 }
 
 
+_OF_A_HANG = re.compile(
+    r"nccl|hccl|gloo|rccl|collective|process ?group|\brank|barrier|broadcast|all_?reduce|all_?gather|time[d ]?[- ]?out"
+    r"|watchdog|heartbeat|DistBackend|DistStore|DistNetwork|Died|Unavailable|Crashed|ChildFailed|SIG[A-Z]+|terminat|abort"
+    r"|killed|cancel|interrupt|connection|broken ?pipe|EOFError|shut",
+    re.IGNORECASE,
+)
+"""What processes say that wait for another one, or for whom others waited."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """The error that ended a run."""
@@ -112,6 +121,12 @@ class Stop:
     """The rule that its words belong to; None: no rule of its own."""
     cause: str | None = None
     """A key of `CAUSES`, where no error was raised that says more."""
+
+    @property
+    def is_of_its_own(self) -> bool:
+        """Whether an error was raised that no wait for another process ends in: who waits for the one that raised it
+        times out later."""
+        return self.told_by is None and _OF_A_HANG.search(self.words) is None
 
     def evidence(self) -> Evidence:
         return Evidence(metric="log", step=self.step, says=f"the run stopped: {self.words}")

@@ -62,13 +62,42 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
                 "Timeout",
                 "imed out",
                 "did not",
+                "times out",
+                "Barrier",
+                "eartbeat",
+                "MISMATCH",
+                "store->get",
             ),
             r"Watchdog caught collective operation timeout|NCCL (?:operation|error|timeout).{0,80}time[d ]?out"
             r"|watchdog got stuck for|NCCL watchdog hang|\[c10d\] .{0,200}timed out after \d+ ?ms"
             r"|collective operation timeout|ProcessGroupNCCL.{0,120}[Tt]imeout|Connection closed by peer.{0,80}gloo"
             r"|HCCL.{0,60}timeout|Timed out waiting .{0,60}(?:all_?reduce|broadcast|barrier|all_?gather)"
             r"|Timed out waiting \d+ ?ms for (?:recv|send|operation)"
-            r"|did not answer to \w+ of version|did not export .{0,60} within",
+            r"|did not answer to \w+ of version|did not export .{0,60} within"
+            r"|failure detected by watchdog|due to (?:a )?collective timeout|[Hh]eartbeat monitor timed out"
+            r"|DistStoreError.{0,40}[Tt]imed out|store->get\(.{0,40}timeout|failed to pass monitoredBarrier"
+            r"|Notify register times out|mismatch between collectives|Collective .{0,40}type: MISMATCH"
+            r"|(?:update_weights\w*|weight[ _](?:sync|update)) .{0,60}(?:timed out after|did not form)",
+        ),
+        (
+            "collective_missed",
+            ("join", "enter"),
+            r"(?:\bnot|\bnever) (?:join|enter)(?:ed)?\b.{0,60}"
+            r"(?:collective|broadcast|barrier|reduce|gather|process group|\branks?\b)"
+            r"|(?:collective|broadcast|barrier|reduce|gather|process group|\branks?\b).{0,60}"
+            r"(?:\bnot|\bnever) (?:join|enter)(?:ed)?\b",
+        ),
+        (
+            "stack_in_collective",
+            ("distributed_c10d.py",),
+            r"\b\w+ \(\S*distributed_c10d\.py:\d+\)|distributed_c10d\.py\", line \d+ in \w+",
+        ),
+        (
+            "sandboxes_counted",
+            ("andbox", "ontainer", "pods", "leased"),
+            r"\b\d+ (?:\w+ )?(?:running|alive|live|living|open)\b.{0,40}\b\d+ (?:leased|in use|busy|active|assigned)\b"
+            r"|\b(?:running|alive|live|living|open) ?[=:] ?\d+\b.{0,40}"
+            r"\b(?:leased|in[ _]use|busy|active|assigned) ?[=:] ?\d+",
         ),
         (
             "object_store_spill",
@@ -115,6 +144,7 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
                 "ailure to ",
             ),
             r"[Ss]andbox.{0,80}(?:time[d ]*out|unreachable|refused|not healthy|quota|exhausted|lost|died|unavailable)"
+            r"|[Ss]andbox (?:API )?(?:call|request|execution) failed"
             r"|(?:Connect(?:ion|or)?(?:Error|Timeout)|[Cc]onnection refused).{0,80}sandbox"
             r"|env_server.{0,60}error|(?:tool call|env(?:ironment)? step) failed"
             r"|docker\.errors\.\w+|Error response from daemon|[Cc]annot connect to the Docker daemon"

@@ -23,13 +23,19 @@ from rollbook.diagnose.signs.seconds import (
 )
 from rollbook.diagnose.signs.standstill import standstill_of
 from rollbook.diagnose.spells import Spells
+from rollbook.diagnose.stops import stop
+from rollbook.diagnose.stops import stop
 from rollbook.diagnose.view import View
 
 RULE = "collective_hang"
 
 
 def judge(view: View) -> Finding | NotJudged | None:
+    last = view.step_at(view.n - 1)
     said = view.events("collective_timeout")
+    said += [e for e in view.events("collective_missed") if e.step is None or e.step >= last]
+    if (ended := stop(view)) is not None and ended.is_of_its_own:
+        said = []  # the others wait for the rank that raised it
     stages = [f"timing_s/{s}" for s in TRAINER_STAGES if view.has(f"timing_s/{s}")]
     if not is_asynchronous(view):
         stages.append("timing_s/gen")  # in an asynchronous run that one is a wait for samples
@@ -65,6 +71,10 @@ def _words(view: View, said: list[Event]) -> Iterator[Sign]:
     standing = standstill_of(view)
     if standing is not None and standing.told_by == RULE:
         yield standing.evidence, 0.92
+    last = view.step_at(view.n - 1)
+    stacks = [e for e in view.events("stack_in_collective") if e.step is None or e.step >= last]
+    if len(stacks) >= 2 and stop(view) is not None:  # of a run that goes on, a stack may be anywhere
+        yield Evidence(metric="log", step=last, says=f"then it was stopped: {stacks[0].text}"), 0.92
 
 
 def _open_spans(view: View) -> Iterator[Sign]:
