@@ -13,10 +13,11 @@ from rollbook.ledger.assumptions import load_assumptions
 from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.model import load_model
 from rollbook.ledger.workload import Workload
+from rollbook.planner.beside import beside
 from rollbook.planner.charts import nice_ticks
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import make_plan
-from rollbook.planner.report import _lanes, html_report
+from rollbook.planner.report import _lanes, device_bytes, html_report
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Search
 from rollbook.planner.show import show_plan
@@ -133,3 +134,39 @@ def test_a_column_of_flops_is_in_powers_of_ten() -> None:
     table = console.file.getvalue().split("FLOPs of the step")[1].split("Topologies")[0]
     numbers = [line.split()[1] for line in table.splitlines() if "%" in line]
     assert len(numbers) == 6 and all(re.fullmatch(r"\d\.\d\de\d+", number) for number in numbers)
+
+
+OWNERS = [
+    {"model": "Qwen3-8B", "num_gpus": "8"},
+    {"model": "Qwen3-32B", "num_gpus": "64", "response_tokens": "8k", "max_response_tokens": "32k"},
+    {"model": "Qwen3-32B", "num_gpus": "16", "lora_rank": 32},
+    {"model": "Qwen3-235B-A22B", "num_gpus": "128", "rollout_dtype": "auto"},
+    {"model": "DeepSeek-V3", "num_gpus": "512", "rollout_dtype": "float8"},
+    {"model": "DeepSeek-V3", "num_gpus": "512", "assume": "paper"},
+    {"model": "Llama-3-8B", "num_gpus": "64", "assume": "paper"},
+    {"model": "Qwen3-14B", "num_gpus": "32", "algorithm": "ppo"},
+    {"model": "Qwen3-8B", "gpu": "A100-40GB", "num_gpus": "16", "reward": "generative"},
+    {"model": "Qwen3-0.6B", "num_gpus": "1", "prompts": "32", "group_size": "4"},
+]
+
+
+@pytest.mark.parametrize("workload", OWNERS)
+def test_nobody_owns_more_of_a_gpu_that_fits_than_it_has(workload: dict[str, object]) -> None:
+    """The bars of the page and the owners of the terminal, whatever the account, of all that is said to fit."""
+    plan = make_plan(PlanOptions(**workload).request(), is_brief=True)  # type: ignore[arg-type]
+    capacity = plan.request.cluster.accelerator.hbm_bytes
+    fitting = [c for c in plan.candidates if c.fits]
+    assert fitting
+    for candidate in fitting:
+        for owned in device_bytes(plan.request, candidate):
+            assert sum(value for *_, value in owned) <= capacity * (1 + 1e-9), (candidate.title, owned)
+        around = beside(plan.request, candidate)
+        for place in ("rollout device", "train device"):
+            assert sum(item.bytes for item in around.memory if item.place == place) <= capacity * (1 + 1e-9)
+
+
+def test_owners_are_summed_up_against_the_capacity_of_their_gpu() -> None:
+    """Context and graphs are of what the plan leaves to the runtime: with weights and pool within 80 GB."""
+    plan = make_plan(PlanOptions(model="Qwen3-8B").request(), is_brief=True)
+    sums = [row for row in plan.beside.owners() if row[1] == "together, of 80.0 GB"]
+    assert len(sums) == 2

@@ -170,6 +170,8 @@ class Beside:
 
     memory: tuple[MemoryItem, ...]
     """By owner, on one GPU of each role and on the host; empty under the paper account, which has no owners."""
+    capacity_bytes: float
+    """Of a GPU."""
     moves: tuple[Move, ...]
     """Of a step's hand-overs, on one GPU; empty where the roles have their own devices."""
     checkpoint: Checkpointing
@@ -260,12 +262,17 @@ class Beside:
         return rows
 
     def owners(self) -> list[tuple[str, str, str]]:
-        """Place, owner and bytes, for terminal and page."""
-        places = [item.place for item in self.memory]
-        return [
-            ("" if i and places[i - 1] == item.place else item.place, item.name, format_bytes(item.bytes))
-            for i, item in enumerate(self.memory)
-        ]
+        """Place, owner and bytes, for terminal and page; of a device their sum, runtime included, and its capacity."""
+        rows: list[tuple[str, str, str]] = []
+        for place in dict.fromkeys(item.place for item in self.memory):
+            items = [item for item in self.memory if item.place == place]
+            rows += [
+                ("" if i else place, item.name, format_bytes(item.bytes)) for i, item in enumerate(items)
+            ]
+            if place != "train host":
+                total = sum(item.bytes for item in items)
+                rows.append(("", f"together, of {format_bytes(self.capacity_bytes)}", format_bytes(total)))
+        return rows
 
     def hand_over_rows(self) -> list[tuple[str, str, str]]:
         """Move, bytes over the host link and seconds, for terminal and page."""
@@ -284,6 +291,7 @@ def beside(request: PlanRequest, shown: Candidate) -> Beside:
     has_owners = request.assumptions.method != "paper"
     return Beside(
         memory=_memory(request, shown) if has_owners else (),
+        capacity_bytes=request.cluster.accelerator.hbm_bytes,
         moves=moves_of(request, shown),
         checkpoint=checkpointing(request, shown),
         prefill=shown.account.rollout.prefill,

@@ -26,6 +26,7 @@ from rollbook.planner.derivation import STEPS_OF_WHAT_FITS
 from rollbook.planner.growth import GROWTH_HEAD
 from rollbook.planner.offload import HELD
 from rollbook.planner.plan import Plan
+from rollbook.planner.request import PlanRequest
 from rollbook.planner.scenario import scenario_of
 from rollbook.planner.sim_result import SimResult
 from rollbook.planner.simulate import simulate
@@ -254,33 +255,9 @@ def _waterfall(plan: Plan, shown: Candidate) -> str:
 
 
 def _memory(plan: Plan, shown: Candidate) -> str:
-    r, account = plan.request, shown.account
+    r, rollout = plan.request, shown.account.rollout
     capacity = float(r.cluster.accelerator.hbm_bytes)
-    overhead = capacity * r.assumptions.memory_overhead_frac
-    memory = train_memory(
-        r.model,
-        r.workload,
-        shown.train.assumptions,
-        num_gpus=account.train.num_gpus,
-        layout=shown.train.layout,
-    )
-    state = account.train.train_state_bytes_per_gpu + account.train.critic_state_bytes_per_gpu
-    training = [
-        ("state", "training state", state + memory.whole),
-        ("reference", "reference policy", account.train.reference_bytes_per_gpu),
-        ("reference", "reward model", account.train.reward_model_bytes_per_gpu),
-        ("activations", "activations", memory.activations),
-        ("other", "logits and gathered layers", memory.logits + memory.buffers),
-        ("waiting", "runtime and fragmentation", overhead),
-    ]
-    rollout = account.rollout
-    kv = rollout.kv_pool_bytes / shown.rollout_layout.num_gpus
-    generating = [
-        ("weights", "engine weights", rollout.weights_bytes_per_gpu - rollout.judge_bytes_per_gpu),
-        ("reference", "reward model", rollout.judge_bytes_per_gpu),
-        ("kv", "KV pool", kv),
-        ("waiting", "runtime and fragmentation", overhead),
-    ]
+    generating, training = device_bytes(r, shown)
     colocated = is_colocated(shown.mode)
     names = (
         ("while training", "while generating")
@@ -311,7 +288,43 @@ def _memory(plan: Plan, shown: Candidate) -> str:
     return _section("Memory", lead, body)
 
 
-def _memory_row(name: str, note: str, parts: list[tuple[str, str, float]], capacity: float) -> Row:
+Owned = list[tuple[str, str, float]]
+"""Kind, owner and bytes."""
+
+
+def device_bytes(request: PlanRequest, shown: Candidate) -> tuple[Owned, Owned]:
+    """Who owns which bytes of a GPU that generates, and of one that trains. Under the paper account the state alone
+    decides what fits: a micro batch is part of its overhead, and frozen models wait their turn in host memory."""
+    rollout, train = shown.account.rollout, shown.account.train
+    overhead = request.cluster.accelerator.hbm_bytes * request.assumptions.memory_overhead_frac
+    runtime = ("waiting", "runtime and fragmentation", overhead)
+    generating = [
+        ("weights", "engine weights", rollout.weights_bytes_per_gpu - rollout.judge_bytes_per_gpu),
+        ("reference", "reward model", rollout.judge_bytes_per_gpu),
+        ("kv", "KV pool", rollout.kv_pool_bytes / shown.rollout_layout.num_gpus),
+        runtime,
+    ]
+    state = train.train_state_bytes_per_gpu + train.critic_state_bytes_per_gpu
+    if request.assumptions.method == "paper":
+        return generating, [("state", "training state", state), runtime]
+    memory = train_memory(
+        request.model,
+        request.workload,
+        shown.train.assumptions,
+        num_gpus=train.num_gpus,
+        layout=shown.train.layout,
+    )
+    return generating, [
+        ("state", "training state", state + memory.whole),
+        ("reference", "reference policy", train.reference_bytes_per_gpu),
+        ("reference", "reward model", train.reward_model_bytes_per_gpu),
+        ("activations", "activations", memory.activations),
+        ("other", "logits and gathered layers", memory.logits + memory.buffers),
+        runtime,
+    ]
+
+
+def _memory_row(name: str, note: str, parts: Owned, capacity: float) -> Row:
     used = sum(value for _, _, value in parts)
     segments = [Segment(kind, value, f"{title}: {format_bytes(value)}") for kind, title, value in parts]
     if used < capacity:
