@@ -521,6 +521,32 @@ def test_an_admission_of_many_sequences_is_one_clearing_and_one_copy() -> None:
     assert isinstance(copied, CopyPages) and copied.sources == (0, 1) * 330
 
 
+def test_the_cache_gives_up_the_end_of_a_sequence_before_its_beginning() -> None:
+    """A page without the page before it would be found by nobody."""
+    pool = PagePool(8)
+    cache = PrefixCache(pool, page_tokens=2)
+    tokens = np.arange(6, dtype=np.int32)
+    cache.keep(tokens, [pool.take_lowest() for _ in range(3)])
+    for num_left in (2, 1, 0):
+        assert cache.evict(1)
+        assert cache.find(tokens).num_tokens == 2 * num_left
+
+
+def test_what_runs_takes_the_start_of_the_pool_and_leaves_cached_pages_where_they_are() -> None:
+    """The first request's two pages are cached at the far end: the second gets the two that are free at the start."""
+    scheduler = Scheduler(
+        num_slots=2, num_pages=16, page_tokens=4, max_prefill_tokens=100, max_context_tokens=64
+    )
+    run = Run(scheduler)
+    scheduler.submit(request("first", [1] * 6, 2))
+    while run.step():
+        pass
+    scheduler.submit(request("second", [2] * 6, 2))
+    run.step()
+    assert [sequence.pages for sequence in scheduler.running()] == [[0, 1]]
+    assert scheduler.cache is not None and set(scheduler.cache._key_of) == {14, 15}
+
+
 def test_free_and_cached_pages_are_remembered_once_however_often_they_come_back() -> None:
     pool = PagePool(40)
     cache = PrefixCache(pool, page_tokens=2)

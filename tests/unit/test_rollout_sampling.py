@@ -77,6 +77,12 @@ def test_filters_keep_these_tokens_of_four(settings: dict[str, Any], kept: set[i
     assert set(drawn([0.4, 0.2, 0.1, 0.3], grid, **settings)) == kept
 
 
+def test_top_p_is_reached_when_it_is_met_exactly() -> None:
+    """Of four equal tokens two have half of the probability: the third comes too late."""
+    kept = {token for (token,) in (drawn([0.25] * 4, [u], top_p=0.5) for u in np.linspace(0, 0.999, 40))}
+    assert kept == {0, 1}
+
+
 def test_filters_do_not_change_the_reported_logprob() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0, 0.5]])
     for settings in ({"top_k": 1}, {"top_p": 0.3}, {"min_p": 0.9}):
