@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from diagnose_runs import DIFF, KL, PEARSON, Array, noisy, run_of
+from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.tree import diagnose
 
 N = 120
@@ -60,8 +61,18 @@ def test_a_far_gap_with_answers_cut_off_at_once_is_noise_in_some(
         {DIFF: _since(1, 0.004, 0.006, 2), CUT: _since(1, 0.002, 0.065, 4)},
         {DIFF: _since(1, 0.0015, 0.006, 2)},
         {CUT: _since(60, 0.0, 0.04, 4, 0.25)},
+        {
+            DIFF: _since(1, 0.002, 0.009, 2),
+            CUT: _since(1, 0.002, 0.065, 4),
+            f"{STALENESS}/mean": np.minimum(T, 1.0),
+        },
     ],
-    ids=["answers that grow", "a first step that agrees better", "cut off, at the same gap"],
+    ids=[
+        "answers that grow",
+        "a first step that agrees better",
+        "cut off, at the same gap",
+        "samples come to an age",
+    ],
 )
 def test_longer_answers_and_first_steps_are_healthy(moved: dict[str, Array]) -> None:
     assert diagnose(run_of(moved)).findings == ()

@@ -67,3 +67,14 @@ def test_a_penalty_that_nothing_earns_is_zero_by_right(penalty: str, before: flo
         f"reward/{penalty}/mean": np.where(T < SINCE, before * RNG.uniform(0.8, 1.2, N), 0.0),
     }
     assert diagnose(run_of(rewards, format=format)).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_found"), [("format", False), ("format_strict", False), ("countdown", True)]
+)
+def test_a_form_that_is_never_met_is_no_source_without_a_right_answer(name: str, is_found: bool) -> None:
+    rewards = {
+        "reward/math/mean": RNG.binomial(256, 0.5, N) / 256,
+        f"reward/{name}/mean": np.zeros(N),
+    }
+    assert bool(diagnose(run_of(rewards)).findings) is is_found

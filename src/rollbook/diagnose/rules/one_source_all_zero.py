@@ -211,11 +211,14 @@ _PENALTY = re.compile(r"penalt|overlong|too_?long|repetit|malus|deduct", re.IGNO
 """What only takes away: it is zero where there is nothing to take away for."""
 _FORM = re.compile(r"format|xml|tag|strict|soft|length|style|count|boxed", re.IGNORECASE)
 """Reward functions of TRL that ask for a form, which a model may never meet: no data of their own."""
+_FORMAT = re.compile(r"^format", re.IGNORECASE)
+"""The same in any log."""
 
 
 def _never_right(view: View, group: dict[str, str]) -> Finding | None:
     """A source without one right answer in all of the run, or since it was added, beside others that are solved."""
-    group = {s: m for s, m in group.items() if not (view.run.format == "trl" and _FORM.search(s))}
+    form = _FORM if view.run.format == "trl" else _FORMAT
+    group = {s: m for s, m in group.items() if not form.search(s)}
     levels = {s: view.level(m) - _floor_of(view, m) for s, m in group.items()}
     top = {s: float(np.nanmax(view.values[m])) - _floor_of(view, m) for s, m in group.items()}
     dead = [s for s in group if top[s] <= 1e-9 and not _HARD.search(s)]

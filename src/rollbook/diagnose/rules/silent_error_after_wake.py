@@ -17,6 +17,7 @@ from rollbook.diagnose.signs.gap import GAP, gap_of
 from rollbook.diagnose.signs.policy import is_broken_update
 from rollbook.diagnose.signs.rewards import lost_reward, lowest_reward, reward_of
 from rollbook.diagnose.signs.seconds import validations
+from rollbook.diagnose.signs.versions import versions_of
 from rollbook.diagnose.spells import follow
 from rollbook.diagnose.view import View
 
@@ -177,7 +178,10 @@ def _has_come_apart(view: View, good: int) -> bool:
 
 
 def _are_cut_off(view: View, good: int) -> bool:
-    """Whether answers run to their limit that did not in the first steps."""
+    """Whether answers run to their limit that did not in the first steps, of samples as fresh as those were."""
+    mean = versions_of(view).mean
+    if mean is not None and view.level(mean, good, good + 12) >= view.level(mean, 0, good) + 0.5:
+        return False  # the pipeline fills, and the gap with it
     metric, ratio, least = _OF_ANSWERS[0]
     before, after = view.level(metric, 0, good), view.level(metric, good, good + 12)
     return after - before >= least and after >= ratio * before
