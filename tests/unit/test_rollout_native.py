@@ -361,6 +361,20 @@ async def test_after_deep_sleep_nothing_is_served_before_a_publication() -> None
     assert after.version_runs == (VersionRun(1, 8),)
 
 
+async def test_a_light_sleep_after_a_deep_one_does_not_stand_for_the_publication() -> None:
+    async with running(tiny_model()) as engine:
+        for level in (2, 1):
+            await engine.sleep(level)
+            await engine.wake()
+        task = asyncio.create_task(engine.generate(request(random_ids(5))))
+        for _ in range(3):
+            await engine.run_between_steps(lambda: None)  # a turn of the engine's thread
+        assert not task.done() and (await engine.stats()).decode_tokens == 0
+        await write_weights(engine, tiny_model())
+        await engine.adopt_version(1)
+        assert (await task).version_runs == (VersionRun(1, 8),)
+
+
 # ---- weights
 
 

@@ -211,3 +211,23 @@ async def test_a_reset_that_cannot_be_done_is_an_error(monkeypatch: pytest.Monke
 
     response = await interrupted(monkeypatch, "recompute", 3, change)
     assert versions == [1] and {run.weight_version for run in response.version_runs} == {1}
+
+
+async def test_a_light_sleep_after_a_deep_one_does_not_stand_for_the_publication(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[int] = []
+
+    async def change(engine: VllmEngine, core: RememberingCore) -> None:
+        for level in (2, 1):
+            await engine.sleep(level)
+            await engine.wake()
+        for _ in range(3):
+            await engine.run_between_steps(
+                lambda: held.append(len(core.held))
+            )  # a turn of the engine's thread
+        await rewrite(2)(engine, core)
+
+    response = await interrupted(monkeypatch, "keep", 3, change)
+    assert held == [0, 0, 0]
+    assert response.response_ids.tolist() == [11, 11, 22, 22, 22]

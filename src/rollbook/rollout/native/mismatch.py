@@ -47,8 +47,9 @@ ROUNDINGS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def is_rounded(name: str, tensor: Tensor) -> bool:
-    """The layers' matrices, as quantized engines choose them: norms, embeddings and the head keep their precision."""
-    return tensor.ndim == 2 and ".layers." in f".{name}" and "norm" not in name
+    """The layers' matrices, as quantized engines choose them: norms (vectors), embeddings and the head keep their
+    precision."""
+    return tensor.ndim == 2 and ".layers." in f".{name}"
 
 
 class RoundedCopy:
