@@ -42,8 +42,8 @@ MATH_PROMPT_TOKENS = 150
 RUNAWAY_FRAC = 0.002
 """Responses that go on to the limit, where only their mean length is given: in a step of hundreds there always is one.
 (287 s for a limit of 16,384 tokens and a mean of 749: NeMo RL 0.3, Llama 70B; 0.0002 of verl's 7B on GSM8K.)"""
-TCP_BYTES_PER_S = 9e9
-"""Of a stream over sockets whose rate is not printed: 7.5 to 10 GB/s between nodes of clouds."""
+TCP_BYTES_PER_S = 6e9
+"""Of a stream over sockets whose rate is not printed: 3 to 10 GB/s between nodes of clouds."""
 USUAL_GROUP = 8
 """Responses of a prompt, where only the sequences of a step are given: it decides what little prompts share."""
 TYPICAL_CONTEXT_TOKENS = 1000
@@ -182,8 +182,8 @@ def dtype_of(text: Any, default: str = "bfloat16") -> str:
 
 
 _FRAMEWORKS = (
-    (r"verl.*checkpoint engine", "verl_checkpoint_engine"),
-    (r"verl|easyr1", "verl"),
+    (r"\bverl.*checkpoint engine", "verl_checkpoint_engine"),
+    (r"\bverl|easyr1", "verl"),
     (r"skyrl", "skyrl"),
     (r"checkpoint[ -_]engine|ckpt[ -_]engine", "checkpoint_engine"),
     (r"nemo[ -_/]*rl", "nemo"),
@@ -597,9 +597,12 @@ def _fsdp_rate(
     if model.num_experts and cluster.accelerator.chip in ("B200", "B300"):
         raise NotCovered("experts under torch FSDP on Blackwell: no grouped kernel in the published runs")
     stack = assumptions.stacks[name]
-    # torchtitan calls torch's own attention, which is FlashAttention 2.
+    # torchtitan calls torch's own attention, which is FlashAttention 2, as is what llm-foundry was measured with.
     attention = str(
-        config.get("attention", "FA2" if "torchtitan" in str(config.get("framework", "")) else "")
+        config.get(
+            "attention",
+            "FA2" if re.search(r"torchtitan|llm-foundry", str(config.get("framework", ""))) else "",
+        )
     )
     if "FA2" in attention and cluster.accelerator.chip == "H100":
         stack = replace(stack, attention_frac={"default": assumptions.flash2_attention_frac})
@@ -761,7 +764,10 @@ def _sync_work(
         weight_dtype=weights,
         changed_frac=_changed_frac(model),
         splits_experts=True,
-        is_apart=sides is not None
+        is_apart=(
+            _network_bytes_per_s(config) > 0 and train + rollout > count_of(config.get("gpus_per_node", 8))
+        )
+        or sides is not None
         or re.search(r"(another|other|different) node|\btwo .{0,6}nodes", placement) is not None,
         shares_devices=_is_colocated(config) or not (sides or named or counted),
         pp_size=int(train_pp[1]) if train_pp else 1,
@@ -770,15 +776,24 @@ def _sync_work(
         engine_ep_size=int(engine_ep[1]) if engine_ep else 1,
         repeats_dense=engine_ep is not None and not re.search(r"TP", placement[engine_ep.start() :]),
         shard_gpus=_shard_gpus(f"{framework} {trainer}", train_tp),
+        lora_rank=int(config.get("lora_rank", 0)) if "only the adapter" in placement else 0,
         quantizes_tensors=weights == "float8"
         and framework_name not in ("checkpoint_engine", "verl_checkpoint_engine")
         and not re.search(r"batched|prequant", framework),
-        passes_host=re.search(
+        # verl merges adapters into the base in host memory.
+        passes_host=(framework_name == "verl" and _trains_adapters(config, placement))
+        or re.search(
             r"through (the )?(host memory|cpu)|via (the )?(host|cpu)|object store", framework, re.IGNORECASE
         )
         is not None,
         state_is_offloaded=(offloads and "veomni" not in placement) or bool(config.get("param_offload")),
     )
+
+
+def _trains_adapters(config: dict[str, Any], placement: str) -> bool:
+    """LoRA whose adapters are merged: where they alone are sent, the case says so."""
+    text = f"{config.get('framework', '')} {placement}"
+    return ("lora_rank" in config or "lora" in text.lower()) and "only the adapter" not in text
 
 
 def _expert_gpus(trainer: str, ep_size: re.Match[str] | None, model: ModelSpec, num_gpus: int) -> int:
@@ -993,20 +1008,25 @@ def _waits_a_step_ahead(config: dict[str, Any]) -> bool:
 
 
 def _rollout_engine(case: Case) -> str:
-    """vLLM, in verl before 0.6 without CUDA graphs unless it is told otherwise (`enforce_eager: True`)."""
+    """SGLang where it is named, else vLLM, in verl before 0.6 without CUDA graphs unless it is told otherwise
+    (`enforce_eager: True`)."""
     config = case["config"]
     said = str(config.get("enforce_eager", config.get("eager", ""))).lower()
-    if "eager" in str(config.get("engine", "")).lower():
+    engine = str(config.get("engine", "")).lower()
+    if said == "true" or "eager" in engine:
         return "vllm_eager"
-    if said:
-        return "vllm_eager" if said == "true" else "vllm"
-    return "vllm_eager" if framework_of(case) == "verl" and _is_old_verl(config) else "vllm"
+    if "sglang" in engine:
+        return "sglang"
+    has_graphs = bool(said) or "graph" in engine
+    return (
+        "vllm_eager" if not has_graphs and framework_of(case) == "verl" and _is_old_verl(config) else "vllm"
+    )
 
 
 def _is_old_verl(config: dict[str, Any]) -> bool:
     """verl before 0.6, or vLLM before 0.10 where that is said; of an unknown year, before Blackwell."""
     framework = str(config.get("framework", "")).lower()
-    version, vllm = (re.search(name + r"\D{0,3}0\.(\d+)", framework) for name in ("verl", "vllm"))
+    version, vllm = (re.search(name + r"\D{0,3}0\.(\d+)", framework) for name in (r"\bverl", "vllm"))
     if version is not None:
         return int(version[1]) < 6
     if vllm is not None:

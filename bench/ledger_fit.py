@@ -81,7 +81,7 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
         "sync.delta_tensor_s": (1e-5, 0.0005, 5e-3),
         "frameworks.slime.sync.shard_gather_bytes_per_s": (1e10, 5e10, 2e11),
         "sync.handle_base_s": (0.05, 1.0, 10.0),
-        "frameworks.slime.sync.handle_base_s": (0.05, 1.0, 10.0),
+        "frameworks.verl.sync.handle_base_s": (0.05, 1.0, 10.0),
         "frameworks.skyrl.sync.handle_base_s": (0.05, 1.0, 10.0),
         "sync.expert_load_s": (1e-5, 1e-4, 3e-3),
         "sync.gather_bytes_per_s": (1e10, 5e10, 4e11),
@@ -118,8 +118,9 @@ memory: as RL steps move training state; the Megatron stack inside RL: as the sa
 """
 
 SHARED: dict[str, str] = {
-    "frameworks.relax.sync.handle_base_s": "sync.handle_base_s",
-    "frameworks.skyrl.sync.handle_base_s": "sync.handle_base_s",
+    # Their engines sleep while the trainer has the devices.
+    "frameworks.skyrl.sync.handle_base_s": "frameworks.verl.sync.handle_base_s",
+    "frameworks.relax.sync.handle_base_s": "frameworks.verl.sync.handle_base_s",
     "sync.near_base_s": "sync.base_s",
     "frameworks.verl_checkpoint_engine.sync.near_base_s": "frameworks.verl_checkpoint_engine.sync.base_s",
     "stacks.fsdp_primerl.dense_bytes": "stacks.fsdp_plain.dense_bytes",

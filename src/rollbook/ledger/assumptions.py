@@ -211,7 +211,7 @@ class SyncAssumptions:
     quantize_tensor_s: float
     """Of one tensor that is quantised, scaled and shuffled on its own."""
     host_copy_bytes_per_s: float
-    """Per GPU, as frameworks copy weights from and to pageable host memory; counted in the engine's dtype."""
+    """Per GPU, as frameworks copy weights from and to pageable host memory."""
     delta_bytes_per_s: float
     """Positions and values of changed numbers: gathered on one rank, checked, broadcast and written into place."""
     delta_tensor_s: float

@@ -37,6 +37,8 @@ _LINK_FRAC = 0.7
 _STREAM_FRAC = 0.9
 """The same of a port that a stream or slices fill: 44 of 50 GB/s in 214 and 470 GB of miles' broadcasts, in prime-rl's
 82 GB and in NeMo RL's slices to two and to eight GPUs."""
+_MASTER_FACTOR = 2.0
+"""Bytes of the float32 weights that a trainer fetches from the host over those of the bfloat16 that it sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,17 +207,18 @@ def _fixed_s(
 ) -> float:
     base_s = {
         "in_process": assumptions.process_base_s,
-        "ipc": assumptions.handle_base_s if work.num_train_gpus > 1 else assumptions.near_base_s,
+        "ipc": assumptions.handle_base_s,
         "sharded": assumptions.slices_base_s,
     }
     seconds = base_s.get(work.method, assumptions.base_s if crosses else assumptions.near_base_s)
     if work.quantizes_tensors:
         seconds += tensors * assumptions.quantize_tensor_s
-    if work.state_is_offloaded:
-        seconds += total / work.num_train_gpus / assumptions.host_copy_bytes_per_s
+    share = total / work.num_train_gpus
     if work.passes_host:
-        shares = total / work.num_train_gpus + per_receiver
-        seconds += (shares if work.method == "sharded" else total) / assumptions.host_copy_bytes_per_s
+        staged = share + per_receiver if work.method == "sharded" else total
+        seconds += staged / assumptions.host_copy_bytes_per_s
+    elif work.state_is_offloaded:
+        seconds += _MASTER_FACTOR * share / assumptions.host_copy_bytes_per_s
     return seconds
 
 
@@ -335,7 +338,7 @@ def _delta(
     # The base version lies in pinned host memory: read for the comparison, and written anew.
     compare_s = 2 * local / cluster.accelerator.host_link_bytes_per_s
     if work.state_is_offloaded:
-        compare_s += local / assumptions.host_copy_bytes_per_s
+        compare_s += _MASTER_FACTOR * local / assumptions.host_copy_bytes_per_s
     parts = {"gather": compare_s, "transfer": sent / assumptions.delta_bytes_per_s}
     fixed_s = assumptions.base_s if crosses else assumptions.near_base_s
     fixed_s += tensors * assumptions.delta_tensor_s
