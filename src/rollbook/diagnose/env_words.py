@@ -30,8 +30,8 @@ _SHARE = _words("rate ratio frac fraction share frequency")
 _SECONDS = _words("s sec secs second seconds time latency duration")
 _CALL = _words("call calls turn turns step exec execute execution run tool tools")
 _GETTING = _words("create creation acquire acquisition lease spawn start startup checkout boot")
-_IN_USE = _words("active leased busy running open use")
-_CAPACITY = _words("capacity alive healthy")
+_IN_USE = _words("active leased busy running open use alive live living")
+_CAPACITY = _words("capacity healthy")
 
 
 def named_by_words(values: Mapping[str, Series]) -> dict[str, str]:

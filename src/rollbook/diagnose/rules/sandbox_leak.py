@@ -40,6 +40,7 @@ _LEVELS = (
     ("env/turn_s/mean", 1.5, 1.5),
     ("perf/cpu_memory_used_gb", 1.12, 1.0),
 )
+_COUNTS = ("env/num_leased", "env/num_active")
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -109,7 +110,8 @@ def _weighed(view: View, *, is_agentic: bool) -> Finding | None:
     evidence: list[Evidence] = []
     env = False
     begin = view.n
-    held = [metric for metric in ("env/num_leased", "env/num_active") if _is_held_ever_more(view, metric)]
+    counted_at: int | None = None
+    held = [metric for metric in _COUNTS if _is_held_ever_more(view, metric)]
     for metric, least, worth in _LEVELS:
         ratio, steadiness = view.trend(metric)
         is_steady = steadiness >= 0.75 or metric in held
@@ -120,6 +122,7 @@ def _weighed(view: View, *, is_agentic: bool) -> Finding | None:
         points += worth
         env |= metric.startswith("env/")
         idx = foot_of_climb(view.values[metric])
+        counted_at = idx if metric in _COUNTS else counted_at
         begin = min(begin, idx)
         early, late = view.level(metric, 0, max(3, view.n // 8)), view.last(metric, max(3, view.n // 8))
         evidence.append(
@@ -131,6 +134,7 @@ def _weighed(view: View, *, is_agentic: bool) -> Finding | None:
                 says=f"grows step by step from {num(early)} to {num(late)}",
             )
         )
+    begin = begin if counted_at is None else counted_at  # seconds scatter, counts do not
     if env and view.trend("env/turn_s/mean")[0] >= MANY_TIMES and not _gap_moves(view):
         worse = _gets_worse(view)
         points += 1.0 * bool(worse)
