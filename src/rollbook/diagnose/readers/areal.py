@@ -14,17 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.held import note_held
 from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.text import TROUBLE_BYTES, lines, number, plain
 from rollbook.diagnose.series import Event, Row
 
 _STEP = re.compile(r"Train step (\d+)/\d+ done")
 _CELL = re.compile(r"[│|┃]")
-_MEMORY = re.compile(
-    r"Memory-Usage\b.*?\ballocated \(GB\): *(\d+\.?\d*).*?\breserved \(GB\): *(\d+\.?\d*)"
-    r"(?:.*?\bused/total \(GB\): *[\d.]+/(\d+\.?\d*))?"
-)
-_HELD = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/device_memory_gb")
 
 
 def recognizes(head: str) -> float:
@@ -53,13 +49,8 @@ def read(path: Path) -> Iterator[Row | Event]:
             for name, value in itertools.pairwise(cells):
                 if "/" in name and " " not in name and (parsed := number(value)) is not None and value:
                     data.setdefault(name, parsed)
-        elif (usage := _MEMORY.search(line)) is not None:
-            for name, value in zip(_HELD, usage.groups(), strict=True):
-                if value is not None:
-                    held[name] = max(held.get(name, 0.0), float(value))
-        else:
-            if event := watcher.watch(line, step):
-                yield event
+        elif not note_held(line, held) and (event := watcher.watch(line, step)):
+            yield event
     if step is not None and data:
         yield Row(step=step, data=data)
     yield from watcher.end(step)

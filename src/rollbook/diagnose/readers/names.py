@@ -37,6 +37,7 @@ VERL = {
     "timing_s/wait_prev_gen": "timing_s/gen",
     "timing_s/sync_rollout_weights": "timing_s/update_weights",
     "timing_s/param_sync": "timing_s/update_weights",
+    "timing_s/reshard": "timing_s/update_weights",
     "timing_s/compute_log_prob": "timing_s/old_log_prob",
     "timing_s/agent_loop/tool_calls/mean": "env/turn_s/mean",
     "timing_s/agent_loop/tool_calls/max": "env/turn_s/max",

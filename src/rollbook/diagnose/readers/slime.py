@@ -1,7 +1,8 @@
 """slime's console log (miles prints the same): `rollout 3: {...}`, `step 6: {...}`, `perf 3: {...}`, `eval 3: {...}`.
 
 Facts: rollout, perf and eval records count rollouts, step records count optimizer steps, of which a rollout
-may have several. Step records that follow rollout N belong to it; their last value stands, as in its charts.
+may have several. Step records that follow rollout N belong to it; their last value stands, as in its charts. Lines on
+the memory that is held belong to the rollout before them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.held import note_held
 from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.text import TROUBLE_BYTES, dict_pairs, lines, plain
 from rollbook.diagnose.series import Event, Row
@@ -36,10 +38,13 @@ def read(path: Path) -> Iterator[Row | Event]:
     watcher = LineWatcher()
     rollout: int | None = None
     optimizer: dict[str, float] = {}
+    """Of the optimizer steps of the newest rollout, and the most memory that was held since it."""
     for raw in lines(path, (b": {", *TROUBLE_BYTES, *ENDING_BYTES), watcher):
         line = plain(raw)
         match = _RECORD.search(line) if ": {" in line else None
         if match is None:
+            if note_held(line, optimizer):
+                continue
             if event := watcher.watch(line, rollout):
                 yield event
             continue

@@ -32,9 +32,16 @@ _WAITS = re.compile(
     r"\b(?:wait(?:ing|s|ed)?|still|stuck|blocked|pending|poll(?:ing)?|retry(?:ing)?|idle|elapsed|hung|hang(?:s|ing)?"
     r"|not (?:yet )?(?:ready|enough|complete|returned|finished|received|entered|arrived|answered|responded)"
     r"|no (?:progress|response|answer)|no \w+ (?:\w+ )?(?:finished|received|completed|arrived|returned)"
-    r"|not responding|unresponsive|stall(?:ed|ing)?|insufficient)\b",
+    r"|not responding|unresponsive|stall(?:ed|ing)?|insufficient"
+    r"|no (?:new |further |more )?(?:steps?|iterations?|updates?|heartbeats?|output) (?:for|in|since|within))\b",
     re.IGNORECASE,
 )
+_NO_STEP = re.compile(
+    r"\bno (?:new |further |more )?(?:steps?|iterations?|updates?|progress)\b.{0,30}?"
+    r"\b(?:for|in|since|within|after) +\d",
+    re.IGNORECASE,
+)
+"""What a watch says of a run that stands: whatever else it measures may differ from line to line."""
 _DATED = re.compile(r"(\d{4})-(\d\d)-(\d\d)[ T_](\d\d):(\d\d):(\d\d)(?:[.,]\d+)?Z?")
 _CLOCK = re.compile(r"(?<![\d:])(?<!elapsed[ =:])(\d\d):(\d\d):(\d\d)(?:[.,]\d+)?(?![\d:<])")
 _DATE_ONLY = re.compile(r"\b(?:\d{8}|\d\d[-/]\d\d)\b")
@@ -97,6 +104,7 @@ def at_the_end(path: Path, step_marks: tuple[bytes, ...], step: int) -> Event | 
             at_s = stamp[0] if stamp[1] else at_s - (at_s - stamp[0]) % DAY_S
         if _WAITS.search(line):
             words, counts_s = _SPEAKER.sub("", _COUNTS_ON.sub("", rest)).strip(), _counted(rest)
+            words = _shape(words) if _NO_STEP.search(rest) else words
             said.append(_Said(None if stamp is None else at_s, words, counts_s, line, num_after))
     if (stands := _bar_stands(bars, step)) is not None:
         return stands

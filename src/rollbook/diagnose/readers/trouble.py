@@ -94,10 +94,11 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
         (
             "sandboxes_counted",
-            ("andbox", "ontainer", "pods", "leased"),
-            r"\b\d+ (?:\w+ )?(?:running|alive|live|living|open)\b.{0,40}\b\d+ (?:leased|in use|busy|active|assigned)\b"
-            r"|\b(?:running|alive|live|living|open) ?[=:] ?\d+\b.{0,40}"
-            r"\b(?:leased|in[ _]use|busy|active|assigned) ?[=:] ?\d+",
+            ("andbox", "ontainers"),
+            r"\d+ (?:sandboxes|containers) (?:running|alive|live|living|open)\b.{0,40}"
+            r"\b\d+ (?:leased|in use|busy|assigned)\b"
+            r"|(?:[Ss]andbox|[Cc]ontainers).{0,60}\b(?:running|alive|live|living|open) ?[=:] ?\d+\b.{0,40}"
+            r"\b(?:leased|in[ _]use|busy|assigned) ?[=:] ?\d+",
         ),
         (
             "object_store_spill",

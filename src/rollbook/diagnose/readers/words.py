@@ -295,9 +295,13 @@ def source_of(name: str) -> str | None:
     return next(iter(left))
 
 
+_HOW = r"(?:mean|avg|raw|task)_"
 _FRAMES = (
-    re.compile(r"(?P<where>(?:\w+/)*)(?:mean_|avg_)?rewards?[_/.](?P<source>[\w.-]+?)(?:[_/](?:mean|avg))?"),
-    re.compile(r"(?P<where>(?:\w+/)*)(?P<source>[\w.-]+?)[_/.]rewards?(?:[_/](?:mean|avg))?"),
+    re.compile(rf"(?P<where>(?:\w+/)*)(?:{_HOW})?rewards?[_/.](?P<source>[\w.-]+?)(?:[_/](?:mean|avg))?"),
+    re.compile(
+        rf"(?P<where>(?:\w+/)*)(?!{_HOW})(?P<source>[\w.-]+?)[_/.](?:{_HOW})?rewards?(?:[_/](?:mean|avg))?"
+    ),
+    re.compile(r"(?P<where>(?:\w+/)*)(?:scores?|acc|accuracy)/(?P<source>[\w.-]+?)(?:/(?:mean|avg))?"),
 )
 
 

@@ -24,7 +24,6 @@ from rollbook.diagnose.signs.seconds import (
 from rollbook.diagnose.signs.standstill import standstill_of
 from rollbook.diagnose.spells import Spells
 from rollbook.diagnose.stops import stop
-from rollbook.diagnose.stops import stop
 from rollbook.diagnose.view import View
 
 RULE = "collective_hang"

@@ -83,32 +83,46 @@ def _parted(finding: Finding) -> float:
 
 
 def _told(view: View) -> Finding | None:
-    """Lines on sandboxes that fail come in numbers since a step, and the reward is lower since then: where nothing of
-    environments is measured, the log's own words are."""
+    """Lines on sandboxes that fail come in numbers since a step, and since then the reward is lower or scoring waits
+    for time-outs: where nothing of environments is measured, the log's own words are."""
     lines = failing_lines(view)
-    lost = None if lines is None else view.contrast(reward_of(view).metric, lines.idx, width=40)
-    if lines is None or lost is None or policy_of(view).blow_up_idx is not None:
-        return None
-    if lost.score > -4 or not -lost.diff >= LOST * (lost.before - lowest_reward(view)):
+    if lines is None or policy_of(view).blow_up_idx is not None:
         return None
     if gap_of(view) is not None and view.moved(GAP, lines.idx, 1, factor=2.0):
         return None
+    lost = _lost_at(view, lines.idx)
+    waits = view.contrast(SCORER, lines.idx, width=8, log=True)
+    is_broken = waits is not None and _is_broken(waits)
+    if lost is None and not is_broken:
+        return None
     step = view.step_at(lines.idx)
     says = f"{num(lines.before)} lines a step before, {num(lines.after)} since, as: {lines.example[:160]}"
+    evidence = [Evidence(metric="log", step=step, before=lines.before, after=lines.after, says=says)]
+    if waits is not None and is_broken:
+        evidence.append(of_contrast(view, waits, lines.idx, "scoring waits for them, or is refused at once"))
+    if lost is not None:
+        evidence.append(of_contrast(view, lost, lines.idx))
     return Finding(
         rule=RULE,
-        title="sandboxes are dead: what needs them fails and counts as reward zero",
+        title="sandboxes are dead: what needs them fails" + (" and counts as reward zero" if lost else ""),
         area="data",
         confidence=0.8,
         step=step,
-        evidence=(
-            Evidence(metric="log", step=step, before=lines.before, after=lines.after, says=says),
-            of_contrast(view, lost, lines.idx),
-        ),
-        cost_reward=-lost.diff,
+        evidence=tuple(evidence),
+        cost_reward=-lost.diff if lost is not None else None,
         action=ACTION,
         next_check=CHECK,
     )
+
+
+def _lost_at(view: View, idx: int) -> Contrast | None:
+    """The reward after a position against that before, where a good part is gone: over many steps, or over few of one
+    that was rising."""
+    for width in (40, 12):
+        lost = view.contrast(reward_of(view).metric, idx, width=width)
+        if lost is not None and lost.score <= -4 and -lost.diff >= LOST * (lost.before - lowest_reward(view)):
+            return lost
+    return None
 
 
 MOST = 0.5

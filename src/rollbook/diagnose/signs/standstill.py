@@ -65,6 +65,8 @@ def standstill_of(view: View) -> Standstill | None:
     seconds = view.values.get("timing_s/step")
     longest = float(np.nanmax(seconds)) if seconds is not None and np.isfinite(seconds).any() else 0.0
     least = max(LEAST_S, STEPS * usual, LONGEST * longest) if usual > 0 else UNTIMED_S
+    if (stage_s := _stage_seconds(view, event.text)) > 0.0:
+        least = min(least, max(LEAST_S, usual + STEPS * stage_s))
     if _is_hopeless(event.text):
         least = LEAST_S
     if lasted_s < least:
@@ -76,6 +78,22 @@ def standstill_of(view: View) -> Standstill | None:
     told = (_rule_of(words) for words in (event.text, *event.fields.get("beside", ())))
     told_by = next(filter(None, told), None)
     return Standstill(step, event.text, lasted_s, told_by, Evidence(metric="log", step=step, says=says))
+
+
+_STAGES = {
+    "update_actor": r"update_actor|update_policy|actor_train|train_step",
+    "update_weights": r"update_weights|sync_weights|weight_sync|param_sync",
+    "old_log_prob": r"(?:old|compute)_log_?probs?",
+    "ref": r"ref_log_?probs?",
+}
+
+
+def _stage_seconds(view: View, words: str) -> float:
+    """Usual seconds of the trainer's stage that a line says the run stands in; 0 where it names none that is timed."""
+    for stage, pattern in _STAGES.items():
+        if view.has(f"timing_s/{stage}") and re.search(pattern, words):
+            return view.level(f"timing_s/{stage}")
+    return 0.0
 
 
 def _rule_of(words: str) -> str | None:
