@@ -594,8 +594,12 @@ def _fsdp_rate(
 ) -> tuple[float, float]:
     """One micro batch of one sequence a GPU, and in RL with full weights the publication to a shared disk."""
     kind = str(config.get("kind", ""))
-    if model.num_experts and cluster.accelerator.chip in ("B200", "B300"):
-        raise NotCovered("experts under torch FSDP on Blackwell: no grouped kernel in the published runs")
+    if (
+        model.num_experts
+        and cluster.accelerator.chip in ("B200", "B300")
+        and "prime-rl" in str(config.get("framework", ""))
+    ):
+        raise NotCovered("prime-rl's unspread experts on Blackwell: no grouped kernel in the published runs")
     stack = assumptions.stacks[name]
     # torchtitan calls torch's own attention, which is FlashAttention 2, as is what llm-foundry was measured with.
     attention = str(

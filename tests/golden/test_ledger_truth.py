@@ -104,6 +104,14 @@ def test_a_case_is_known_by_its_own_words() -> None:
     assert framework_of(case(framework="NeMo RL, nccl_reshard refit")) == "nemo"
     assert framework_of({**case(), "source": {"title": "checkpoint-engine README"}}) == "checkpoint_engine"
     assert framework_of(case(framework="vLLM RDT weight transfer (FSDP2 trainer)")) == ""
+    assert (
+        framework_of(case(framework="NeMo RL refit: packed NCCL broadcast, two buffers overlapped")) == "nemo"
+    )
+    assert framework_of(case(framework="somebody's, overlapped")) == ""
+    assert [framework_of(case(framework=f"{name}, colocated")) for name in ("vime", "Relax")] == [
+        "vime",
+        "relax",
+    ]
     assert [engine_of(t) for t in ("vLLM 0.6.3", "vLLM 0.10.0 (ROCm 6.4.1)", "SGLang 0.5.6", "TensorRT-LLM")] == [
         "vllm_v0", "vllm", "sglang", "tensorrt_llm",
     ]  # fmt: skip
@@ -140,8 +148,39 @@ def test_seconds_of_a_publication_without_a_method_are_read_by_its_words() -> No
     assert stream < predicted(framework="somebody's, colocated") < 3 * stream
     # 65 GB over the 5 GB/s that a printed network of 60 Gb/s leaves, not over the port that a node usually has.
     assert predicted(framework="somebody's", network="TCP, 60 Gbit/s, no RDMA") > stream + 8
+    # Sockets are no port, at a usual rate where none is printed; and a pair on two nodes meets over the network.
+    assert stream + 8 < predicted(framework="somebody's, NCCL over sockets") < stream + 20
+    pair = {"framework": "somebody's", "train_gpus": 1, "rollout_gpus": 1}
+    apart = predicted(**pair, placement="1 sender GPU + 1 worker on another node")
+    assert apart > 3 * predicted(**pair, placement="one node")
+    # RDMA out of device memory is how a stream travels; slices are what RDMA writes of shards are.
+    assert predicted(framework="somebody's, GPUDirect RDMA") == stream
+    # A store in host memory takes a shard's copy in and a slice's out, verl's merged adapters the whole of it.
+    assert predicted(framework="somebody's, RDMA") + 4 < predicted(
+        framework="somebody's, RDMA through host memory"
+    )
+    verl = {"framework": "verl, colocated (FSDP to vLLM)", "train_gpus": 1, "rollout_gpus": 1}
+    merged = predicted(**{**verl, "framework": "verl, colocated, LoRA merged"})
+    assert merged - predicted(**verl) == pytest.approx(65.5e9 / 1.65e9, rel=0.02)
     with pytest.raises(NotCovered, match="parts of the weights"):
         predicted(framework="somebody's", note="LoRA adapters")
+
+
+def test_an_engine_has_graphs_where_the_case_says_so() -> None:
+    """verl before 0.6 ran vLLM without them; SGLang always has them."""
+
+    def predicted(engine: str) -> float:
+        run = {
+            "model": "Qwen3-4B", "gpu": "GH200", "gpus": 4, "framework": "verl (FSDP2)",
+            "prompts_per_step": 32, "rollout_n": 8,
+            "mean_response_length": 900, "max_response_length": 4096, "engine": engine,
+        }  # fmt: skip
+        case = {"id": "x", "family": "f", "category": "rl_step", "config": run, "measured": {"step_s": 1.0}}
+        (found,) = compare(case, load_assumptions("default"))
+        return found.predicted.value
+
+    assert predicted("vLLM") > 2 * predicted("vLLM, CUDA graphs")
+    assert predicted("SGLang 0.5.9") == pytest.approx(predicted("vLLM, CUDA graphs"), rel=0.2)
 
 
 def test_what_a_run_set_itself_is_read() -> None:
