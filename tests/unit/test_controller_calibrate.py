@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -13,15 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rollbook.algos.config import AlgorithmConfig
 from rollbook.controller import calibrate, expectation
 from rollbook.controller.calibrate import Rehearsal, TypicalWork
+from rollbook.controller.evaluate import Evaluator
 from rollbook.controller.objective import PolicyObjective
 from rollbook.ledger.fit import fit_call, fit_decode, fit_pass, fit_train
 from rollbook.ledger.hardware import MachineSpec, PassFit, TrainFit
 from rollbook.observe.run_dir import read_json_lines
 from rollbook.rollout.engine import EngineStats
+from rollbook.trainer import ceilings
 from tiny_run import TinyRun
 
 NOTING = PolicyObjective(AlgorithmConfig(), proximal_is_current=True)
@@ -287,8 +291,11 @@ def test_rehearsals_tell_of_every_group_that_a_filter_leaves_out_and_write_a_tok
 def test_held_out_prompts_are_asked_before_they_are_planned(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice the seconds that a step's coefficients give for them are planned where they took twice as long."""
+    """Twice the seconds that a step's coefficients give for them are planned where they took twice as long. Each time
+    the engine has just been probed, as after a publication: that it held the first tokens of many prompts made their
+    prefills five times as long on an H200."""
     found: list[expectation.Evaluation] = []
+    controllers: list[Any] = []
     plain = expectation.rollout_of
     monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
 
@@ -302,12 +309,20 @@ def test_held_out_prompts_are_asked_before_they_are_planned(
             cls.now_s += 3.0
             return cls.now_s
 
-    evaluate = expectation._evaluation
+    evaluate, answer = expectation._evaluation, Evaluator.answer
+    probes_before: list[int] = []
 
-    async def evaluation(*args: Any) -> Any:
+    async def answered(evaluator: Evaluator, *args: Any, **keywords: Any) -> Any:
+        probes_before.append(controllers[0].prober.num_checked)
+        return await answer(evaluator, *args, **keywords)
+
+    async def evaluation(controller: Any, *args: Any) -> Any:
+        controllers.append(controller)
+        monkeypatch.setattr(Evaluator, "answer", answered)
         monkeypatch.setattr(expectation, "time", Clock)
         monkeypatch.setattr(expectation, "rollout_of", lambda *_: (1.0, 0.5))
-        made = await evaluate(*args)
+        made = await evaluate(controller, *args)
+        monkeypatch.setattr(Evaluator, "answer", answer)
         found.append(made[0])
         monkeypatch.setattr(expectation, "rollout_of", plain)
         monkeypatch.setattr(expectation, "time", time)
@@ -318,6 +333,7 @@ def test_held_out_prompts_are_asked_before_they_are_planned(
     held_out = {"eval.num_prompts": 4, "data.held_out_frac": 0.2, "eval.every_steps": 1}
     tiny_run(num_steps=1, **{"plan.is_on": True, **held_out})
     assert [(e.ratio, e.work.num_groups) for e in found] == [(pytest.approx(2.0), 4)]
+    assert probes_before and all(after > before for before, after in itertools.pairwise(probes_before))
 
 
 @pytest.mark.parametrize("schedule", ["sync", "separate_async"])
@@ -553,3 +569,21 @@ async def test_a_pass_waits_for_answers_where_the_engines_are_as_far_ahead_as_th
     monkeypatch.setattr(calibrate, "CONTENTION_ROUNDS", 1)
     await calibrate.measure_contention(controller, WORK, answer)  # type: ignore[arg-type]
     assert controller.most_ahead == 2 < answered
+
+
+def test_a_slow_product_is_measured_at_a_quarter_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 without instructions for it: six products of 1,024 took 18 s."""
+    multiplied: list[tuple[torch.dtype, int]] = []
+
+    def median_s(device: torch.device, work: Any) -> float:
+        if getattr(work, "func", None) is not torch.matmul:
+            return 1e-3
+        a = work.args[0]
+        multiplied.append((a.dtype, len(a)))
+        rate = {torch.float32: 1e11, torch.bfloat16: 5e8}[a.dtype]
+        return float(2 * len(a) ** 3 / rate)
+
+    monkeypatch.setattr(ceilings, "_median_s", median_s)
+    made = ceilings.measure_machine(torch.device("cpu"))
+    assert made.gemm_flops_per_s == pytest.approx({"float32": 1e11, "bfloat16": 5e8})
+    assert multiplied == [(torch.float32, 256), (torch.float32, 1024), (torch.bfloat16, 256)]

@@ -263,17 +263,19 @@ async def _publish(controller: Controller) -> tuple[float, float, int]:
     began_s = time.perf_counter()
     reports = [await controller.publisher.resync(engine.replica_id) for engine in controller.router.engines]
     sync_s = time.perf_counter() - began_s
-    await forget_prefixes(controller)  # as the new weights of a step would
+    probe_s = await as_after_publication(controller)
+    return sync_s, probe_s, sum(report.num_bytes for report in reports)
+
+
+async def as_after_publication(controller: Controller) -> float:
+    """The engines remember of earlier prompts what they do under new weights: the probe, whose first tokens may be
+    those of other prompts too. Returns the seconds of the probe."""
+    for engine in controller.router.engines:
+        await engine.reset_prefix_cache()
     began_s = time.perf_counter()
     for engine in controller.router.engines if controller.probes else ():
         await controller.prober.check(engine, controller.weight_version, controller.compute)
-    return sync_s, time.perf_counter() - began_s, sum(report.num_bytes for report in reports)
-
-
-async def forget_prefixes(controller: Controller) -> None:
-    """What the engines remember of earlier prompts: a step finds nothing of it under new weights."""
-    for engine in controller.router.engines:
-        await engine.reset_prefix_cache()
+    return time.perf_counter() - began_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

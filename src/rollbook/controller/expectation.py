@@ -25,7 +25,7 @@ from rollbook.controller.calibrate import (
     Rehearsal,
     TypicalWork,
     announce,
-    forget_prefixes,
+    as_after_publication,
     mean_texts_s,
     measure_contention,
     measure_model,
@@ -371,7 +371,7 @@ async def _evaluation(
     lengths: list[int] = []
     began_s = time.perf_counter()
     while not ratios or (len(ratios) <= MANY_REPEATS and time.perf_counter() - began_s < 2 * ROUNDS_S):
-        await forget_prefixes(controller)
+        await as_after_publication(controller)
         asked_s = time.perf_counter()
         answers = await evaluator.answer(controller.router, every=every)
         evaluation_values(answers)
@@ -481,7 +481,24 @@ class Sample:
 
 
 async def _sample(controller: Controller, *, seed: int, most_groups: int = SAMPLE_GROUPS) -> Sample:
-    """Some training prompts, answered and scored as a step would; they do not count as taken."""
+    """Some training prompts, answered and scored as a step would, and what the engines' clocks say of it."""
+    await as_after_publication(controller)
+    engines = controller.router.engines
+    before = [await engine.stats() for engine in engines]
+    began_s = time.perf_counter()
+    groups = await _answers(controller, seed=seed, most_groups=most_groups)
+    elapsed_s = time.perf_counter() - began_s
+    after = [await engine.stats() for engine in engines]
+    clocks = [
+        (now.decode_s - then.decode_s, now.prefill_s - then.prefill_s)
+        for now, then in zip(after, before, strict=True)
+    ]
+    decode_s, prefill_s = max(clocks, key=sum)
+    return Sample(groups=groups, elapsed_s=elapsed_s, decode_s=decode_s, prefill_s=prefill_s)
+
+
+async def _answers(controller: Controller, *, seed: int, most_groups: int) -> list[Group]:
+    """Of some training prompts, scored; they do not count as taken."""
     num_groups = min(most_groups, controller.config.run.groups_per_step, len(controller.train_prompts))
     size = controller.config.rollout.group_size
     draw = np.random.default_rng([controller.config.run.seed, seed])
@@ -496,24 +513,14 @@ async def _sample(controller: Controller, *, seed: int, most_groups: int = SAMPL
         controller.rollout.shape(group)
         return group
 
-    await forget_prefixes(controller)
-    engines = controller.router.engines
-    before = [await engine.stats() for engine in engines]
-    began_s = time.perf_counter()
-    groups = await asyncio.gather(*(answer(first_id - n, prompt) for n, prompt in enumerate(prompts)))
-    elapsed_s = time.perf_counter() - began_s
-    after = [await engine.stats() for engine in engines]
-    clocks = [
-        (now.decode_s - then.decode_s, now.prefill_s - then.prefill_s)
-        for now, then in zip(after, before, strict=True)
-    ]
-    decode_s, prefill_s = max(clocks, key=sum)
-    return Sample(groups=groups, elapsed_s=elapsed_s, decode_s=decode_s, prefill_s=prefill_s)
+    return await asyncio.gather(*(answer(first_id - n, prompt) for n, prompt in enumerate(prompts)))
 
 
 async def _answer_step(controller: Controller, number: int) -> None:
-    """A step's worth of prompts, answered and scored."""
-    await _sample(controller, seed=1000 + number, most_groups=controller.config.run.groups_per_step)
+    """A step's worth of prompts, answered and scored, beside those before: none of them finds what they left."""
+    for engine in controller.router.engines:
+        await engine.reset_prefix_cache()
+    await _answers(controller, seed=1000 + number, most_groups=controller.config.run.groups_per_step)
 
 
 async def _rehearsed(

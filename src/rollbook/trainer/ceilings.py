@@ -14,6 +14,9 @@ import torch
 from rollbook.ledger.hardware import MachineSpec
 
 GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
+SLOW_GEMM_S = 0.5
+"""A product that would take longer is measured at a quarter of its size: a processor without bfloat16 instructions
+takes seconds for one of 1,024."""
 COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
 DTYPES = ("float32", "bfloat16")
 REPEATS = 5
@@ -25,8 +28,7 @@ def measure_machine(device: torch.device) -> MachineSpec:
     size = GEMM_SIZE[device.type]
     gemm: dict[str, float] = {}
     for name in DTYPES:
-        a = torch.randn(size, size, device=device).to(getattr(torch, name))
-        gemm[name] = 2 * size**3 / _median_s(device, partial(torch.matmul, a, a))
+        gemm[name] = _gemm_flops_per_s(device, size, getattr(torch, name))
     source = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = _median_s(device, lambda: target.copy_(source))
@@ -47,6 +49,16 @@ def measure_machine(device: torch.device) -> MachineSpec:
         memory_bytes=memory,
         launch_s=launch_s,
     )
+
+
+def _gemm_flops_per_s(device: torch.device, size: int, dtype: torch.dtype) -> float:
+    """Of square matrices; of smaller ones where these would take long."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    small = a[: size // 4, : size // 4].contiguous()
+    small_s = _median_s(device, partial(torch.matmul, small, small))
+    if 4**3 * small_s > SLOW_GEMM_S:
+        return float(2 * (size // 4) ** 3 / small_s)
+    return float(2 * size**3 / _median_s(device, partial(torch.matmul, a, a)))
 
 
 def wait_for(device: torch.device) -> None:

@@ -161,6 +161,20 @@ class SpanRows:
     start: int
     pages: Tensor | None
     """[n] pages that hold positions 0 to start + num_rows; None when start is 0 and nothing before must be read."""
+    _seen: dict[int, Tensor] = field(default_factory=dict)
+
+    def seen(self, window: int, device: torch.device) -> Tensor:
+        """[num_rows, start + num_rows] which positions each row attends to; made once for all layers of a window."""
+        held = self._seen.get(window)
+        if held is None:
+            length = self.start + self.num_rows
+            row_position = torch.arange(self.start, length, device=device)[:, None]
+            position = torch.arange(length, device=device)[None, :]
+            held = position <= row_position
+            if window:
+                held &= position > row_position - window
+            self._seen[window] = held
+        return held
 
 
 @dataclass(slots=True)
@@ -358,11 +372,7 @@ def attend_span(
             query[None], key[None], value[None], is_causal=True, scale=scale, enable_gqa=True
         )[0]
         return out.transpose(0, 1)
-    row_position = torch.arange(span.start, length, device=query.device)[:, None]
-    position = torch.arange(length, device=query.device)[None, :]
-    is_seen = position <= row_position
-    if window:
-        is_seen &= position > row_position - window
+    is_seen = span.seen(window, query.device)
     if is_plain:
         out = F.scaled_dot_product_attention(
             query[None], key[None], value[None], attn_mask=is_seen, scale=scale, enable_gqa=True
