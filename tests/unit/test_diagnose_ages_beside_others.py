@@ -61,3 +61,25 @@ def test_a_policy_that_moves_too_fast_makes_samples_old_only_by_longer_answers(l
     found = diagnose(run)
     assert "learning_rate_too_high" in [state.name for state in found.states] or longer == 1.0
     assert ("stale_samples" in [f.rule for f in found.findings]) is (longer == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("per_step", "verdict"), [(0.66, "stale_samples"), (0.8, "stale_samples"), (1.0, "missed_weight_sync")]
+)
+def test_ages_in_whole_numbers_stand_still_only_if_they_grow_by_a_version_a_step_for_good(
+    per_step: float, verdict: str
+) -> None:
+    """Of a slower growth the rounding leaves eight steps that look like it."""
+    n = 60
+    age = np.maximum(np.arange(n) - 25, 0) * per_step
+    run = run_of(
+        {
+            f"{STALENESS}/mean": noisy(0.5 + age, 4, 0.01, n=n),
+            f"{STALENESS}/max": np.floor(2 + 1.1 * age),
+            f"{STALENESS}/min": np.floor(age),
+            DIFF: noisy(0.004 * (1 + 0.3 * age), 2, 0.05, n=n),
+            KL: noisy(2e-4 * (1 + 0.3 * age) ** 2, 3, 0.08, n=n),
+        },
+        n=n,
+    )
+    assert diagnose(run).verdict == verdict

@@ -103,9 +103,23 @@ def unit_ramp(view: View, metric: str | None) -> int | None:
             rise >= 0.75 * (view.steps[known[end]] - view.steps[known[start]])
             and values[known[end]] >= before + 4
             and not _levels_off(values[known[end:]])
+            and _goes_on(values[known], view.steps[known], start, reach)
         ):
             return int(known[start]) + 1
     return None
+
+
+UNIT = 0.85
+"""Versions a step, up to the height of a ramp, from which on it is one: whole numbers hide a slower one for a while."""
+
+
+def _goes_on(values: Series, steps: Series, start: int, reach: int) -> bool:
+    """Whether an age grows by a version a step beyond the steps in which that shows, as far as it does grow, and did
+    not grow nearly as fast before."""
+    past = max(0, start - reach)
+    grew = start - past == reach and values[start] - values[past] >= 0.5 * (steps[start] - steps[past])
+    top = start + int(np.argmax(values[start : start + 4 * reach]))
+    return not grew and bool(values[top] - values[start] >= UNIT * (steps[top] - steps[start]))
 
 
 def _levels_off(values: Series) -> bool:
