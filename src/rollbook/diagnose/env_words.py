@@ -30,7 +30,9 @@ _SHARE = _words("rate ratio frac fraction share frequency")
 _SECONDS = _words("s sec secs second seconds time latency duration")
 _CALL = _words("call calls turn turns step exec execute execution run tool tools")
 _GETTING = _words("create creation acquire acquisition lease spawn start startup checkout boot")
-_IN_USE = _words("active leased busy running open use alive live living")
+_LIVING = _words("running open alive live living existing")
+"""Words of those in use, or of all that there are where another name says how many are in use."""
+_IN_USE = _words("active leased busy use") | _LIVING
 _CAPACITY = _words("capacity healthy")
 
 
@@ -41,10 +43,13 @@ def named_by_words(values: Mapping[str, Series]) -> dict[str, str]:
     >>> named_by_words({"env/failure_rate": half, "sandbox_active": 80 * half, "env/format_error": half})
     {'rollout/sandbox_error_ratio': 'env/failure_rate', 'env/num_active': 'sandbox_active'}
     """
+    meant = {name: metric for name, series in values.items() if (metric := _meant(name, series)) is not None}
+    in_use = [name for name, metric in meant.items() if metric == "env/num_active"]
+    if surely := [name for name in in_use if not pieces_of(name) & _LIVING]:
+        meant.update({name: "env/num_alive" for name in in_use if name not in surely})
     found: dict[str, str] = {}
-    for name, series in values.items():
-        metric = _meant(name, series)
-        if metric is not None and metric not in values:
+    for name, metric in meant.items():
+        if metric not in values:
             found.setdefault(metric, name)
     return found
 

@@ -41,7 +41,7 @@ RULE = "dead_sandbox_pool"
 ACTION = "restart the sandbox pool and take failed trajectories out of the batch instead of scoring them 0"
 CHECK = "run one sandbox by hand; then look at failures by class and source for what the rest is"
 
-_CAPACITY = ("env/num_active", "env/capacity")
+_CAPACITY = ("env/num_active", "env/capacity", "env/num_alive")
 SCORER = "timing_s/reward"
 """Seconds of scoring: code is scored in sandboxes, which then time out or refuse."""
 

@@ -14,6 +14,7 @@ from rollbook.diagnose.rules.wording import num, of_break, share
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.environments import ENV_FAILURES, SANDBOX_S, TURNS, failing_lines
 from rollbook.diagnose.signs.gap import gap_of
+from rollbook.diagnose.signs.living import unreturned
 from rollbook.diagnose.signs.rewards import reward_decline
 from rollbook.diagnose.signs.seconds import (
     beyond_lengths,
@@ -44,6 +45,8 @@ _COUNTS = ("env/num_leased", "env/num_active")
 
 
 def judge(view: View) -> Finding | NotJudged | None:
+    if (counted := _counted(view)) is not None:
+        return counted
     is_agentic = view.level(TURNS) > 2.2
     told = _told(view)
     if not is_agentic and not view.family("env/"):
@@ -62,6 +65,36 @@ def judge(view: View) -> Finding | NotJudged | None:
         return fast
     weighed = _weighed(view, is_agentic=is_agentic)
     return weighed or told or _calls_alone(view)
+
+
+def _counted(view: View) -> Finding | None:
+    """Ever more sandboxes live while as many are in use as before: nothing else is a leak so plainly."""
+    found = unreturned(view)
+    if found is None:
+        return None
+    step = view.step_at(found.idx)
+    says = (
+        f"{num(found.early)} lived at first, {num(found.late)} now, of which {num(found.in_use)} are in use"
+    )
+    evidence = [Evidence(metric=found.metric, step=step, before=found.early, after=found.late, says=says)]
+    for metric, least, _ in (("env/acquire_s/mean", 1.3, 0.0), *_LEVELS[2:]):
+        ratio, steadiness = view.trend(metric)
+        if ratio >= least and steadiness >= 0.75:
+            early, late = view.level(metric, 0, max(3, view.n // 8)), view.last(metric, max(3, view.n // 8))
+            says = f"grows with them from {num(early)} to {num(late)}"
+            evidence.append(Evidence(metric=metric, step=step, before=early, after=late, says=says))
+    fails = any(view.trend(m)[0] >= 2 and view.last(m) > 0 for m in ENV_FAILURES)
+    return Finding(
+        rule=RULE,
+        title=TITLE + (", until no more can be made" if fails else ""),
+        area="data",
+        confidence=0.99 if fails else share(0.85 + 0.03 * len(evidence)),
+        step=step,
+        evidence=tuple(evidence),
+        cost_s=lost_in_steps(view, found.idx),
+        action=ACTION,
+        next_check=CHECK,
+    )
 
 
 NO_GENERATION = CALLS[1]

@@ -11,6 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.rare_tails import CALLS, rare_tails
+from rollbook.diagnose.rules.stretches import (
+    BEYOND_CHANCE_NATS,
+    FAR_LONGER_NATS,
+    LEAST_HITS,
+    is_own_scatter,
+    own_reach,
+    stretch,
+)
 from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.seconds import beyond_lengths, is_of_the_schedule, waiting_of
@@ -43,8 +52,6 @@ LEAST_GROWTH = 1.5
 """Growth of the longest responses from which on they are long."""
 LEAST_RATE = 0.12
 """Share of the steps of a stretch that must have one, where the longest of so many may be as long by themselves."""
-LEAST_HITS = 4
-"""Steps of a stretch that must have one."""
 LASTING = 0.9
 """Share of the steps that are hit from which a stretch is a new level and no row of bursts."""
 
@@ -65,7 +72,29 @@ def judge(view: View) -> Finding | NotJudged | None:
         found = _judge_tail(view, waiting, *tail)
         if found is not None and (best is None or found.confidence > best.confidence):
             best = found
-    return best or _in_spells(view, waiting)
+    return best or _in_spells(view, waiting) or _far_apart(view, waiting)
+
+
+def _far_apart(view: View, waiting: str) -> Finding | None:
+    """Steps that are too few and too far apart for a stretch."""
+    found = rare_tails(view, waiting)
+    if found is None:
+        return None
+    evidence, cost_s = found
+    is_call = evidence[0].metric in CALLS
+    return Finding(
+        rule=RULE,
+        title="a few very long calls hold up the steps that have them" if is_call else TITLE,
+        area="implementation",
+        confidence=0.8,
+        step=evidence[0].step,
+        evidence=evidence,
+        cost_s=cost_s,
+        action="put a deadline on every call, below the seconds of a step, and score what runs into it as it is"
+        if is_call
+        else ACTION,
+        next_check="which tool, with which arguments, took so long, and on which host?" if is_call else CHECK,
+    )
 
 
 LEAST_STRETCH = 3
@@ -134,7 +163,7 @@ def _tails(view: View, longest: str) -> list[tuple[str, Series, float]]:
         if values is not None and np.isfinite(values).sum() >= 12:
             relative = values / mean if mean is not None and metric != TAIL else values
             out.append((metric, relative, LEAST_GROWTH))
-            if metric in TOKENS and (reach := _own_reach(relative)) > LEAST_GROWTH:
+            if metric in TOKENS and (reach := own_reach(relative)) > LEAST_GROWTH:
                 out.append((metric, relative, reach))
     turns = view.values.get(TURNS)
     if turns is not None and np.isfinite(turns).sum() >= 12 and view.level(TURNS) > 2:
@@ -224,7 +253,7 @@ def _bursts(view: View, metric: str, tail: Series, least: float) -> _Bursts | No
     if (long & slow).sum() < LEAST_HITS:
         return None
     counted = long if by_tokens else long & slow  # the tokens begin, whatever the host's seconds do
-    return _Bursts(metric, least, at, tail, pace, least_long, long, slow, by_tokens, *_stretch(counted))
+    return _Bursts(metric, least, at, tail, pace, least_long, long, slow, by_tokens, *stretch(counted))
 
 
 def _has_a_beginning(bursts: _Bursts) -> bool:
@@ -237,7 +266,7 @@ def _has_a_beginning(bursts: _Bursts) -> bool:
         return False  # the longest of a heavy tail come in clusters now and then
     # The longest of so many are that long now and then, and were before.
     return not (
-        bursts.metric in TOKENS and _is_own_scatter(bursts.tail, bursts.least_long, bursts.begin, bursts.end)
+        bursts.metric in TOKENS and is_own_scatter(bursts.tail, bursts.least_long, bursts.begin, bursts.end)
     )
 
 
@@ -312,81 +341,6 @@ def _found(view: View, waiting: str, bursts: _Bursts) -> Finding | None:
         action=ACTION,
         next_check=CHECK,
     )
-
-
-BEYOND_CHANCE_NATS, FAR_LONGER_NATS = 5.5, 3.0
-"""Evidence for a stretch of more hits, beyond what chance makes, from which on it is one (by chance in one of a
-hundred logs); and where the responses are many times as long, which they seldom are at all."""
-
-
-OWN_SCATTER_NATS = 1.5
-"""The same against the rate at which the steps before say that the longest are as long."""
-LEAST_PAST = 12
-"""Steps before a stretch that tell how much the longest responses scatter."""
-
-
-def _is_own_scatter(tail: Series, least: float, begin: int, end: int) -> bool:
-    """Whether as many long ones as a stretch has are what the longest of many responses bring by themselves: the
-    largest of many scatter as Gumbel's distribution does, whose quartiles the steps before tell. Lengths that grow move
-    a tail towards the limit, which is then touched more often without anything having broken."""
-    past = np.log(np.maximum(tail[:begin], 1e-12))
-    if len(past) < LEAST_PAST:
-        return False
-    low, middle, high = np.quantile(past, (0.25, 0.5, 0.75))
-    scale = float(high - low) / 1.573
-    if scale <= 0.0:
-        return False
-    usual = float(-np.expm1(-np.exp(-(np.log(least) - middle) / scale) * np.log(2.0)))
-    steps, hits = end - begin, float((tail[begin:end] >= least).sum())
-    rate = hits / steps
-    if not 0.0 < usual < rate < 1.0:
-        return 0.0 < rate <= usual
-    nats = hits * np.log(rate / usual) + (steps - hits) * np.log((1.0 - rate) / (1.0 - usual))
-    chance = np.log(len(tail)) * (1 if end == len(tail) else 2)
-    return bool(nats < chance + OWN_SCATTER_NATS)
-
-
-def _own_reach(tail: Series) -> float:
-    """Multiple of its median that the longest of many responses reaches by itself in one of ten such logs: they scatter
-    as Gumbel's distribution does, whose quartiles the log tells."""
-    known = np.log(np.maximum(tail[np.isfinite(tail)], 1e-12))
-    low, high = np.quantile(known, (0.25, 0.75))
-    return float(np.exp((high - low) / 1.573 * np.log(10.0 * len(known) * np.log(2.0))))
-
-
-MOST_BOUNDS = 600
-"""Beginnings and ends of stretches that are looked at."""
-
-
-def _stretch(hit: NDArray[np.bool_]) -> tuple[int, int, float]:
-    """[begin, end) of the stretch whose rate of hits is most surely another one than that of the other steps, and how
-    sure that is: the log likelihood of two rates over that of one, less what the best of as many stretches has by
-    chance. Between two ends that grows as the logarithm of the steps, from a beginning on it hardly does.
-
-    >>> hit = np.zeros(100, np.bool_)
-    >>> hit[[40, 43, 44, 47]] = True
-    >>> begin, end, nats = _stretch(hit)
-    >>> begin, end, round(nats, 1)
-    (40, 48, 6.6)
-    """
-    n, at = len(hit), np.flatnonzero(hit)
-    at = at[:: -(-len(at) // MOST_BOUNDS)]
-    total = np.concatenate([[0.0], np.cumsum(hit)])
-    begin, end = (grid.ravel() for grid in np.meshgrid(at, np.append(at + 1, n), indexing="ij"))
-    begin, end = begin[begin < end], end[begin < end]
-    inside, steps = total[end] - total[begin], end - begin
-    nats = _nats(inside, steps) + _nats(total[n] - inside, n - steps) - _nats(total[n:], np.array([float(n)]))
-    nats = np.where((inside >= LEAST_HITS) & (inside * n >= total[n] * steps), nats, -np.inf) - np.where(
-        end == n, 0.0, np.log(n)
-    )
-    best = int(np.argmax(nats))
-    return int(begin[best]), int(end[best]), float(nats[best])
-
-
-def _nats(hits: Series, steps: Series) -> Series:
-    """Log likelihood of hits at their own rate."""
-    rate = np.clip(hits / np.maximum(steps, 1), 1e-12, 1 - 1e-12)
-    return np.asarray(hits * np.log(rate) + (steps - hits) * np.log1p(-rate))
 
 
 def _beside_others(pace: Series, long: NDArray[np.bool_]) -> Series:

@@ -1,0 +1,103 @@
+"""Few steps, far apart, that wait for one response or one call many times as long as the longest of all other steps.
+
+Too rare for a stretch in which they are frequent, they need none: nothing lies between them and the others, each waits
+for as long as what it waits for takes, and together they cost a share of the run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollbook.diagnose.cost import run_seconds
+from rollbook.diagnose.finding import Evidence
+from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.series import Series
+from rollbook.diagnose.signs.seconds import validations
+from rollbook.diagnose.view import View
+
+RESPONSES = ("generated/response_length/max", "response_length/max")
+CALLS = ("env/turn_s/max", "perf/non_generation_time/max")
+"""Seconds of the longest call of a step, or of the sample that waited longest for its calls."""
+FAR = 3.0
+"""Times the longest of the other steps, at their median, that such a response or call takes."""
+APART = 1.6
+"""Times the longest that any other step had."""
+LEAST_STEPS, MOST_FRAC = 3, 0.25
+LONGER = 1.5
+"""Seconds of waiting over those of the steps beside it from which on a step waited for it."""
+WAITED = 0.6
+"""Share of the seconds of a call that the step must have waited longer."""
+MEAN_STANDS = 1.3
+"""Mean length over that of the steps beside it, up to which one response is what was longer."""
+LEAST_COST_FRAC = 0.01
+"""Share of the run's seconds that must be lost."""
+
+
+def rare_tails(view: View, waiting: str) -> tuple[tuple[Evidence, ...], float] | None:
+    """What shows the steps, and the seconds that they cost; None where there are none."""
+    for metric in (*RESPONSES, *CALLS):
+        values = view.values.get(metric)
+        if values is None or view.count(metric) < 20:
+            continue
+        is_call = metric in CALLS
+        mean = view.values.get("response_length/mean")
+        hit = _far_apart(values / mean if mean is not None and not is_call else values)
+        if hit is not None and (found := _waits(view, waiting, metric, hit, is_call=is_call)) is not None:
+            return found
+    return None
+
+
+def _far_apart(tail: Series) -> NDArray[np.bool_] | None:
+    """[n] the steps whose tail is far beyond that of all others, with nothing in between."""
+    known = np.flatnonzero(np.isfinite(tail))
+    order = np.sort(tail[known])
+    first = len(order) - int(MOST_FRAC * len(order))
+    leaps = order[first:] / np.maximum(order[first - 1 : -1], 1e-12)
+    wide = np.flatnonzero(leaps >= APART)
+    if not len(wide):
+        return None
+    least = float(order[first + int(wide[0])])
+    hit = np.nan_to_num(tail) >= least
+    at = np.flatnonzero(hit)
+    if len(at) < LEAST_STEPS or at[0] < known[4] or least < FAR * float(np.median(order)):
+        return None
+    return hit
+
+
+def _waits(
+    view: View, waiting: str, metric: str, hit: NDArray[np.bool_], *, is_call: bool
+) -> tuple[tuple[Evidence, ...], float] | None:
+    seconds, at = view.values[waiting], np.flatnonzero(hit & np.isfinite(view.values[waiting]))
+    if len(at) < LEAST_STEPS or len(np.intersect1d(at, validations(view))) > 0.5 * len(at):
+        return None
+    usual = _beside(seconds, hit, at)
+    over = seconds[at] - usual
+    longer = seconds[at] >= LONGER * usual
+    if is_call:
+        calls = view.values[metric]
+        longer |= over >= WAITED * (calls[at] - _beside(calls, hit, at))
+    if longer.mean() < 0.75 or not float(over.sum()) * view.stride >= LEAST_COST_FRAC * run_seconds(view):
+        return None
+    for other, most in (("response_length/mean", MEAN_STANDS), ("timing_s/update_actor", 1.3)):
+        values = view.values.get(other)
+        if values is not None and float(np.nanmedian(values[at] / _beside(values, hit, at))) >= most:
+            return None
+    step = view.step_at(int(at[0]))
+    before = float(np.nanmedian(view.values[metric][~hit]))
+    after = float(np.nanmedian(view.values[metric][at]))
+    says = f"{num(before)} in other steps, {num(after)} in {len(at)} of {view.n}, and nothing in between"
+    quiet_s, slow_s = float(np.median(usual)), float(np.median(seconds[at]))
+    waits = f"{num(quiet_s)} s in the steps beside them, {num(slow_s)} s in those"
+    evidence = (
+        Evidence(metric=metric, step=step, before=before, after=after, says=says),
+        Evidence(metric=waiting, step=step, before=quiet_s, after=slow_s, says=waits),
+    )
+    return evidence, float(np.clip(over, 0.0, None).sum()) * view.stride
+
+
+def _beside(values: Series, hit: NDArray[np.bool_], at: NDArray[np.intp]) -> Series:
+    """Median of the nearest nine other steps, for each of some positions."""
+    others = np.flatnonzero(~hit & np.isfinite(values))
+    nearest = [others[np.argsort(np.abs(others - i), kind="stable")[:9]] for i in at]
+    return np.array([np.median(values[near]) if len(near) else np.nan for near in nearest])

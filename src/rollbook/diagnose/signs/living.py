@@ -1,0 +1,96 @@
+"""Sandboxes that live against those in use: what is not given back is the difference, and it only grows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollbook.diagnose.changes import foot_of_climb, running_median, spearman
+from rollbook.diagnose.series import Series
+from rollbook.diagnose.view import View, once
+
+LIVING, IN_USE, LEASED = "env/num_alive", "env/num_active", "env/num_leased"
+LEAST_COUNTS = 8
+TIMES = 1.5
+"""Growth of those that live, at the same use, from which on they are not given back."""
+BEYOND = 1.5
+"""Those that live over those in use, in the end: a pool keeps some warm."""
+STEADY = 0.9
+LEAST_CLIMB = 0.25
+"""Share of the log over which they must grow: a pool that is filled, or scaled up once, is at its level soon."""
+
+_TOLD = (
+    re.compile(
+        r"(?P<living>\d+) (?:sandboxes|containers) (?:running|alive|live|living|open)\b.{0,40}?"
+        r"\b(?P<used>\d+) (?:leased|in use|busy|assigned)\b"
+    ),
+    re.compile(
+        r"\b(?:running|alive|live|living|open) ?[=:] ?(?P<living>\d+)\b.{0,40}?"
+        r"\b(?:leased|in[ _]use|busy|assigned) ?[=:] ?(?P<used>\d+)"
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreturned:
+    """Sandboxes that became ever more while as many were in use."""
+
+    metric: str
+    idx: int
+    early: float
+    late: float
+    used: str
+    """The series of those in use."""
+    in_use: float
+
+
+@once("unreturned")
+def unreturned(view: View) -> Unreturned | None:
+    """Where sandboxes began to live on unused; None where they did not."""
+    told = _told(view)
+    for living, used in ((LIVING, IN_USE), (LIVING, LEASED), (IN_USE, LEASED)):
+        values, uses = (told.get(m, view.values.get(m)) for m in (living, used))
+        if values is not None and uses is not None and (found := _grows_apart(living, values, used, uses)):
+            return found
+    return None
+
+
+def _grows_apart(living: str, values: Series, used: str, uses: Series) -> Unreturned | None:
+    known = np.flatnonzero(np.isfinite(values) & np.isfinite(uses))
+    if len(known) < LEAST_COUNTS:
+        return None
+    part = max(2, len(known) // 8)
+    (early, late), (used_early, used_late) = (
+        (float(np.median(series[known[:part]])), float(np.median(series[known[-part:]])))
+        for series in (values, uses)
+    )
+    smooth = running_median(values[known], 3)
+    if (
+        late < TIMES * early
+        or late < BEYOND * used_late
+        or spearman(smooth, known.astype(np.float64)) < STEADY
+    ):
+        return None
+    if used_late > 0.5 * (1.0 + late / early) * used_early:
+        return None  # there is more to do
+    top = int(np.flatnonzero(smooth >= early + 0.9 * (late - early))[0])
+    foot = int(np.flatnonzero(smooth <= early + 0.1 * (late - early))[-1])
+    if known[top] - known[foot] < LEAST_CLIMB * (known[-1] - known[0]):
+        return None
+    idx = foot_of_climb(values) if len(known) >= 12 else int(known[0])
+    return Unreturned(living, idx, early, late, used, used_late)
+
+
+def _told(view: View) -> Mapping[str, Series]:
+    """What lines of the log count, by metric."""
+    out = {metric: np.full(view.n, np.nan) for metric in (LIVING, IN_USE)}
+    for event in view.events("sandboxes_counted"):
+        match = next((m for pattern in _TOLD if (m := pattern.search(event.text)) is not None), None)
+        if match is None or event.step is None:
+            continue
+        at = min(view.idx_of(event.step), view.n - 1)
+        out[LIVING][at], out[IN_USE][at] = float(match["living"]), float(match["used"])
+    return out if np.isfinite(out[LIVING]).any() else {}

@@ -1,0 +1,80 @@
+"""Few steps that wait for one response or one call: too rare for a stretch, too far from the others for chance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.diagnose_runs import Array, noisy, run_of
+
+from rollbook.diagnose.finding import Diagnosis
+from rollbook.diagnose.tree import diagnose
+
+N = 200
+T = np.arange(N)
+FEW = np.isin(T, (61, 84, 139, 170)).astype(np.float64)
+
+
+def _run(hit: Array, *, longest: float = 10.0, wait_s: float = 250.0, **changed: Array) -> Diagnosis:
+    """One response of some steps is many times as long, and the step waits for it."""
+    values = {
+        "response_length/max": noisy(3000.0, 9, 0.1, n=N) * np.where(hit > 0, longest, 1.0),
+        "timing_s/gen": noisy(50.0, 10, n=N) + wait_s * hit,
+        "timing_s/step": noisy(105.0, 14, n=N) + wait_s * hit,
+    }
+    return diagnose(run_of(values | changed, n=N))
+
+
+def test_four_responses_that_run_to_the_limit_in_two_hundred_steps_are_bursts() -> None:
+    found = _run(FEW)
+    assert (found.verdict, found.findings[0].step) == ("tail_burst", 62)
+    assert found.findings[0].cost_s == pytest.approx(1000, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        {"hit": 1.0 * np.isin(T, (61, 139))},  # twice is no habit
+        {"hit": FEW, "longest": 2.0},  # as long as the longest of a thousand may be
+        {"hit": FEW, "wait_s": 2.0},  # nobody waits for it
+        {
+            "hit": FEW,
+            "response_length/mean": noisy(800.0, 8, n=N) * np.where(FEW > 0, 1.5, 1.0),
+        },  # all are longer
+        {
+            "hit": FEW,
+            "timing_s/update_actor": noisy(40.0, 11, n=N) * np.where(FEW > 0, 4.0, 1.0),
+        },  # a slow host
+        {"hit": 1.0 * (T % 40 == 10)},  # scores of a held-out set, every fortieth step
+    ],
+    ids=["twice", "by chance", "unfelt", "all longer", "slow host", "validation"],
+)
+def test_what_looks_like_it_is_none(healthy: dict[str, Array]) -> None:
+    scores = {"val-core/math/reward/mean@1": np.where(T % 40 == 10, noisy(0.4, 30, n=N), np.nan)}
+    assert _run(**{**scores, **healthy}).verdict == "well"  # type: ignore[arg-type]
+
+
+def test_longest_responses_of_a_heavy_tail_lie_close_to_each_other() -> None:
+    """The largest of many have no gap between the few and the others, however far the first is."""
+    rng = np.random.default_rng(4)
+    longest = 2000 * (1 + rng.pareto(2.5, (N, 64)).max(axis=1))
+    wait_s = longest * 0.02
+    found = _run(
+        np.zeros(N),
+        **{"response_length/max": longest, "timing_s/gen": wait_s, "timing_s/step": wait_s + 55},
+    )
+    assert found.verdict == "well"
+
+
+@pytest.mark.parametrize("name", ["env/turn_s/max", "perf/non_generation_time/max"])
+@pytest.mark.parametrize(("wait_s", "verdict"), [(600.0, "tail_burst"), (0.0, "well")])
+def test_one_call_of_ten_minutes_holds_up_its_step_and_no_mean_moves(
+    name: str, wait_s: float, verdict: str
+) -> None:
+    calls = {
+        name: noisy(20.0, 20, 0.1, n=N) + 600.0 * FEW,
+        name.replace("/max", "/mean"): noisy(6.0, 21, n=N) + 0.6 * FEW,
+    }
+    found = _run(FEW, longest=1.0, wait_s=wait_s, **{"num_turns/mean": noisy(6.0, 22, n=N), **calls})
+    assert found.verdict == verdict
+    if wait_s:
+        assert "call" in found.findings[0].title
