@@ -27,8 +27,27 @@ NEMO = {
 }
 
 
-@pytest.mark.parametrize(("name", "metric"), NEMO.items())
-def test_trackers_names_of_nemo_rl_are_understood(name: str, metric: str) -> None:
+OTHERS = {
+    "time/old_log_probs": "timing_s/old_log_prob",
+    "time/ref_log_probs": "timing_s/ref",
+    "time/generate_completions": "timing_s/gen",
+    "time/forward_backward": "timing_s/update_actor",
+    "time/broadcast_weights": "timing_s/update_weights",
+    "param_sync_time": "timing_s/update_weights",
+    "weight_sync_latency": "timing_s/update_weights",
+    "is_truncated/mean": "response_length/clip_ratio",
+    "generator/mean_output_tokens": "response_length/mean",
+    "cuda/max_reserved_gib": "perf/max_memory_reserved_gb",
+    "mismatch_kl/all/mean": "rollout_corr/kl",
+    "train_infer_kl": "rollout_corr/kl",
+    "off_policy_level/all/mean": "training/off_policy/trajectory_staleness/mean",
+    "off_policy_level/all/max": "training/off_policy/trajectory_staleness/max",
+}
+"""ROLL's, prime-rl's, torchforge's and anybody's."""
+
+
+@pytest.mark.parametrize(("name", "metric"), (NEMO | OTHERS).items())
+def test_trackers_names_of_frameworks_are_understood(name: str, metric: str) -> None:
     found = meant(name)
     assert found is not None
     assert found[0] == metric
@@ -38,6 +57,10 @@ def test_trackers_names_of_nemo_rl_are_understood(name: str, metric: str) -> Non
 @pytest.mark.parametrize(
     "name",
     [
+        "masked_mismatch_kl/mean",
+        "param_update_time",
+        "time/wait_for_batch",
+        "log_ratio/mean",
         "train/probs_ratio",
         "train/policy_kl_error",
         "timing/train/training_prep",

@@ -32,7 +32,8 @@ _SAME = {
     "groups": "group", "stddev": "std", "variance": "std", "var": "std", "difference": "diff", "gap": "diff",
     "abs": "diff", "steps": "step", "scoring": "score", "flat": "zero", "losses": "loss",
     "episodic": "episode", "resp": "response", "timing": "s", "timings": "s", "timer": "s", "timers": "s",
-    "timeperf": "s", "checkpointing": "checkpoint", "saving": "save", "samples": "sample",
+    "timeperf": "s", "latency": "s", "infer": "engine", "params": "param", "parameter": "param", "parameters": "param",
+    "checkpointing": "checkpoint", "saving": "save", "samples": "sample",
 }  # fmt: skip
 """Word -> the one that stands for it below; `a_b` are two words in one."""
 
@@ -80,13 +81,14 @@ _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("val/all/reward", "eval accuracy", "mean all total overall", rank=1),
     _meaning("val/all/reward", "eval score", "mean all total overall", rank=1),
     _meaning("response_length/mean", f"{_ANSWER} length", "mean token train rollout"),
-    _meaning("response_length/mean", f"{_ANSWER}|sample token mean", "train rollout per", rank=1),
+    _meaning("response_length/mean", f"{_ANSWER}|sample token mean", "train rollout per engine", rank=1),
     _meaning("response_length/max", f"{_ANSWER} length max", "token train rollout"),
     _meaning("response_length/max", f"{_ANSWER}|sample token max", "train rollout per", rank=1),
     _meaning("response_length/min", f"{_ANSWER} length min", "token train rollout"),
     _meaning(
         "response_length/clip_ratio", "truncated|clipped ratio", "response completion rollout mean train output gen"
     ),
+    _meaning("response_length/clip_ratio", "is truncated|clipped mean", "response completion rollout train output all"),
     _meaning("actor/grad_norm", "grad norm", "actor policy train mean total global optim optimizer"),
     _meaning("actor/entropy", "entropy", "actor policy token mean train optim loss approx"),
     _meaning("actor/kl_loss", "kl", _OF_KL),
@@ -97,9 +99,10 @@ _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("actor/lr", "lr", "actor policy train optim optimizer"),
     _meaning("actor/lr", "learning ratio", "actor policy train optim optimizer", rank=1),
     _meaning("timing_s/step", "step s", _SECONDS),
-    _meaning("timing_s/gen", "rollout|gen s", f"{_SECONDS} exposed"),
-    _meaning("timing_s/update_actor", "update|backward|optimizer|policy s", f"{_SECONDS} actor model"),
-    _meaning("timing_s/update_weights", "weight sync|update|transfer|publish s", f"{_SECONDS} {_HAND_OVER}"),
+    _meaning("timing_s/gen", "rollout|gen s", f"{_SECONDS} exposed completion response trajectory trajectories"),
+    _meaning("timing_s/update_actor", "update|backward|optimizer|policy s", f"{_SECONDS} actor model forward"),
+    _meaning("timing_s/update_weights", "weight sync|update|transfer|publish|broadcast s", f"{_SECONDS} {_HAND_OVER}"),
+    _meaning("timing_s/update_weights", "param sync|transfer|publish|broadcast s", f"{_SECONDS} {_HAND_OVER}"),
     _meaning("timing_s/update_weights", "prepare gen s", f"{_SECONDS} {_HAND_OVER}", rank=1),
     _meaning("timing_s/update_weights", "sync s", _SECONDS),
     _meaning("timing_s/old_log_prob", "old logprob s", f"{_SECONDS} compute"),
@@ -111,6 +114,8 @@ _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("timing_s/save_checkpoint", "checkpoint|save s", f"{_SECONDS} checkpoint save model checkpointing"),
     _meaning("perf/max_memory_allocated_gb", "memory max|peak gb", "cuda gpu actor allocated train torch"),
     _meaning("perf/max_memory_reserved_gb", "memory reserved gb", "cuda gpu actor max peak train torch"),
+    _meaning("perf/max_memory_allocated_gb", "max|peak allocated gb", "cuda gpu actor train torch"),
+    _meaning("perf/max_memory_reserved_gb", "max|peak reserved gb", "cuda gpu actor train torch"),
     _meaning("training/rollout_probs_diff_mean", "rollout|engine train prob diff mean", ""),
     _meaning("training/rollout_probs_diff_max", "rollout|engine train prob diff max", ""),
     _meaning("training/logprob_gap/mean", "rollout|engine train logprob diff", "mean"),
@@ -121,6 +126,8 @@ _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("training/logprob_gap/mean", "logprob mismatch|error", f"{_PLAIN} engine gen token", rank=1),
     _meaning("training/off_policy/trajectory_staleness/mean", "staleness", "mean policy step sample train rollout"),
     _meaning("training/off_policy/trajectory_staleness/max", "staleness max", "policy step sample train rollout"),
+    _meaning("training/off_policy/trajectory_staleness/mean", "off policy level", "mean all train rollout"),
+    _meaning("training/off_policy/trajectory_staleness/max", "off policy level max", "all train rollout"),
     _meaning("batch/effective_frac", "zero|no std|signal ratio", "group reward", rank=0),
     _meaning("batch/effective_frac", "effective ratio", "signal group", rank=1),
 )  # fmt: skip
@@ -178,7 +185,8 @@ def words_of(name: str) -> frozenset[str]:
     found: list[str] = []
     for word in pieces_of(name):
         found += _SAME.get(word, word).split("_")
-    return frozenset(found) - _SAYS_NOTHING
+    words = frozenset(found) - _SAYS_NOTHING
+    return words - {"log", "prob"} | {"logprob"} if words >= {"log", "prob"} else words
 
 
 _IS_RATE = re.compile(r"(?:/|per[_ ]?)s(?:ec(?:ond)?)?$", re.IGNORECASE)
