@@ -24,6 +24,9 @@ _OF_THE_POLICY = _words(
     " invalid success std min p50 p90 p95 p99 median slowest tokens length"
 )
 """Words of what the policy gets wrong, or of a statistic that is not the mean."""
+_MACHINES = _words("sandbox sandboxes container containers pod pods vm vms")
+_OF_SCORING = _words("reward rewards score verifier")
+"""Who asks: of a machine that fails it says no more."""
 _FAILS = _words("fail fails failed failure failures error errors errored lost dead")
 _TIME_OUT = _words("timeout timeouts timed")
 _SHARE = _words("rate ratio frac fraction share frequency")
@@ -58,9 +61,11 @@ def _meant(name: str, series: Series) -> str | None:
     words = pieces_of(name)
     if words & {"turns"} and not words & _OF_THE_POLICY - {"tokens"} and words <= _ABOUT_TURNS:
         return "num_turns/mean"
-    if not words & _OF_ENVS or words & _OF_THE_POLICY:
+    fails = words & (_FAILS | _TIME_OUT)
+    of_the_policy = _OF_THE_POLICY - _OF_SCORING if words & _MACHINES and fails else _OF_THE_POLICY
+    if not words & _OF_ENVS or words & of_the_policy:
         return None
-    if words & _FAILS or words & _TIME_OUT:
+    if fails:
         if "max" in words:
             return None
         kind = "timeout" if words & _TIME_OUT else "error"

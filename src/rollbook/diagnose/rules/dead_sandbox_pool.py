@@ -33,6 +33,7 @@ from rollbook.diagnose.signs.rewards import (
     other_prompts,
     reward_decline,
     reward_of,
+    sources_of,
 )
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import Contrast, View
@@ -351,6 +352,23 @@ def _is_the_fall(reward: Reward, idx: int) -> bool:
     return reward.fall is not None and abs(reward.fall.idx - idx) <= 1
 
 
+HALF = 0.5
+"""Share of a source's reward whose loss at once is no luck."""
+
+
+def _lost_of_a_source(view: View, idx: int) -> Contrast | None:
+    """The reward of the one source that lost half of it and more at a position: what needs a sandbox is one of many."""
+    train, held_out = sources_of(view)
+    lost = [
+        c
+        for metric in (train or held_out).values()
+        if (c := view.contrast(metric, idx, width=20)) is not None
+        and c.score <= -4
+        and -c.diff >= HALF * c.before
+    ]
+    return lost[0] if len(lost) == 1 else None
+
+
 def _at(view: View, idx: int) -> Finding | None:
     gap = view.contrast(GAP, idx, width=8) if gap_of(view) else None
     if gap is not None and gap.ratio >= 2.0 and gap.score >= 6:
@@ -406,6 +424,8 @@ def _at(view: View, idx: int) -> Finding | None:
     fell = lost is not None and share_lost >= 0.12 and (lost.score <= surely or _is_the_fall(reward, idx))
     if lost is not None and fell:
         add(lost, 1.5, False)
+    elif (of_one := _lost_of_a_source(view, idx)) is not None:
+        add(of_one, 1.5, False, "of one source, and the others go on")
     if not is_env:
         return None
     for metric in ("timing_s/gen", "response_length/mean"):
