@@ -19,6 +19,7 @@ from rollbook.ledger.flops import turn_prefill_flops
 from rollbook.ledger.hardware import Cluster, load_accelerator
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.lengths import LengthDistribution
+from rollbook.ledger.mapping import Trainer, sync_mapping
 from rollbook.ledger.memory import activation_bytes, logits_bytes, memory_items, train_memory
 from rollbook.ledger.model import load_model
 from rollbook.ledger.quantity import parse_count
@@ -286,7 +287,25 @@ def test_single_stream_decode_reads_what_it_should() -> None:
 def test_replica_weights_are_split_over_its_gpus() -> None:
     whole = replica_weight_bytes(LLAMA, ReplicaLayout())
     assert whole == pytest.approx(2 * LLAMA.computed_params)
-    assert replica_weight_bytes(LLAMA, ReplicaLayout(tp_size=4)) == pytest.approx(whole / 4)
+    norms = 2 * 65 * LLAMA.hidden_size  # which every GPU holds
+    of_four = replica_weight_bytes(LLAMA, ReplicaLayout(tp_size=4))
+    assert of_four == pytest.approx((whole - norms) / 4 + norms)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("Qwen3-32B", ReplicaLayout(tp_size=16)),  # more GPUs than KV heads
+        ("DeepSeek-V3", ReplicaLayout(tp_size=8, ep_size=64)),  # a latent that every GPU holds
+        ("Qwen3-235B-A22B", ReplicaLayout(tp_size=4, ep_size=16, weight_dtype="float8")),
+    ],
+)
+def test_an_engine_gpu_holds_what_a_publication_brings_it(name: str, layout: ReplicaLayout) -> None:
+    model = load_model(name)
+    mapping = sync_mapping(
+        model, CLUSTER, Trainer(num_gpus=64), layout, num_rollout_gpus=64, shares_devices=False
+    )
+    assert replica_weight_bytes(model, layout) == pytest.approx(mapping.landed_bytes)
 
 
 def test_activations_by_recompute_mode() -> None:

@@ -10,6 +10,7 @@ All functions take arrays of rows, so a whole curve of running sequences costs o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import DTYPE_BYTES, ReplicaLayout
 from rollbook.ledger.lengths import Curve
 from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.tensors import tensor_kinds
 from rollbook.ledger.traffic import dense_width, expert_width
 
 TILE_ROWS = 64.0
@@ -76,13 +78,15 @@ def weight_bytes(model: ModelSpec, layout: ReplicaLayout, num_rows: Curve | floa
     return dense, experts
 
 
+@functools.lru_cache(maxsize=256)
 def replica_weight_bytes(model: ModelSpec, layout: ReplicaLayout) -> float:
-    """Bytes that the weights take on one GPU of the replica."""
-    dense, _ = weight_bytes(model, layout, 0.0)
-    dtype = DTYPE_BYTES[layout.weight_dtype]
-    expert_dtype = min(dtype, DTYPE_BYTES["float4"]) if "mxfp4" in model.quantized else dtype
-    embedding = 0 if model.tie_embeddings else 2.0 * model.embedding_params
-    return (dense + embedding) / layout.tp_size + model.routed_params * expert_dtype / layout.num_gpus
+    """Bytes that the weights take on one GPU of the replica: its pieces, and a copy of what is not cut."""
+    total = 0.0
+    for kind in tensor_kinds(model):
+        is_mxfp4 = kind.cut == "experts" and "mxfp4" in model.quantized
+        dtype = "float4" if is_mxfp4 else layout.weight_dtype
+        total += kind.bytes_in(dtype) / kind.engine_cuts(layout)
+    return total
 
 
 def kv_shards(model: ModelSpec, tp_size: int) -> int:

@@ -235,13 +235,12 @@ def _move(
 ) -> KindMove:
     pieces, holders = trainer.pieces(kind), trainer.holders(kind)
     stages = min(trainer.layout.pp_size, holders)
+    cuts = kind.engine_cuts(engine)
     if kind.cut == "whole":
-        cuts, where = 1, _ENGINE_CUTS["whole"]
+        where = _ENGINE_CUTS["whole"]
     elif kind.cut == "experts":
-        cuts = engine.num_gpus
         where = "whole experts over EP" if engine.ep_size > 1 else "each expert over TP"
     else:
-        cuts = min(engine.tp_size, kind.max_cuts or engine.tp_size)
         where = _ENGINE_CUTS[kind.cut] if engine.tp_size > 1 else "whole on its GPU"
         if cuts < engine.tp_size:
             where = f"{cuts} KV heads, repeated"

@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from rollbook.ledger.layout import DTYPE_BYTES
+from rollbook.ledger.layout import DTYPE_BYTES, ReplicaLayout
 from rollbook.ledger.model import ModelSpec
 
 Cut = Literal["rows", "columns", "experts", "whole"]
@@ -42,6 +42,14 @@ class TensorKind:
         if not self.is_quantized:
             return self.params * max(width, 2.0)
         return self.params * (width + (_SCALE_BYTES if dtype == "float8" else 0.0))
+
+    def engine_cuts(self, engine: ReplicaLayout) -> int:
+        """Different pieces in a replica; where there are fewer than GPUs, several of them hold the same one."""
+        if self.cut == "whole":
+            return 1
+        if self.cut == "experts":
+            return engine.num_gpus
+        return min(engine.tp_size, self.max_cuts or engine.tp_size)
 
     def largest(self, *, splits_experts: bool) -> float:
         """Parameters of its largest tensor."""
