@@ -102,7 +102,7 @@ def _memory_grows(view: View, used: str | None) -> tuple[Evidence, ...]:
     fuller, steadiness = view.trend(used)
     if used is None or length is None or view.trend(length)[0] < GROWN:
         return ()
-    if fuller < 1.12 or steadiness < 0.7 or _at_once(view, used):
+    if fuller < MEMORY_GREW or steadiness < 0.7 or _at_once(view, used):
         return ()
     capacity = memory.device_gib(view)
     of = f" of {num(capacity)}" if capacity else ""
@@ -152,11 +152,26 @@ def _lives_with_it(view: View, used: str, capacity: float) -> bool:
     longest = view.values.get("response_length/max", np.zeros(0))
     stands = np.flatnonzero(np.nan_to_num(values) >= AT_LIMIT * most[-1])[0]
     num_at_limit = int((longest[stands:] >= AT_LIMIT * np.nanmax(longest, initial=1.0)).sum())
-    if num_at_limit >= LIMIT_STEPS and most[-1] < BRIM * capacity:
+    if num_at_limit >= LIMIT_STEPS and most[-1] < BRIM * capacity and not _grew_at_the_limit(values, longest):
         return True
     return len(most) - since >= max(LIVED_FRAC * len(most), LIVED_STEPS)
 
 
+def _grew_at_the_limit(values: Series, longest: Series) -> bool:
+    """Whether memory grew while the longest responses were at their limit all along: then it goes with how many are
+    long, and the longest of them says nothing of what will fit."""
+    if len(longest) != len(values):
+        return False
+    at_limit = np.isfinite(values) & (longest >= AT_LIMIT * np.nanmax(longest, initial=1.0))
+    peaks = values[at_limit]
+    part = len(peaks) // 4
+    return part >= LIMIT_STEPS and float(np.median(peaks[-part:])) >= MEMORY_GREW * float(
+        np.median(peaks[:part])
+    )
+
+
+MEMORY_GREW = 1.12
+"""Late peak over the early one from which on memory grew."""
 AT_LIMIT = 0.999
 """Share of the longest response of all from which on one has the same length: the limit's."""
 LIMIT_STEPS = 8

@@ -7,6 +7,7 @@ import numpy as np
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
+from rollbook.diagnose.rules.brim_in_sync import brim_in_sync
 from rollbook.diagnose.rules.wording import num, of_break, share
 from rollbook.diagnose.signs.seconds import lost_seconds
 from rollbook.diagnose.view import View
@@ -17,7 +18,8 @@ RULE = "oom_in_sync"
 def judge(view: View) -> Finding | NotJudged | None:
     said = memory.said(view, in_sync=True)
     used, seconds = memory.allocated(view), view.first("timing_s/update_weights")
-    if used is None and not said:
+    brim = brim_in_sync(view)
+    if used is None and not said and not brim:
         how = "log device memory at the hand-over, and keep the console log (the error is written there)"
         return memory.not_logged(view, RULE, (memory.ALLOCATED, "memory/switch/allocated_bytes"), how)
     evidence: list[Evidence] = []
@@ -39,6 +41,9 @@ def judge(view: View) -> Finding | NotJudged | None:
         evidence.append(of_break(fuller, f"GiB allocated on a device of {num(capacity)}"))
     if said:
         confidence = 0.97 if is_slow or is_full else 0.92
+    elif brim:
+        confidence, step = 0.85, brim[0].step
+        evidence = list(brim)
     elif is_slow and grew and together and is_full and not grows_with_length:
         confidence = 0.85
     elif is_slow and is_full and view.run.seams:

@@ -56,6 +56,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     # One change of the answers tells as much where rewards are lost by it, and both sides are not only scaled.
     is_scaled = pearson is not None and pearson.after >= SCALED
     in_part |= len(changed) == 1 and rise.peak_ratio >= FAR_OFF and lost >= 0.15 and not is_scaled
+    in_part |= rise.peak_ratio >= FAR_OFF and _loses_at_once(view, rise.idx, lost) and not is_scaled
     # Some that run to their limit are noise; numerics change all of them a little.
     in_part |= "response_length/clip_ratio" in changed and rise.peak_ratio >= IN_SOME and not is_scaled
     if not (lost >= 0.4 or (unrelated and lost >= 0.15) or noise or in_part):
@@ -87,6 +88,20 @@ _OF_ANSWERS: tuple[tuple[str, float, float], ...] = (
     ("response_length/mean", 1.35, 0.0),
     ("actor/entropy", 1.5, 0.0),
 )
+
+
+def _loses_at_once(view: View, idx: int, lost: float) -> bool:
+    """Whether a good part of the reward went in the very step, at one hand-over, and some of the answers' lengths or
+    entropy with it: numerics alone lose it over many updates."""
+    reward = view.contrast(reward_of(view).metric, idx, width=8)
+    if reward is None or lost < LOST_AT_ONCE or reward.score > -6 or not reward.is_at_once:
+        return False
+    others = (view.contrast(metric, idx, width=8) for metric, _, _ in _OF_ANSWERS)
+    return any(c is not None and c.ratio >= 1.15 and c.score >= 5 and c.is_at_once for c in others)
+
+
+LOST_AT_ONCE = 0.2
+"""Share of the reward."""
 
 
 def _changed_at(view: View, idx: int) -> list[str]:

@@ -1,0 +1,92 @@
+"""The peak of device memory within the hand-over itself, where a log has it under any name: it climbs to the device's
+size while the training's own peak has room, and the allocator must try again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollbook.diagnose.finding import Evidence
+from rollbook.diagnose.readers.words import words_of
+from rollbook.diagnose.rules import memory
+from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.view import View, once
+
+IN_SYNC = "peak of the hand-over GiB"
+_OF_SYNC = frozenset(("weight", "sync", "reshard", "handover", "wake", "wakeup"))
+_PEAK = frozenset(("peak", "max", "allocated", "used"))
+_UNIT_GIB = {"gb": 1.0, "mb": 1 / 1024, "bytes": 2.0**-30}
+GROWN = 1.06
+"""Growth over the run from which on it climbs."""
+BRIM, NEAR = 0.955, 0.93
+"""Shares of the device at which it ends, and from which on the next larger bucket may not fit."""
+ROOM = 0.92
+"""Peak of the training over that of the hand-over, up to which it is not the training that fills the device."""
+SLOWER = 1.2
+"""Growth of the seconds of the hand-over from which on it waits for the allocator."""
+
+
+@once("brim in sync")
+def brim_in_sync(view: View) -> tuple[Evidence, ...]:
+    """What shows that the hand-over runs out of memory; nothing where it does not."""
+    metric = _peak_in_sync(view)
+    if metric is None or view.count(metric) < 12:
+        return ()
+    values = view.values[metric]
+    (ratio, steadiness), top = view.trend(metric), float(np.nanmax(values))
+    capacity = view.last(memory.TOTAL) if view.has(memory.TOTAL) else _device(top)
+    trained = memory.allocated(view)
+    if ratio < GROWN or steadiness < 0.8 or capacity is None or view.last(metric, 3) < BRIM * capacity:
+        return ()
+    if trained is not None and view.last(trained, 3) > ROOM * top:
+        return ()
+    waits = _waits(view)
+    if not waits:
+        return ()
+    at = int(np.flatnonzero(np.nan_to_num(values) >= NEAR * capacity)[0])
+    step, early = view.step_at(at), view.level(metric, 0, max(3, view.n // 8))
+    has_room = f", {num(view.last(trained, 3))} GiB in training" if trained is not None else ""
+    says = f"{num(early)} GiB at first, {num(top)} of {num(capacity)} in the end{has_room}"
+    return (Evidence(metric=metric, step=step, before=early, after=top, says=says), *waits)
+
+
+def _waits(view: View) -> tuple[Evidence, ...]:
+    """Allocations that were tried again, and hand-overs that take longer."""
+    found = []
+    for metric in view.values:
+        words = words_of(metric)
+        is_retries = bool(words & {"retries", "retry"}) and bool(words & {"alloc", "allocation", "memory"})
+        if is_retries and view.count(metric) >= 12:
+            early, late = view.level(metric, 0, max(3, view.n // 8)), view.last(metric)
+            if late >= early + 2.0:
+                says = f"{num(early)} allocations were tried again at first, {num(late)} now"
+                found.append(
+                    Evidence(
+                        metric=metric, step=view.step_at(view.n - 1), before=early, after=late, says=says
+                    )
+                )
+    seconds = "timing_s/update_weights"
+    ratio, steadiness = view.trend(seconds)
+    if ratio >= SLOWER and steadiness >= 0.6:
+        early, late = view.level(seconds, 0, max(3, view.n // 8)), view.last(seconds)
+        says = f"the hand-over takes {num(late)} s, {num(early)} s at first"
+        found.append(
+            Evidence(metric=seconds, step=view.step_at(view.n - 1), before=early, after=late, says=says)
+        )
+    return tuple(found)
+
+
+def _peak_in_sync(view: View) -> str | None:
+    """Name of the series in GiB, of the name in the log that has the words."""
+    for metric, values in view.run.values.items():
+        words = words_of(metric)
+        unit = next((u for u in _UNIT_GIB if u in words), None)
+        if unit is None or "memory" not in words or not words & _OF_SYNC or not words & _PEAK:
+            continue
+        if words & {"free", "reserved", "cpu", "host"} or metric == memory.ALLOCATED:
+            continue
+        return metric if unit == "gb" else view.derive(IN_SYNC, values * _UNIT_GIB[unit], of=(metric,))
+    return None
+
+
+def _device(top: float) -> float | None:
+    return next((size for size in memory.DEVICE_GIB if size >= top * 0.998), None)

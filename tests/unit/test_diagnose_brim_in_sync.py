@@ -1,0 +1,55 @@
+"""The hand-over's own peak of device memory, under any name, beside what the training takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.diagnose_runs import Array, noisy, run_of
+
+from rollbook.diagnose.tree import diagnose
+
+N = 120
+T = np.arange(N)
+CLIMB = np.clip((T - 30) / 80, 0, 1)
+SLOWER = {"timing_s/update_weights": noisy(4.0 * (1 + 0.5 * CLIMB**2), 13)}
+
+
+def _verdict(
+    peak_gib: Array, changed: dict[str, Array], *, name: str = "memory/update_weights/peak_gb"
+) -> str:
+    scale = 2**30 if name.endswith("bytes") else 1.0
+    return diagnose(run_of({name: peak_gib * scale} | changed)).verdict
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["memory/update_weights/peak_gb", "gpu_mem_peak_during_sync_gib", "sync/max_memory_allocated_bytes"],
+)
+@pytest.mark.parametrize(
+    "felt", [SLOWER, {"memory/update_weights/alloc_retries": np.floor(8 * CLIMB)}], ids=["slower", "retries"]
+)
+def test_a_hand_over_that_climbs_to_the_brim_and_is_felt_runs_out(name: str, felt: dict[str, Array]) -> None:
+    assert _verdict(63 + 15.5 * CLIMB, felt, name=name) == "oom_in_sync"
+
+
+@pytest.mark.parametrize(
+    ("peak_gib", "changed"),
+    [
+        (77 + noisy(0.1, 20), SLOWER),  # as full from the first step on
+        (60 + 10 * CLIMB, SLOWER),  # there is room
+        (63 + 15.5 * CLIMB, {}),  # nobody waits for the allocator
+    ],
+    ids=["flat", "room", "unfelt"],
+)
+def test_a_peak_that_is_high_or_climbs_alone_is_well(peak_gib: Array, changed: dict[str, Array]) -> None:
+    assert _verdict(peak_gib, changed) == "well"
+
+
+def test_a_peak_that_the_training_has_too_is_not_the_hand_overs() -> None:
+    peak = np.maximum.accumulate(63 + 15.5 * CLIMB)
+    trained = {"perf/max_memory_allocated_gb": peak - 1, "perf/max_memory_reserved_gb": peak + 0.5}
+    grown = {
+        f"response_length/{how}": noisy(size * (1 + CLIMB), 8)
+        for how, size in (("mean", 800.0), ("max", 3e3))
+    }
+    assert _verdict(peak, trained | grown | SLOWER) == "late_oom_with_length"
