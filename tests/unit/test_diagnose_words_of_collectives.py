@@ -58,6 +58,19 @@ def test_a_rank_that_came_late_and_was_waited_for_is_no_fault(tmp_path: Path) ->
     assert _verdict(tmp_path, words, then_steps=20) == "not_judged"
 
 
+def test_ranks_that_join_while_a_job_starts_are_no_fault(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    _verdict(tmp_path, "rank 5 has not joined the process group")
+    lines = log.read_text().splitlines()
+    words = next(line for line in lines if "joined" in line)
+    log.write_text("\n".join([words, *(line for line in lines if line != words)]) + "\n")
+    assert diagnose(load(str(log))).findings == ()
+
+
+def test_a_time_out_that_is_tried_again_ends_nothing(tmp_path: Path) -> None:
+    assert _verdict(tmp_path, "update_weights timed out after 60 s, retrying") == "not_judged"
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_an_error_of_one_rank_is_told_rather_than_the_wait_of_the_others(order: int, tmp_path: Path) -> None:
     parts = [(WATCHDOG,), KEY_ERROR][::order]

@@ -22,6 +22,9 @@ _GOT_OVER = re.compile(
 )
 
 
+_MAY_BE_GOT_OVER = ("out_of_memory", "collective_timeout", "collective_missed")
+
+
 def is_got_over(line: str) -> bool:
     """Whether a line that reports an error says as well that its program goes on."""
     return _GOT_OVER.search(line) is not None
@@ -246,7 +249,7 @@ class TroubleWatcher:
             return None
         for kind, needles, pattern in _TROUBLE:
             if any(map(line.__contains__, needles)) and pattern.search(line):
-                is_none = kind == "out_of_memory" and is_got_over(line)
+                is_none = kind in _MAY_BE_GOT_OVER and is_got_over(line)
                 return None if is_none else self.event(kind, line, step)
         return None
 

@@ -32,7 +32,7 @@ RULE = "collective_hang"
 def judge(view: View) -> Finding | NotJudged | None:
     last = view.step_at(view.n - 1)
     said = view.events("collective_timeout")
-    said += [e for e in view.events("collective_missed") if e.step is None or e.step >= last]
+    said += [e for e in view.events("collective_missed") if e.step is not None and e.step >= last]
     if (ended := stop(view)) is not None and ended.is_of_its_own:
         said = []  # the others wait for the rank that raised it
     stages = [f"timing_s/{s}" for s in TRAINER_STAGES if view.has(f"timing_s/{s}")]
@@ -66,7 +66,10 @@ def _words(view: View, said: list[Event]) -> Iterator[Sign]:
     """A watchdog's words, and a last line on other ranks that is said again and again."""
     for event in said[:1]:
         step = event.step if event.step is not None else view.step_at(view.n - 1)
-        yield Evidence(metric="log", step=step, says=event.text), 0.9
+        yield (
+            Evidence(metric="log", step=step, says=event.text),
+            0.75 if event.kind == "collective_missed" else 0.9,
+        )
     standing = standstill_of(view)
     if standing is not None and standing.told_by == RULE:
         yield standing.evidence, 0.92
