@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollbook.cli.calibrate import command as calibrate_command
 from rollbook.errors import ConfigError, DataError, PlanError
 from rollbook.ledger.curve import draw_lengths, row_curve
 from rollbook.ledger.fit import (
@@ -393,3 +394,16 @@ def test_scaled_forwards_leave_the_updates_as_they_were() -> None:
     assert PassFit(per_micro_batch_s=0.1, tokens_per_s=10.0).scaled(2.0) == PassFit(
         per_micro_batch_s=0.2, tokens_per_s=5.0
     )
+
+
+def test_a_file_says_how_long_its_measuring_waited_for_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the plan of a run that measures itself does."""
+    waited_s = iter([1.0, 3.0])
+    monkeypatch.setattr("rollbook.controller.entry.calibrate", lambda *_, **__: MACHINE)
+    monkeypatch.setattr("rollbook.observe.core_waits.CoreWaits.read", lambda _: {"1": next(waited_s)})
+    clock = iter([10.0, 14.0])
+    monkeypatch.setattr("rollbook.cli.calibrate.monotonic", lambda: next(clock))
+    calibrate_command(output=tmp_path / "hardware.toml")
+    assert MachineSpec.read(tmp_path / "hardware.toml").core_wait_frac == 0.5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Optional
 
 import typer
@@ -25,8 +27,17 @@ def command(
     Example: rollbook calibrate examples/addition.toml -o hardware.toml
     """
     from rollbook.controller.entry import calibrate
+    from rollbook.observe.core_waits import CoreWaits, longest_wait_s
 
-    machine = calibrate(config, set_ or [], device=device)
+    waits, began_at_s = CoreWaits(), monotonic()
+    waits.look()
+    before = waits.read()
+    try:
+        machine = calibrate(config, set_ or [], device=device)
+        waited_s = longest_wait_s(before, waits.read()) or 0.0
+    finally:
+        waits.close()
+    machine = replace(machine, core_wait_frac=waited_s / (monotonic() - began_at_s))
     machine.write(output)
     for dtype, rate in machine.gemm_flops_per_s.items():
         print(f"GEMM {dtype:<9} {rate / 1e12:8.3f} TFLOP/s")

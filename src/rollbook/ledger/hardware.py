@@ -355,6 +355,8 @@ class MachineSpec:
     reward_s: float = 0.0
     """Scoring one trajectory."""
     reward_base_s: float = 0.0
+    core_wait_frac: float = 0.0
+    """Of the measuring, in which a thread waited for a core: that share of the seconds may be no cost of a step."""
 
     @property
     def is_cpu(self) -> bool:
