@@ -15,6 +15,7 @@ from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import longer_waits
 from rollbook.diagnose.rules.filter_starvation import batch_of
 from rollbook.diagnose.rules.longer_waits import RULE
+from rollbook.diagnose.rules.lost_in_flight import lost_in_flight
 from rollbook.diagnose.rules.wording import num, of_break
 from rollbook.diagnose.signs.environments import failure_kinds_of
 from rollbook.diagnose.signs.seconds import excess_of, lost_seconds, stalls_at_end, waiting_of
@@ -31,6 +32,8 @@ def judge(view: View) -> Finding | NotJudged | None:
     excess = excess_of(view)
     if (standing := standstill_of(view)) is not None and standing.told_by == RULE:
         return _stands_still(standing, longer_waits.for_good(view, excess) if excess is not None else None)
+    if (lost := lost_in_flight(view)) is not None:
+        return lost
     if excess is None and (stalled := _whole_steps(view)) is not None:
         return stalled
     if excess is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.breaks import Break
+from rollbook.diagnose.changes import foot_of_climb
 from rollbook.diagnose.cost import is_asynchronous
 from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.rules.filter_starvation import DROPPED
@@ -73,7 +74,14 @@ def _longer_since(view: View, excess: str) -> int | None:
         is_clear = rise.score >= 3 and rise.peak_ratio >= 2.5 and c is not None and c.score >= 8
         if rise.score >= 5 or is_clear:
             return rise.idx
+    ratio, steadiness = view.trend(excess)
+    if ratio >= MANY_TIMES and steadiness >= 0.95:  # a climb over all of the log has no break
+        return max(3, foot_of_climb(np.log(view.values[excess])))
     return _ends_waiting(view)
+
+
+MANY_TIMES = 3.0
+"""Growth of the wait over the log, beyond what lengths explain."""
 
 
 WAITS_FRAC, LOST_FRAC = 0.35, 0.2

@@ -1,0 +1,96 @@
+"""Groups that are counted as under way while ever fewer really run: they were lost, and nobody submits them again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollbook.diagnose.changes import foot_of_climb, running_median, spearman
+from rollbook.diagnose.cost import is_asynchronous
+from rollbook.diagnose.finding import Evidence, Finding
+from rollbook.diagnose.readers.words import pieces_of
+from rollbook.diagnose.rules.longer_waits import RULE
+from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.signs.seconds import lost_in_steps
+from rollbook.diagnose.view import View
+
+_OF = frozenset(
+    ("group", "groups", "sample", "samples", "trajectory", "trajectories", "rollouts", "episodes", "buffer")
+)
+_RUNNING = frozenset(("running", "inflight", "flight", "active"))
+_COUNTED = frozenset(("submitted", "admitted", "outstanding", "unfinished"))
+_OTHER = frozenset(
+    (
+        "max",
+        "min",
+        "limit",
+        "capacity",
+        "s",
+        "seconds",
+        "time",
+        "ratio",
+        "frac",
+        "rate",
+        "tokens",
+        "deadline",
+        "at",
+    )
+)
+GONE = 0.65
+"""Those that run over those that ran at first, up to which the others are gone."""
+STANDS = 0.9
+"""Those that are counted over those at first, from which on as many are thought to be under way."""
+WAITS = 1.5
+"""Growth of the wait from which on they are missed, where nothing counts them."""
+
+
+def lost_in_flight(view: View) -> Finding | None:
+    """Ever fewer that run at the same count of those under way, or while the trainer waits ever longer."""
+    running = _named(view, _RUNNING, but=_COUNTED)
+    if running is None:
+        return None
+    values = view.values[running]
+    known = np.flatnonzero(np.isfinite(values))
+    part = max(3, len(known) // 8)
+    early, late = (float(np.median(values[piece])) for piece in (known[:part], known[-part:]))
+    smooth = running_median(values[known], 5)
+    if late > GONE * early or spearman(smooth, known.astype(np.float64)) > -0.85:
+        return None
+    counted = _named(view, _COUNTED, but=frozenset())
+    stands = counted is not None and view.last(counted, part) >= STANDS * view.level(counted, 0, part) > 0.0
+    wait, steadiness = view.trend("timing_s/gen")
+    waits = wait >= WAITS and steadiness >= 0.7
+    if not stands and not (waits and is_asynchronous(view)):
+        return None
+    idx = foot_of_climb(-values)
+    step = view.step_at(idx)
+    says = f"{num(early)} at first, {num(late)} now"
+    evidence = [Evidence(metric=running, step=step, before=early, after=late, says=says)]
+    if counted is not None and stands:
+        still = view.last(counted, part)
+        says = f"{num(still)}, as at first: what is gone still counts"
+        evidence.append(Evidence(metric=counted, step=step, before=still, after=still, says=says))
+    if waits:
+        before, after = view.level("timing_s/gen", 0, part), view.last("timing_s/gen", part)
+        says = f"the trainer waits {num(after)} s, {num(before)} s at first"
+        evidence.append(Evidence(metric="timing_s/gen", step=step, before=before, after=after, says=says))
+    return Finding(
+        rule=RULE,
+        title="groups vanish on their way, and the trainer waits for the others",
+        area="async",
+        confidence=share(0.7 + 0.15 * stands + 0.08 * waits),
+        step=step,
+        evidence=tuple(evidence),
+        cost_s=lost_in_steps(view, idx),
+        action="give every group an owner and a deadline, and submit it again when either is gone; restart the "
+        "rollout side to fill the buffer now",
+        next_check="ids submitted and not finished against those that an engine or an environment works on",
+    )
+
+
+def _named(view: View, words: frozenset[str], *, but: frozenset[str]) -> str | None:
+    """The first metric whose name has one of the words, and speaks of groups or samples."""
+    for metric in view.run.values:
+        pieces = pieces_of(metric)
+        if pieces & words and pieces & _OF and not pieces & (_OTHER | but) and view.count(metric) >= 12:
+            return metric
+    return None
