@@ -263,3 +263,15 @@ def test_a_wait_that_grew_before_the_log_stood_still_dates_it(tmp_path: Path) ->
     assert found.rule == "buffer_never_fills"
     assert 20 <= found.step <= 24
     assert "waited 3600 s" in found.evidence[0].says
+
+
+@pytest.mark.parametrize(("saved_s", "is_found"), [(20.0, True), (700.0, False)])
+def test_what_took_as_long_before_stands_for_nothing(saved_s: float, is_found: bool, tmp_path: Path) -> None:
+    """Every fifth step is saved, for twelve minutes or in no time; the log is read while the next one is."""
+    log = tmp_path / "run.log"
+    steps = [
+        f"{line} - timing_s/save_checkpoint:{saved_s if i % 5 == 4 else 0}" for i, line in enumerate(_steps())
+    ]
+    saves = _counted(lambda s: f"saving the checkpoint, elapsed={s}s", 60, 300, 900)
+    log.write_text("\n".join([*steps, *saves]) + "\n", encoding="utf-8")
+    assert bool(diagnose(load(str(log))).findings) is is_found

@@ -28,6 +28,8 @@ STEPS = 5.0
 """Usual steps that the line lasts, at the least: twice one is a slow step."""
 LONGEST = 2.0
 """Of the longest steps of the run."""
+_MAY_TAKE_LONG = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
+"""Of these the longest of the run; a step may be timed without the other two."""
 LEAST_S = 600.0
 UNTIMED_S = 3600.0
 """Where steps were not timed."""
@@ -62,8 +64,8 @@ def standstill_of(view: View) -> Standstill | None:
     event = found[-1]
     lasted_s = float(event.fields["lasted_s"])
     usual = step_seconds(view)
-    seconds = view.values.get("timing_s/step")
-    longest = float(np.nanmax(seconds)) if seconds is not None and np.isfinite(seconds).any() else 0.0
+    timed = [view.values[metric] for metric in _MAY_TAKE_LONG if view.count(metric)]
+    longest = max((float(np.nanmax(seconds)) for seconds in timed), default=0.0)
     least = max(LEAST_S, STEPS * usual, LONGEST * longest) if usual > 0 else UNTIMED_S
     if (stage_s := _stage_seconds(view, event.text)) > 0.0:
         least = min(least, max(LEAST_S, usual + STEPS * stage_s))
