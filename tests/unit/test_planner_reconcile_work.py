@@ -326,3 +326,14 @@ def test_a_log_whose_responses_the_description_has_no_room_for_is_told(
     found = described("max_response_tokens = 3072", response_length_mean=5000.0)
     assert found["stages"]["rollout"]["work_ratio"] == 1.0
     assert any("measured response_tokens = 5000, which" in note and "3072" in note for note in found["notes"])
+
+
+def test_a_log_of_fewer_sequences_is_judged_by_as_many(
+    described: Callable[..., dict[str, Any]],
+) -> None:
+    """An eighth of the tokens at the same lengths: an eighth of the prompts is what stages are judged by."""
+    found = described(**{"perf/total_num_tokens": 64 * 8 * (1024 + 2048.0)})
+    assert any("its work is with prompts = 64 of group_size 8" in note for note in found["notes"])
+    assert 0.05 < found["stages"]["train"]["work_ratio"] < 0.5
+    assert found["stages"]["rollout"]["work_ratio"] < 1
+    assert not any("no ratio tells" in note for note in found["notes"])

@@ -165,12 +165,21 @@ def _expectation_of(
             notes.append(
                 f"the log measured {told}, which {path} leaves no room for: {of_file(path, error).what}"
             )
-    logged, described = means.get("perf/total_num_tokens", 0.0), request.workload.trained_tokens
-    if logged > 0 and not 1 / _OTHER_WORK < logged / described < _OTHER_WORK:
-        notes.append(
-            f"a step of the log has {count(logged)} tokens, the described one {count(described)}: {path} describes "
-            "other work (prompts, group_size, prompt_tokens, response_tokens), so no ratio tells of the machine"
+    logged, work = means.get("perf/total_num_tokens", 0.0), request.workload
+    if logged > 0 and not 1 / _OTHER_WORK < logged / work.trained_tokens < _OTHER_WORK:
+        prompts = max(round(logged / (work.group_size * work.sequence_tokens)), 1)
+        apart = (
+            f"a step of the log has {count(logged)} tokens, the described one {count(work.trained_tokens)}: {path} "
+            "describes other work"
         )
+        try:
+            request = PlanOptions(**values | others | {"prompts": prompts}).request()
+            for_work, _ = expectation_of_request(request, mode=mode)
+            notes.append(
+                f"{apart}; its work is with prompts = {prompts} of group_size {work.group_size}, which make as many"
+            )
+        except RunError:
+            notes.append(f"{apart} (prompts, group_size), so its ratios are those of other work")
     return replace(expectation, notes=expectation.notes + tuple(notes)), for_work
 
 
