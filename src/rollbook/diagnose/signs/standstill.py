@@ -28,8 +28,8 @@ STEPS = 5.0
 """Usual steps that the line lasts, at the least: twice one is a slow step."""
 LONGEST = 2.0
 """Of the longest steps of the run."""
-_MAY_TAKE_LONG = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
-"""Of these the longest of the run; a step may be timed without the other two."""
+_PAUSES = ("timing_s/testing", "timing_s/save_checkpoint")
+"""What a step may be timed without, and nothing is generated in."""
 LEAST_S = 600.0
 UNTIMED_S = 3600.0
 """Where steps were not timed."""
@@ -64,13 +64,13 @@ def standstill_of(view: View) -> Standstill | None:
     event = found[-1]
     lasted_s = float(event.fields["lasted_s"])
     usual = step_seconds(view)
-    timed = [view.values[metric] for metric in _MAY_TAKE_LONG if view.count(metric)]
-    longest = max((float(np.nanmax(seconds)) for seconds in timed), default=0.0)
+    pauses = max(_longest(view, metric) for metric in _PAUSES)
+    longest = max(pauses, _longest(view, "timing_s/step"))
     least = max(LEAST_S, STEPS * usual, LONGEST * longest) if usual > 0 else UNTIMED_S
     if (stage_s := _stage_seconds(view, event.text)) > 0.0:
         least = min(least, max(LEAST_S, usual + STEPS * stage_s))
     if _is_hopeless(event.text):
-        least = LEAST_S
+        least = max(LEAST_S, LONGEST * pauses)
     if lasted_s < least:
         return None
     step = int(view.run.steps[-1]) if event.step is None else event.step
@@ -96,6 +96,10 @@ def _stage_seconds(view: View, words: str) -> float:
         if view.has(f"timing_s/{stage}") and re.search(pattern, words):
             return view.level(f"timing_s/{stage}")
     return 0.0
+
+
+def _longest(view: View, metric: str) -> float:
+    return float(np.nanmax(view.values[metric])) if view.count(metric) else 0.0
 
 
 def _rule_of(words: str) -> str | None:
