@@ -60,6 +60,24 @@ def test_a_watch_that_was_followed_by_steps_is_none(tmp_path: Path) -> None:
     assert _verdict(tmp_path, _watch("update_actor", last_s=3600), more_steps=10) == "well"
 
 
+@pytest.mark.parametrize(
+    ("says", "verdict"),
+    [
+        (
+            "watchdog: step 41 has not completed, elapsed={0}s, rank 3 at 31/32, power={1} W, util {2} %",
+            "collective_hang",
+        ),
+        ("step 41 still running on all ranks after {0} s ({1} MHz)", "collective_hang"),
+        ("step 41 still running on all ranks after {0} s, {2}/99 micro batches done", "well"),
+    ],
+)
+def test_watts_and_clocks_are_no_movement_and_counts_of_work_are(
+    tmp_path: Path, says: str, verdict: str
+) -> None:
+    lines = [says.format(600 * (i + 1), 1200 + 7 * (i % 3), 90 + i) for i in range(6)]
+    assert _verdict(tmp_path, lines) == verdict
+
+
 STACKS = {
     "py-spy in a line": "py-spy rank {}: all_reduce (torch/distributed/distributed_c10d.py:2810) < sync < update_actor",
     "py-spy's dump": "    all_gather_into_tensor (torch/distributed/distributed_c10d.py:{})",

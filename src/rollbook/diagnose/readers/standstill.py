@@ -30,7 +30,8 @@ MOST_AFTER = 30
 
 _WAITS = re.compile(
     r"\b(?:wait(?:ing|s|ed)?|still|stuck|blocked|pending|poll(?:ing)?|retry(?:ing)?|idle|elapsed|hung|hang(?:s|ing)?"
-    r"|not (?:yet )?(?:ready|enough|complete|returned|finished|received|entered|arrived|answered|responded)"
+    r"|not (?:yet )?(?:ready|enough|completed?|advanced|progressed|returned|finished|received|entered|arrived|answered"
+    r"|responded)"
     r"|no (?:progress|response|answer)|no \w+ (?:\w+ )?(?:finished|received|completed|arrived|returned)"
     r"|not responding|unresponsive|stall(?:ed|ing)?|insufficient"
     r"|no (?:new |further |more )?(?:steps?|iterations?|updates?|heartbeats?|output) (?:for|in|since|within))\b",
@@ -52,6 +53,11 @@ _COUNTS_ON = re.compile(
     re.IGNORECASE,
 )
 _UNIT_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_MEASURED = re.compile(
+    r"\b\d+(?:\.\d+)? ?(?:W|MHz|°C)\b|\bpower[ =:]+\d+(?:\.\d+)?|\butil\w*[ =:]+\d+(?:\.\d+)? ?%",
+    re.IGNORECASE,
+)
+"""What a device does while it waits, and is no movement."""
 _SPEAKER = re.compile(r"\[[^\[\]]*\brank ?\d+\]:?|^\W*rank[ _]?\d+\s*[:|]", re.IGNORECASE)
 """Which rank says a line: others say the same of the same wait."""
 _MARKED_BY_RAY = re.compile(r"\s*\[repeated \d+x across cluster\]")
@@ -103,7 +109,8 @@ def at_the_end(path: Path, step_marks: tuple[bytes, ...], step: int) -> Event | 
                 newest_s = at_s = stamp[0]
             at_s = stamp[0] if stamp[1] else at_s - (at_s - stamp[0]) % DAY_S
         if _WAITS.search(line):
-            words, counts_s = _SPEAKER.sub("", _COUNTS_ON.sub("", rest)).strip(), _counted(rest)
+            words = _SPEAKER.sub("", _MEASURED.sub("", _COUNTS_ON.sub("", rest))).strip()
+            counts_s = _counted(rest)
             words = _shape(words) if _NO_STEP.search(rest) else words
             said.append(_Said(None if stamp is None else at_s, words, counts_s, line, num_after))
     if (stands := _bar_stands(bars, step)) is not None:

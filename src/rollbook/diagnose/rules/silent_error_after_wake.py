@@ -100,7 +100,7 @@ def _loses_at_once(view: View, idx: int, lost: float) -> bool:
     return any(c is not None and c.ratio >= 1.15 and c.score >= 5 and c.is_at_once for c in others)
 
 
-LOST_AT_ONCE = 0.2
+LOST_AT_ONCE = 0.15
 """Share of the reward."""
 
 
