@@ -164,7 +164,7 @@ def _stalls_again(view: View, timed: tuple[str, ...]) -> Finding | None:
         spells = view.spells(metric, least=np.log(1.5))
         if spells is None or not _are_no_hiccups(view, metric, spells):
             continue
-        if _works_more(view, spells) or is_of_the_schedule(view, spells):
+        if _works_more(view, metric, spells) or is_of_the_schedule(view, spells):
             continue
         first = int(np.flatnonzero(_over_quiet(view, metric, spells) >= STALL_S)[0])
         longest, usual = float(np.nanmax(view.values[metric][spells.hit])), spells.before
@@ -223,14 +223,14 @@ def _are_of_one_length(view: View, metric: str, spells: Spells) -> bool:
     return bool(high - low <= ONE_LENGTH * np.median(stalls))
 
 
-def _works_more(view: View, spells: Spells) -> bool:
+def _works_more(view: View, metric: str, spells: Spells) -> bool:
     """Whether the steps of spells have more to do, are slow in all they do, or lack memory."""
     explains: tuple[tuple[str | None, float], ...] = (
         ("perf/total_num_tokens", 1.2),
         ("response_length/mean", 1.2),
         ("response_length/max", 1.5),
         ("global_seqlen/max", 1.3),
-        ("timing_s/gen", 1.4),
+        (None if _is_timed_within(view, metric, "timing_s/gen", spells) else "timing_s/gen", 1.4),
         ("timing_s/adv", 2.0),
         ("perf/cpu_memory_used_gb", 1.05),
         *(
@@ -240,6 +240,17 @@ def _works_more(view: View, spells: Spells) -> bool:
         ),
     )
     return view.rises_beside(explains, spells, score=3)
+
+
+WITHIN = 0.1
+"""Share by which the same seconds may differ in two stages."""
+
+
+def _is_timed_within(view: View, metric: str, outer: str, spells: Spells) -> bool:
+    """Whether another stage is longer by the very seconds of a spell: it has this one inside it, as generation has the
+    hand-over in verl's `timing_s/reshard`."""
+    own, other = view.beside(metric, spells), view.beside(outer, spells)
+    return own is not None and other is not None and abs(other.diff - own.diff) <= WITHIN * own.diff
 
 
 NEAR_FULL = 0.9
