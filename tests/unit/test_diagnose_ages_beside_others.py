@@ -83,3 +83,42 @@ def test_ages_in_whole_numbers_stand_still_only_if_they_grow_by_a_version_a_step
         n=n,
     )
     assert diagnose(run).verdict == verdict
+
+
+@pytest.mark.parametrize(("queue", "verdict"), [(20.0, "stale_samples"), (0.0, "missed_weight_sync")])
+def test_samples_that_grow_old_in_a_queue_are_of_engines_that_go_on(queue: float, verdict: str) -> None:
+    """By a version a step, the newest of them too."""
+    n = 60
+    age = np.maximum(np.arange(n) - 25, 0) * 1.0
+    run = run_of(
+        {
+            f"{STALENESS}/mean": noisy(0.5 + age, 4, 0.01, n=n),
+            f"{STALENESS}/max": 2 + age,
+            f"{STALENESS}/min": age,
+            "fully_async/monitor/queue/mq_queue_size": np.round(noisy(30 + queue * age, 5, 0.03, n=n)),
+            DIFF: noisy(0.004 * (1 + 0.3 * age), 2, 0.05, n=n),
+            KL: noisy(2e-4 * (1 + 0.3 * age) ** 2, 3, 0.08, n=n),
+        },
+        n=n,
+    )
+    assert diagnose(run).verdict == verdict
+
+
+@pytest.mark.parametrize("growth", [1.0, 8.0])
+def test_a_gap_that_grows_on_at_an_age_that_stands_is_of_the_weights(growth: float) -> None:
+    """Samples come to their age in the step in which the gap begins to climb, and no further."""
+    n = 40
+    t = np.arange(n)
+    gap = np.where(t < 10, 1.0, 1.3 + growth * np.clip((t - 10) / 30, 0, 1) ** 0.7 * (growth > 1))
+    run = run_of(
+        {
+            f"{STALENESS}/mean": noisy(np.where(t < 10, 0.5, 0.85), 4, 0.04, n=n),
+            f"{STALENESS}/max": np.where(t < 10, 1.0, 2.0),
+            f"{STALENESS}/min": np.zeros(n),
+            DIFF: noisy(0.003 * gap, 2, 0.03, n=n),
+            KL: noisy(1e-4 * gap**2, 3, 0.06, n=n),
+        },
+        n=n,
+    )
+    found = [f.rule for f in diagnose(run).findings]
+    assert found == (["missed_weight_sync"] if growth > 1 else [])

@@ -78,3 +78,21 @@ def test_a_form_that_is_never_met_is_no_source_without_a_right_answer(name: str,
         f"reward/{name}/mean": np.zeros(N),
     }
     assert bool(diagnose(run_of(rewards)).findings) is is_found
+
+
+@pytest.mark.parametrize(
+    ("lost", "code", "is_found"),
+    [
+        (0.08, {20: 0.36, 80: 0.0}, True),
+        (0.0, {20: 0.36, 80: 0.0}, False),
+        (0.08, {20: 0.1, 80: 0.0}, False),
+        (0.08, {20: 0.36, 80: 0.05}, False),
+    ],
+    ids=["with the rewards", "alone", "hardly solved before", "not all"],
+)
+def test_one_zero_of_a_source_that_was_solved_counts_where_the_rewards_fell(
+    lost: float, code: dict[int, float], is_found: bool
+) -> None:
+    others = {"math": {20: 0.4, 80: 0.42}}
+    found = diagnose(run_of(_reward(lost) | _validations(code=code, **others))).findings
+    assert [(f.rule, f.step) for f in found] == ([("one_source_all_zero", SINCE + 1)] if is_found else [])

@@ -187,11 +187,17 @@ OUTGROWS = 2.0
 
 
 def _outgrows(view: View, rise: Break, aged: Break) -> bool:
-    """Whether samples had come to their age before the gap began to climb, and it grows far more than they did."""
+    """Whether the gap grows far more than samples aged, once they had come to their age."""
     mean = versions_of(view).mean or ""
     before = view.level(mean, max(0, rise.idx - 4), rise.idx)
-    has_levelled = aged.idx < rise.idx and view.level(mean, rise.idx) < 1.2 * before
-    return has_levelled and rise.peak_ratio >= OUTGROWS * aged.late / max(aged.before, 0.1)
+    had_levelled = aged.idx < rise.idx and view.level(mean, rise.idx) < 1.2 * before
+    if had_levelled and rise.peak_ratio >= OUTGROWS * aged.late / max(aged.before, 0.1):
+        return True
+    since = max(aged.idx + aged.rise_steps, rise.idx) + 3
+    middle = (since + view.n) // 2
+    if middle - since < 5 or view.level(mean, middle) > 1.1 * view.level(mean, since, middle):
+        return False
+    return view.level(GAP, view.n - 5) >= OUTGROWS * view.level(GAP, since - 2, since + 3)
 
 
 FILLING_STEPS = 12

@@ -118,13 +118,27 @@ def _zero_while_others_go_on(view: View, metric: str, others: list[str]) -> int 
     known = np.flatnonzero(np.isfinite(values))
     zeros = np.flatnonzero(np.abs(values[known]) <= 1e-9)
     first = len(known) - len(zeros)
-    if len(zeros) < GO_ON_SCORES or first < 2 or zeros[0] != first or values[known[:first]].min() < SOLVED:
+    if not len(zeros) or not first or zeros[0] != first:
         return None
-    since = int(known[first])
+    since, worst = int(known[first]), float(values[known[:first]].min())
+    fell = _falls_between(view, int(known[first - 1]), since) if worst >= FIRMLY else None
+    if fell is None and (len(zeros) < GO_ON_SCORES or first < 2 or worst < SOLVED):
+        return None
     before = [view.level(m, int(known[max(0, first - 3)]), since) for m in others]
     after = [view.level(m, since) for m in others]
     goes_on = bool(others) and all(b >= 0.9 * a > 0.0 for a, b in zip(before, after, strict=True))
-    return since if goes_on else None
+    return (since if fell is None else fell) if goes_on else None
+
+
+FIRMLY = 0.25
+"""Level of a score above the floor from which on a single zero, after a fall of the rewards of training, is no luck."""
+
+
+def _falls_between(view: View, start: int, end: int) -> int | None:
+    """Position after one and up to another at which the mean reward of training falls most, if it does at once."""
+    at = (view.contrast(reward_of(view).metric, idx, width=10) for idx in range(start + 1, end + 1))
+    falls = [(c.score, i) for i, c in enumerate(at) if c is not None and c.score <= -5 and c.is_at_once]
+    return start + 1 + min(falls)[1] if falls else None
 
 
 OUTAGE_STEPS = 6

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollbook.diagnose.breaks import Break
+from rollbook.diagnose.changes import spearman
+from rollbook.diagnose.readers.words import pieces_of
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.deaths import deaths_of
 from rollbook.diagnose.view import View, once
@@ -44,13 +46,16 @@ def versions_of(view: View) -> Versions:
     newest = view.first(f"{STALENESS}/min", f"{STALENESS}_worst/min")
     replicas, since = _standing_replicas(view)
     rise = view.rise(once_full, log=False)
+    all_standing = unit_ramp(view, newest or mean)
+    if all_standing is not None and _wait_in_a_queue(view, mean or newest or "", all_standing):
+        all_standing = None
     return Versions(
         mean=mean,
         oldest=oldest,
         newest=newest,
         rise=None if rise is None else replace(rise, metric=mean or ""),
         oldest_rise=view.rise(oldest, log=False),
-        all_standing_since=unit_ramp(view, newest or mean),
+        all_standing_since=all_standing,
         some_standing_since=unit_ramp(view, f"{STALENESS}/max" if view.has(f"{STALENESS}/max") else oldest),
         standing_replicas=replicas,
         standing_since=since,
@@ -74,6 +79,30 @@ def _once_full(view: View, mean: str | None) -> str | None:
     if end and values[known[0]] <= 1.0:
         values[: known[end]] = np.nan
     return view.derive(f"{mean} once full", values)
+
+
+QUEUES = 3.0
+"""Times as many samples in a queue from which on they grow old there."""
+
+
+def _wait_in_a_queue(view: View, age: str, idx: int) -> bool:
+    """Whether a queue of samples grows as their ages do: engines that stand still make no queue longer."""
+    for metric in view.run.values:
+        if not pieces_of(metric) >= {"queue"} or not pieces_of(metric) & {
+            "size",
+            "length",
+            "len",
+            "depth",
+            "num",
+        }:
+            continue
+        before, late = view.level(metric, max(0, idx - 20), max(idx - 2, 1)), view.last(metric, 5)
+        if (
+            late >= QUEUES * max(before, 1.0)
+            and spearman(view.values[metric][idx:], view.values[age][idx:]) >= 0.9
+        ):
+            return True
+    return False
 
 
 STANDSTILL_STEPS = 6
