@@ -247,15 +247,20 @@ def test_counted_seconds_of_what_goes_on_raise_no_alarm(lines: list[str], tmp_pa
     assert diagnose(load(str(_ended(tmp_path, lines)))).findings == ()
 
 
-def test_a_wait_that_grew_before_the_log_stood_still_dates_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["waits", "counts"])
+def test_what_was_lost_before_the_log_stood_still_dates_it(by: str, tmp_path: Path) -> None:
     """Slots are lost from step 21 on; at last the batch never fills."""
     log = tmp_path / "run.log"
     steps = []
     for i in range(1, 41):
-        wait = 1.0 + 0.02 * (i % 5) + 3.0 * max(0, i - 20)
+        wait = 1.0 + 0.02 * (i % 5) + 3.0 * max(0, i - 20) * (by == "waits")
         steps.append(
             f"(TaskRunner pid=81) step:{i} - critic/rewards/mean:{0.4 + 0.001 * i} - response_length/mean:800.0 - "
             f"fully_async/count/current_param_version:{i} - timing_s/gen:{wait} - timing_s/step:{10 + wait}"
+            + (
+                f" - buffer/in_flight_groups:{140 - 6 * max(0, i - 20)} - buffer/submitted_groups:140"
+                * (by == "counts")
+            )
         )
     waits = _counted(lambda s: f"[buffer] 61/64 groups ready, in flight 0, waited {s} s", 60, 600, 3600)
     log.write_text("\n".join([*steps, *waits]) + "\n", encoding="utf-8")

@@ -31,7 +31,9 @@ def judge(view: View) -> Finding | NotJudged | None:
         return _stopped(stopped)
     excess = excess_of(view)
     if (standing := standstill_of(view)) is not None and standing.told_by == RULE:
-        return _stands_still(standing, longer_waits.for_good(view, excess) if excess is not None else None)
+        waits = longer_waits.for_good(view, excess) if excess is not None else None
+        told = [found for found in (lost_in_flight(view), waits) if found is not None]
+        return _stands_still(standing, min(told, key=lambda found: found.step, default=None))
     if (lost := lost_in_flight(view)) is not None:
         return lost
     if excess is None and (stalled := _whole_steps(view)) is not None:
