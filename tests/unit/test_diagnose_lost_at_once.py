@@ -13,14 +13,14 @@ T = np.arange(N)
 SINCE = T >= 60
 
 
-def _broken(*, lost: float = 0.3, longer: float = 1.22, at_once: bool = True) -> str:
-    """The gap is twenty times as large at one step, and a part of the reward is lost then or later."""
+def _broken(*, lost: float = 0.3, longer: float = 1.22, at_once: bool = True, apart: float = 20.0) -> str:
+    """The gap is many times as large at one step, and a part of the reward is lost then or later."""
     part = np.clip((T - 60) / 50, 0, 1) if not at_once else np.where(SINCE, 1.0, 0.0)
     return diagnose(
         run_of(
             {
-                DIFF: noisy(0.003, 2) * np.where(SINCE, 20.0, 1.0),
-                KL: noisy(4e-4, 3, 0.1) * np.where(SINCE, 100.0, 1.0),
+                DIFF: noisy(0.003, 2) * np.where(SINCE, apart, 1.0),
+                KL: noisy(4e-4, 3, 0.1) * np.where(SINCE, 5 * apart, 1.0),
                 PEARSON: np.where(SINCE, 0.84, 0.999) + np.random.default_rng(9).normal(0, 2e-4, N),
                 "critic/score/mean": (0.4 + T / 1200) * (1 - lost * part) + noisy(0.005, 20, 0.5),
                 "response_length/mean": noisy(np.asarray(800 * (1 + (longer - 1) * part)), 8, 0.02),
@@ -31,6 +31,7 @@ def _broken(*, lost: float = 0.3, longer: float = 1.22, at_once: bool = True) ->
 
 def test_a_part_of_the_reward_that_goes_with_the_gap_in_one_step_is_no_matter_of_numerics() -> None:
     assert _broken() == "silent_error_after_wake"
+    assert _broken(apart=7.0) == "silent_error_after_wake"
 
 
 @pytest.mark.parametrize(

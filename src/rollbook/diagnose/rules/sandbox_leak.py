@@ -142,11 +142,14 @@ def _weighed(view: View, *, is_agentic: bool) -> Finding | None:
     points = 0.0
     evidence: list[Evidence] = []
     env = False
+    more_turns = max(1.0, view.trend(TURNS)[0])  # of a policy that learns to use more
     begin = view.n
     counted_at: int | None = None
     held = [metric for metric in _COUNTS if _is_held_ever_more(view, metric)]
     for metric, least, worth in _LEVELS:
         ratio, steadiness = view.trend(metric)
+        if metric.startswith("env/turn_s"):
+            ratio /= more_turns
         is_steady = steadiness >= 0.75 or metric in held
         if ratio < least or not is_steady or not _is_gradual(view, metric):
             continue
@@ -178,6 +181,7 @@ def _weighed(view: View, *, is_agentic: bool) -> Finding | None:
     excess = excess_of(view)
     if is_agentic and excess is not None:
         ratio, steadiness = view.trend(excess)
+        ratio /= more_turns
         if ratio >= 1.2 and steadiness >= 0.7 and _is_gradual(view, excess) and not _trainer_slows(view):
             points += 1.2
             if not evidence:  # else what is measured of the pool tells it better than what waits for it

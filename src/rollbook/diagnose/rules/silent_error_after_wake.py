@@ -56,7 +56,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     # One change of the answers tells as much where rewards are lost by it, and both sides are not only scaled.
     is_scaled = pearson is not None and pearson.after >= SCALED
     in_part |= len(changed) == 1 and rise.peak_ratio >= FAR_OFF and lost >= 0.15 and not is_scaled
-    in_part |= rise.peak_ratio >= FAR_OFF and _loses_at_once(view, rise.idx, lost) and not is_scaled
+    in_part |= rise.peak_ratio >= IN_SOME and _loses_at_once(view, rise.idx, lost) and not is_scaled
     # Some that run to their limit are noise; numerics change all of them a little.
     in_part |= "response_length/clip_ratio" in changed and rise.peak_ratio >= IN_SOME and not is_scaled
     if not (lost >= 0.4 or (unrelated and lost >= 0.15) or noise or in_part):

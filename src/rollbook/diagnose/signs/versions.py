@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollbook.diagnose.breaks import Break
-from rollbook.diagnose.changes import spearman
+from rollbook.diagnose.changes import foot_of_climb, noise_scale, spearman
 from rollbook.diagnose.readers.words import pieces_of
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.deaths import deaths_of
@@ -46,6 +46,9 @@ def versions_of(view: View) -> Versions:
     newest = view.first(f"{STALENESS}/min", f"{STALENESS}_worst/min")
     replicas, since = _standing_replicas(view)
     rise = view.rise(once_full, log=False)
+    climb = _climbs_all_along(view, once_full)
+    if climb is not None and (rise is None or rise.before > 0.5 * (climb.before + climb.late)):
+        rise = climb
     all_standing = unit_ramp(view, newest or mean)
     if all_standing is not None and _wait_in_a_queue(view, mean or newest or "", all_standing):
         all_standing = None
@@ -79,6 +82,40 @@ def _once_full(view: View, mean: str | None) -> str | None:
     if end and values[known[0]] <= 1.0:
         values[: known[end]] = np.nan
     return view.derive(f"{mean} once full", values)
+
+
+OLDER, OLDER_TIMES = 1.5, 2.0
+"""Versions, and times those at first, by which samples are older in the end of a climb over all of the log."""
+LEAST_CLIMB = 24
+"""Values that such a climb has."""
+
+
+def _climbs_all_along(view: View, metric: str | None) -> Break | None:
+    """Samples that grow older from nearly the first step to the last, so evenly that no step parts before and after."""
+    if metric is None or view.count(metric) < LEAST_CLIMB or view.trend(metric)[1] < 0.95:
+        return None
+    values = view.values[metric]
+    known = np.flatnonzero(np.isfinite(values))
+    foot = max(int(np.searchsorted(known, foot_of_climb(values))), 3)
+    climb = values[known[foot:]]
+    before, late = float(np.median(values[known[:foot]])), float(np.median(climb[-max(3, len(climb) // 3) :]))
+    if len(climb) < LEAST_CLIMB // 2 or late < max(before + OLDER, OLDER_TIMES * before):
+        return None
+    idx = int(known[foot])
+    return Break(
+        metric=metric,
+        idx=idx,
+        step=view.step_at(idx),
+        before=before,
+        after=float(np.median(climb[:12])),
+        late=late,
+        score=(late - before) / max(noise_scale(values[known]), 1e-9),
+        growth=2.0,
+        rise_steps=max(3, int(0.7 * len(climb))),
+        end_idx=None,
+        early_share=0.25,
+        num_after=len(climb),
+    )
 
 
 QUEUES = 3.0
