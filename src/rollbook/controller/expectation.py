@@ -568,7 +568,7 @@ async def _rehearsed(
     texts_mean_s = mean_texts_s(
         texts_s,
         step_frac=min(len(sample.groups) / controller.config.run.groups_per_step, 1.0),
-        steps=range(min(2, num_steps - 1), num_steps),
+        steps=range(num_steps)[2:] or range(num_steps),
         every=every,
     )
     machine = with_rehearsals(machine, rehearsals, reports_every=every, texts_s=texts_mean_s)
