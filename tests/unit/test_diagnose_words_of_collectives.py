@@ -46,6 +46,7 @@ def _verdict(tmp_path: Path, *said: str, then_steps: int = 0) -> str:
         "RuntimeError: Detected mismatch between collectives on ranks. Rank 3 is at ALLREDUCE, rank 0 at BROADCAST",
         "RuntimeError: update_weights_from_distributed timed out after 600 s",
         "flight recorder: rank 5 has not joined collective 1234 (ALLREDUCE)",
+        "[flight recorder] rank 3: last enqueued work: 94, last completed work: 94 (others: 97, 94)",
         "collective ALLGATHER of 63 of 64 ranks: never entered by [5]",
     ],
 )

@@ -151,7 +151,7 @@ TROUBLE_BYTES = (
     b"ncountered a", b" died", b" dead", b"crashed", b"nhealthy", b" gone", b"ealth check", b"estarted", b"elaunched",
     b"egistered", b"ejoined", b"is back", b"was back", b"back online", b"back up", b"back in service", b"back after",
     b"healthy again",
-    b"sigquit", b"ollective", b"times out", b"joined", b"Docker daemon", b"docker.errors", b"ddress pool",
+    b"sigquit", b"ollective", b"times out", b"joined", b"enqueued", b"Docker daemon", b"docker.errors", b"ddress pool",
     b"exceeded quota", b"distributed_c10d", b"ontainers",
 )  # fmt: skip
 """Every line in which a log reports trouble, or in which stage it was, holds one of these; what a server or a sampled

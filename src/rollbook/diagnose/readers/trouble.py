@@ -84,8 +84,8 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
         (
             "collective_missed",
-            ("join", "enter"),
-            r"(?:\bnot|\bnever) (?:join|enter)(?:ed)?\b.{0,60}"
+            ("join", "enter", "last enqueued"),
+            r"last enqueued (?:\w+ )?work|(?:\bnot|\bnever) (?:join|enter)(?:ed)?\b.{0,60}"
             r"(?:collective|broadcast|barrier|reduce|gather|process group|\branks?\b)"
             r"|(?:collective|broadcast|barrier|reduce|gather|process group|\branks?\b).{0,60}"
             r"(?:\bnot|\bnever) (?:join|enter)(?:ed)?\b",
