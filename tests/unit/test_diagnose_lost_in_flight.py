@@ -53,3 +53,23 @@ def test_a_wait_that_climbs_from_the_first_steps_on_needs_no_break() -> None:
     values = climb | {"training/off_policy/trajectory_staleness/mean": noisy(1.0, 21)}
     values["timing_s/step"] = values["timing_s/gen"] + 55
     assert diagnose(run_of(values)).verdict == "buffer_never_fills"
+
+
+@pytest.mark.parametrize(
+    ("missing", "left", "verdict"),
+    [(5.0, 0.0, "buffer_never_fills"), (5.0, 150.0, "well"), (0.0, 0.0, "well")],
+    ids=["lost", "late", "full"],
+)
+def test_batches_that_stay_short_with_none_under_way_lost_their_groups(
+    missing: float, left: float, verdict: str
+) -> None:
+    """Of those that are still under way a deadline may leave some for the next step."""
+    since = T >= 40
+    values = {
+        "buffer/groups_collected": np.where(since, 512.0 - missing, 512.0),
+        "buffer/groups_required": np.full(N, 512.0),
+        "buffer/in_flight_at_deadline": np.where(since, left, 200.0),
+    }
+    found = diagnose(run_of(values))
+    assert found.verdict == verdict
+    assert not found.findings or found.findings[0].step == 41

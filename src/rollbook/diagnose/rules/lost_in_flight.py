@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from rollbook.diagnose.changes import foot_of_climb, running_median, spearman
@@ -19,21 +21,7 @@ _OF = frozenset(
 _RUNNING = frozenset(("running", "inflight", "flight", "active"))
 _COUNTED = frozenset(("submitted", "admitted", "outstanding", "unfinished"))
 _OTHER = frozenset(
-    (
-        "max",
-        "min",
-        "limit",
-        "capacity",
-        "s",
-        "seconds",
-        "time",
-        "ratio",
-        "frac",
-        "rate",
-        "tokens",
-        "deadline",
-        "at",
-    )
+    ("max", "min", "limit", "capacity", "s", "seconds", "time", "ratio", "frac", "rate", "tokens")
 )
 GONE = 0.65
 """Those that run over those that ran at first, up to which the others are gone."""
@@ -44,7 +32,12 @@ WAITS = 1.5
 
 
 def lost_in_flight(view: View) -> Finding | None:
-    """Ever fewer that run at the same count of those under way, or while the trainer waits ever longer."""
+    """Ever fewer that run at the same count of those under way, or while the trainer waits ever longer; or batches that
+    stay short with nothing under way."""
+    return _ever_fewer(view) or _short_with_none_left(view)
+
+
+def _ever_fewer(view: View) -> Finding | None:
     running = _named(view, _RUNNING, but=_COUNTED)
     if running is None:
         return None
@@ -73,12 +66,61 @@ def lost_in_flight(view: View) -> Finding | None:
         before, after = view.level("timing_s/gen", 0, part), view.last("timing_s/gen", part)
         says = f"the trainer waits {num(after)} s, {num(before)} s at first"
         evidence.append(Evidence(metric="timing_s/gen", step=step, before=before, after=after, says=says))
+    title = "groups vanish on their way, and the trainer waits for the others"
+    return _finding(view, idx, title, evidence, 0.7 + 0.15 * stands + 0.08 * waits)
+
+
+_GOT = frozenset(("collected", "accepted", "received", "delivered"))
+_WANTED = frozenset(("required", "needed", "wanted", "target", "expected"))
+MOSTLY, HARDLY = 0.8, 0.1
+"""Shares of the steps since it began, and before, in which a batch is short."""
+
+
+def _short_with_none_left(view: View) -> Finding | None:
+    """Batches that used to be full come short of a few groups, step after step, while none is under way any more: what
+    is missing was lost, and a deadline ends the wait for it."""
+    got, wanted = _named(view, _GOT, but=_WANTED), _named(view, _WANTED, but=_GOT)
+    running = _named(view, _RUNNING, but=_COUNTED)
+    if got is None or wanted is None or running is None:
+        return None
+    short = view.values[got] < view.values[wanted]
+    at = np.flatnonzero(short)
+    if len(at) < 8 or at[0] < 4:
+        return None
+    idx = int(at[0])
+    early, late = view.level(running, 0, idx), view.level(running, idx)
+    if short[idx:].mean() < MOSTLY or short[:idx].mean() > HARDLY or not early > 0.0 or late > 0.02 * early:
+        return None
+    step = view.step_at(idx)
+    missing = float(np.nanmedian((view.values[wanted] - view.values[got])[at]))
+    says = (
+        f"{num(missing)} short of {num(view.last(wanted))} in {len(at)} of {view.n - idx} steps, none before"
+    )
+    evidence = [
+        Evidence(
+            metric=got, step=step, before=view.level(got, 0, idx), after=view.level(got, idx), says=says
+        ),
+        Evidence(
+            metric=running,
+            step=step,
+            before=early,
+            after=late,
+            says=f"{num(early)} under way until then, {num(late)} since: nothing is left to wait for",
+        ),
+    ]
+    title = "batches stay short of groups that were lost on their way"
+    return replace(
+        _finding(view, idx, title, evidence, 0.87), cost_s=None
+    )  # of what is missing, not of seconds
+
+
+def _finding(view: View, idx: int, title: str, evidence: list[Evidence], confidence: float) -> Finding:
     return Finding(
         rule=RULE,
-        title="groups vanish on their way, and the trainer waits for the others",
+        title=title,
         area="async",
-        confidence=share(0.7 + 0.15 * stands + 0.08 * waits),
-        step=step,
+        confidence=share(confidence),
+        step=view.step_at(idx),
         evidence=tuple(evidence),
         cost_s=lost_in_steps(view, idx),
         action="give every group an owner and a deadline, and submit it again when either is gone; restart the "
