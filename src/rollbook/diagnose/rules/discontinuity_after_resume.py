@@ -9,6 +9,7 @@ import numpy as np
 
 from rollbook.diagnose.changes import noise_scale
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.back_at_the_start import back_at_the_start
 from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.gap import GAP, gap_of
@@ -63,7 +64,25 @@ def judge(view: View) -> Finding | NotJudged | None:
         found = _at(view, restart)
         if found is not None and (best is None or found.confidence > best.confidence):
             best = found
-    return best
+    return best or _back_at_the_start(view)
+
+
+def _back_at_the_start(view: View) -> Finding | None:
+    """The whole run is where it was in its first steps, by more than one measure: what it had learned is gone."""
+    for seam in view.run.seams:
+        idx = view.idx_of(seam.step)
+        if (evidence := back_at_the_start(view, idx, seam.replaced)) != ():
+            return Finding(
+                rule=RULE,
+                title="the run did not take up where it had stopped: the weights are those that it began with",
+                area="version",
+                confidence=0.85,
+                step=seam.step,
+                evidence=evidence,
+                action=ACTION,
+                next_check=CHECK,
+            )
+    return None
 
 
 def _other_weights(view: View) -> Finding | None:
