@@ -50,6 +50,7 @@ def command(
     from rollbook.planner.ending import ending_of, require_finished_step
     from rollbook.planner.expected import expectation_of_run
     from rollbook.planner.reconcile import means_of, reconcile
+    from rollbook.planner.two_kinds import two_kinds
 
     require_number("--first", first, least=-1, remedy="give a step, or -1: after the warm-up")
     require_number("--last", last, least=-1, remedy="give a step, or -1: the last of the log")
@@ -89,6 +90,8 @@ def command(
         last_step=last_step,
         num_steps=num_steps,
     )
+    kinds = two_kinds(series.steps, series.values, first=first_step, last=last_step)
+    result = replace(result, notes=(*kinds, *result.notes))
     ending = ending_of(Path(run))
     if ending is not None and ending.why:
         result = replace(
