@@ -222,6 +222,23 @@ def test_the_named_number_of_gpus_is_the_smallest_that_fits() -> None:
     assert not any(c.fits for c in Search(fewer).run())
 
 
+@pytest.mark.parametrize(("num_gpus", "enough"), [(8, 64), (48, 64), (56, 64)])
+def test_a_smaller_number_of_gpus_that_fits_is_not_passed_over(num_gpus: int, enough: int) -> None:
+    """72, 80 and 88 GPUs divide into no layout that fits: what fits is no matter of more or fewer alone."""
+    plan = make_plan(request("DeepSeek-V3", num_gpus), is_brief=True)
+    change = next(c for c in plan.smallest_changes if "GPUs instead" in c)
+    assert int(change.split()[1]) == enough
+
+
+@pytest.mark.parametrize(("num_gpus", "offload"), [(1, "auto"), (3, "none")])
+def test_a_change_says_what_has_to_be_in_host_memory(num_gpus: int, offload: str) -> None:
+    """On three GPUs the optimizer's state alone is not enough."""
+    assert not any(c.fits for c in Search(request("Qwen3-32B", 3, offload="optimizer")).run())
+    plan = make_plan(request("Qwen3-32B", num_gpus, offload=offload), is_brief=True)
+    assert any("all of the training state in host memory" in change for change in plan.smallest_changes)
+    assert not any("the optimizer state" in change for change in plan.smallest_changes)
+
+
 def test_offload_is_used_where_nothing_else_fits() -> None:
     assert not make_plan(request("Qwen3-8B", 8), is_brief=True).require_chosen().train.is_offloaded
     tight = make_plan(request("DeepSeek-V3", 64), is_brief=True).require_chosen()

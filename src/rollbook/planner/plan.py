@@ -23,6 +23,7 @@ from rollbook.planner.candidate import Candidate, host_bytes_per_gpu, host_bytes
 from rollbook.planner.choice import best_of, choose
 from rollbook.planner.derivation import Reasoned, derive
 from rollbook.planner.growth import Grown, growth
+from rollbook.planner.offload import Offload
 from rollbook.planner.publication import Publication, choose_publication
 from rollbook.planner.request import HOST_BYTES_PER_GPU, PAPER_HAS_NO_RANGE, PlanRequest
 from rollbook.planner.search import Search, node_unit
@@ -288,6 +289,10 @@ def staleness_bound(chosen: Candidate, request: PlanRequest) -> int:
     return 0 if chosen.is_on_policy else request.max_staleness_steps
 
 
+_STATE: dict[Offload, str] = {"optimizer": "the optimizer state", "weights": "all of the training state"}
+_MOST_LOOKED_AT = 32
+
+
 def smallest_changes(request: PlanRequest) -> list[str]:
     """Single changes after which something fits, the least disruptive first."""
     changes = []
@@ -297,8 +302,9 @@ def smallest_changes(request: PlanRequest) -> list[str]:
     if chunk and _fits(replace(request, workload=replace(request.workload, prefill_chunk_tokens=0))):
         changes.append("give a step a larger budget of tokens, or prefill prompts whole (--prefill-chunk 0)")
     if request.assumptions.method != "paper":
-        if request.offload == "none" and _fits(replace(request, offload="auto")):
-            changes.append("keep the optimizer state in host memory (--offload auto)")
+        on_hosts = _least_offload(replace(request, offload="auto")) if request.offload == "none" else None
+        if on_hosts:
+            changes.append(f"keep {_STATE[on_hosts]} in host memory (--offload auto)")
         if request.offload in ("optimizer", "weights") and _fits(replace(request, offload="auto")):
             changes.append("leave the place of the training state to the planner (--offload auto)")
         if enough_gb := _enough_host_gb(request):
@@ -307,8 +313,8 @@ def smallest_changes(request: PlanRequest) -> list[str]:
             changes.append("let the engines hold float8 weights (--rollout-dtype auto)")
     enough = _smallest_cluster(request)
     if enough:
-        needs_host = request.offload == "auto" and not _fits(replace(_on(request, enough), offload="none"))
-        where = ", with the optimizer state in host memory" if needs_host else ""
+        offload = _least_offload(_on(request, enough)) if request.offload == "auto" else None
+        where = f", with {_STATE[offload]} in host memory" if offload and offload != "none" else ""
         changes.append(
             f"use {counted(enough, 'GPU')} instead of {request.cluster.num_gpus}{where} (--num-gpus {enough})"
         )
@@ -324,12 +330,19 @@ def smallest_changes(request: PlanRequest) -> list[str]:
 
 
 def _fits(request: PlanRequest) -> bool:
+    return _least_offload(request) is not None
+
+
+def _least_offload(request: PlanRequest) -> Offload | None:
+    """What has to be in host memory for something to fit, as little as possible; None where nothing fits."""
     try:
         request.check()
     except PlanError:
-        return False
-    fits = next(Search(request, is_brief=True).fitting(), None) is not None
-    return fits or (_may_offload_all(request) and _fits(replace(request, offload="optimizer")))
+        return None
+    found = next(Search(request, is_brief=True).fitting(), None)
+    if found is None and _may_offload_all(request):
+        return _least_offload(replace(request, offload="optimizer"))
+    return found.train.offload if found else None
 
 
 def _enough_host_gb(request: PlanRequest) -> int | None:
@@ -357,7 +370,10 @@ def _smallest_cluster(request: PlanRequest) -> int | None:
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (low, middle) if _fits(_on(request, middle * unit)) else (middle, high)
-            return high * unit
+            # Degrees divide some counts and not others, so a smaller one may fit that was passed over.
+            least = request.cluster.num_gpus // unit + 1
+            looked_at = range(least, high, max((high - least) // _MOST_LOOKED_AT, 1))
+            return unit * next((n for n in looked_at if _fits(_on(request, n * unit))), high)
     return None
 
 
