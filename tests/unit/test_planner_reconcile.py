@@ -456,6 +456,17 @@ def test_steps_that_a_log_does_not_hold_are_told_with_those_it_holds() -> None:
         means_of(steps, times, first=50, last=None)
 
 
+@pytest.mark.parametrize("step_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_steps_that_took_no_time_are_no_timed_steps(step_s: float) -> None:
+    steps = np.arange(1, 4)
+    with pytest.raises(DataError, match="above 0"):
+        means_of(steps, {"timing_s/step": np.full(3, step_s)}, first=1, last=None)
+    means, *_, num_steps = means_of(
+        steps, {"timing_s/step": np.array([2.0, step_s, 4.0])}, first=1, last=None
+    )
+    assert (means["timing_s/step"], num_steps) == (3.0, 2)
+
+
 def test_a_workload_file_must_be_toml_and_name_a_model(tmp_path: Path) -> None:
     path = tmp_path / "w.toml"
     with pytest.raises(ConfigError, match="cannot read"):

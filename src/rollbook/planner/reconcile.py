@@ -198,12 +198,15 @@ def means_of(
     keep &= steps >= (first if first is not None else steps.min(initial=0))
     keep &= steps <= (last if last is not None else steps.max(initial=0))
     if "timing_s/step" in values:
-        keep &= np.isfinite(values["timing_s/step"])
+        keep &= np.isfinite(values["timing_s/step"]) & (values["timing_s/step"] > 0)
     if not keep.any():
         asked = [f"from {first}"] if first is not None else []
         asked += [f"up to {last}"] if last is not None else []
         held = f"holds steps {steps.min()} to {steps.max()}" if len(steps) else "holds no step"
-        raise DataError(f"no timed step {' '.join(asked)}".rstrip(), f"the log {held}")
+        raise DataError(
+            f"no timed step {' '.join(asked)}".rstrip(),
+            f"the log {held}; give a range of it, or a log, with seconds of a step above 0",
+        )
     means = {}
     for name, series in values.items():
         if name.startswith(("timing_s/", "expected_s/", "core_wait_s/")):
@@ -211,7 +214,10 @@ def means_of(
         elif np.isfinite(series[keep]).any():
             means[name] = float(np.nanmean(series[keep]))
     if "timing_s/step" not in means:
-        raise DataError("the log times no step (timing_s/step)", "give a log of verl, TRL or rollbook")
+        raise DataError(
+            "the log times no step (timing_s/step)",
+            "give one that holds the seconds of each step (TRL's: step_time)",
+        )
     kept = steps[keep]
     return means, int(kept[0]), int(kept[-1]), int(keep.sum())
 
