@@ -48,6 +48,10 @@ def test_fewer_that_nobody_misses_are_well(running: Array, counted: Array) -> No
     assert _found(running, {}, counted=counted)[0] == "well"
 
 
+def test_those_that_are_lost_are_told_before_anybody_waits() -> None:
+    assert _found(200 * (1 - 0.85 * LOST), {}, counted=np.full(N, 200.0))[0] == "buffer_never_fills"
+
+
 def test_a_wait_that_climbs_from_the_first_steps_on_needs_no_break() -> None:
     climb = {m: v * np.exp(3 * (T / N) ** 2) if m == "timing_s/gen" else v for m, v in WAITS.items()}
     values = climb | {"training/off_policy/trajectory_staleness/mean": noisy(1.0, 21)}

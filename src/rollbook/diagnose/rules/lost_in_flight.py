@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from rollbook.diagnose.changes import foot_of_climb, running_median, spearman
-from rollbook.diagnose.cost import is_asynchronous
+from rollbook.diagnose.cost import is_asynchronous, is_worth
 from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.readers.words import pieces_of
 from rollbook.diagnose.rules.longer_waits import RULE
@@ -67,7 +67,11 @@ def _ever_fewer(view: View) -> Finding | None:
         says = f"the trainer waits {num(after)} s, {num(before)} s at first"
         evidence.append(Evidence(metric="timing_s/gen", step=step, before=before, after=after, says=says))
     title = "groups vanish on their way, and the trainer waits for the others"
-    return _finding(view, idx, title, evidence, 0.7 + 0.15 * stands + 0.08 * waits)
+    found = _finding(view, idx, title, evidence, 0.7 + 0.15 * stands + 0.08 * waits)
+    is_felt = found.cost_s is not None and is_worth(view, found.cost_s)
+    return (
+        replace(found, cost_s=None) if stands and not is_felt else found
+    )  # what is gone stays so, felt or not yet
 
 
 _GOT = frozenset(("collected", "accepted", "received", "delivered"))
