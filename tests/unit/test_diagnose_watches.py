@@ -78,6 +78,16 @@ def test_watts_and_clocks_are_no_movement_and_counts_of_work_are(
     assert _verdict(tmp_path, lines) == verdict
 
 
+@pytest.mark.parametrize(("running", "verdict"), [(0, "buffer_never_fills"), (4, "well")])
+def test_a_wait_for_a_count_with_nothing_running_needs_no_usual_seconds(
+    tmp_path: Path, running: int, verdict: str
+) -> None:
+    """In AReaL's words; a step takes an hour and a half."""
+    seconds = (600, 955, 4555, 8155, 11755)
+    lines = [f"INFO: wait(count=512): accepted 508, running {running}, elapsed {s}s" for s in seconds]
+    assert _verdict(tmp_path, lines, step_s=5400.0) == verdict
+
+
 STACKS = {
     "py-spy in a line": "py-spy rank {}: all_reduce (torch/distributed/distributed_c10d.py:2810) < sync < update_actor",
     "py-spy's dump": "    all_gather_into_tensor (torch/distributed/distributed_c10d.py:{})",

@@ -35,6 +35,8 @@ UNTIMED_S = 3600.0
 """Where steps were not timed."""
 
 _OF = re.compile(r"(?<![\d./])(\d+) ?(?:/|of) ?(\d+)(?![\d./])")
+_COUNTED = re.compile(r"\bcount=(\d+)\b.{0,20}?\b(?:accepted|collected|received)[ =:]+(\d+)")
+"""How AReaL writes the pair: `wait(count=512): accepted 508`."""
 _NOTHING_COMES = re.compile(
     r"\b(?:0|no|none|nothing) (?:\w+ )?(?:in[ -]flight|running|active|outstanding|on (?:its|their|the) way)\b"
     r"|\b(?:in[ -]flight|running|active|outstanding)[ =:]+0(?![\d./])",
@@ -108,5 +110,6 @@ def _rule_of(words: str) -> str | None:
 
 def _is_hopeless(words: str) -> bool:
     """Whether a line waits for more of what nothing is in work: then no step takes so long, however slow."""
-    short = any(int(had) < int(wanted) for had, wanted in _OF.findall(words))
+    pairs = [*_OF.findall(words), *((had, wanted) for wanted, had in _COUNTED.findall(words))]
+    short = any(int(had) < int(wanted) for had, wanted in pairs)
     return short and _NOTHING_COMES.search(words) is not None
