@@ -64,12 +64,24 @@ def test_a_shape_that_is_no_count_is_refused_by_name(tmp_path: Path, key: str, v
         ({"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": 3}, "mlp_only_layers"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"hidden_size": 128.5}, r"hidden_size is 128\.5"),
+        ({"num_hidden_layers": 0}, "no num_hidden_layers above 0"),
+        ({"vocab_size": None}, "no vocab_size"),
+        ({"num_key_value_heads": 3}, "4 attention heads in 3 key-value heads"),
+        ({"num_key_value_heads": 8}, "4 attention heads in 8 key-value heads"),
+        ({"layer_types": ["full_attention"] * 3}, "4 layers and 3 layer_types"),
     ],
 )
 def test_what_no_model_can_have_is_refused(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
     with pytest.raises(RunError, match=told) as refused:
         load_model(written(tmp_path, **changed))
     assert refused.value.remedy
+
+
+def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
+    path = Path(written(tmp_path))
+    spec = load_model(str(path))
+    path.write_text(path.read_text(), "utf-8-sig")
+    assert load_model(str(path)) == spec
 
 
 def test_heads_wider_than_the_model_are_refused(tmp_path: Path) -> None:

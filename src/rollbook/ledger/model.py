@@ -305,7 +305,7 @@ class ModelSpec:
         if path.is_dir():
             path = path / "config.json"
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text("utf-8-sig"))
         except OSError as error:
             raise ConfigError(
                 f"cannot read {path}: {error.strerror}",
@@ -503,8 +503,9 @@ def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
         if not config.get(k)
     ]
     if absent:
+        said = [k if config.get(k) is None else f"{k} above {config[k]!r}" for k in absent]
         raise ConfigError(
-            f"{name}: config.json has no {', '.join(absent)}",
+            f"{name}: config.json has no {', '.join(said)}",
             "give a decoder-only language model's config.json",
         )
 
@@ -524,7 +525,18 @@ def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
             f"{name}: {experts_per_token} experts a token of {num_experts} in config.json",
             "give at most as many as there are",
         )
+    num_heads, num_kv_heads = count("num_attention_heads"), count("num_key_value_heads")
+    if num_kv_heads and num_heads % num_kv_heads and "kv_lora_rank" not in config:
+        raise ConfigError(
+            f"{name}: {num_heads} attention heads in {num_kv_heads} key-value heads in config.json",
+            "give a number of key-value heads that divides the attention heads",
+        )
     layer_types = [str(t) for t in _listed(config, "layer_types")]
+    if 0 < len(layer_types) < num_layers:  # longer where layers that predict further tokens are listed, too
+        raise ConfigError(
+            f"{name}: {num_layers} layers and {len(layer_types)} layer_types in config.json",
+            "give the type of each layer",
+        )
     if others := sorted({t for t in layer_types if "attention" not in t}):
         assumed.append(f"layers of the type {', '.join(others)} are taken as attention")
     if "num_key_value_heads" not in config and not config.get("kv_lora_rank"):
@@ -539,8 +551,8 @@ def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
         num_layers=num_layers,
         hidden_size=count("hidden_size"),
         vocab_size=count("vocab_size"),
-        num_heads=count("num_attention_heads"),
-        num_kv_heads=count("num_key_value_heads"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=count("head_dim") or count("qk_nope_head_dim") + count("qk_rope_head_dim"),
         intermediate_size=count("intermediate_size") or 4 * count("hidden_size"),
         tie_embeddings=bool(config.get("tie_word_embeddings", tied_by_default)),
