@@ -316,6 +316,15 @@ def test_a_question_that_cannot_be_meant_is_an_error_with_a_remedy(
     assert len(caught.value.remedy) > 10
 
 
+@pytest.mark.parametrize(("mean", "is_told"), [(512, False), (30_000, True)])
+def test_a_limit_within_the_context_is_not_below_the_mean_unsaid(mean: int, is_told: bool) -> None:
+    asked = {"work": {"prompt_tokens": 16_384, "response_tokens": mean, "max_response_tokens": 40_000}}
+    with pytest.raises(PlanError, match="beyond the 40960") as caught:
+        make_plan(request(**asked))
+    assert "--max-response-tokens to 24576" in caught.value.remedy
+    assert ("--response-tokens below" in caught.value.remedy) == is_told
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "rollout_tp", "remedy"),
     [

@@ -103,10 +103,12 @@ class PlanRequest:
                     "--prompt-tokens or --observation-tokens",
                 )
             cut = ", where longer ones are then cut" if work.length_samples else ""
+            mean = " and --response-tokens below it" if fitting < work.response_tokens else ""
             raise PlanError(
                 f"a prompt of {work.prompt_tokens:.0f}{seen} and a response of up to {work.max_response_tokens} tokens "
                 f"make {longest:.0f}, beyond the {limit} of {self.model.name}",
-                f"lower --max-response-tokens to {fitting}{cut}, or give --max-context if the model's rope is scaled"
+                f"lower --max-response-tokens to {fitting}{mean}{cut}, or give --max-context if the model's rope "
+                "is scaled"
                 if fitting > 0
                 else f"lower {shorter}, or choose a model with a longer context",
             )
