@@ -24,7 +24,13 @@ from rollbook.ledger.hardware import Accelerator, Cluster, load_accelerator
 from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
 from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.model import ModelSpec, load_model
-from rollbook.ledger.step import Layouts, join_sides, smallest_rollout_tp, step_account
+from rollbook.ledger.step import (
+    Layouts,
+    join_sides,
+    publication_work,
+    smallest_rollout_tp,
+    step_account,
+)
 from rollbook.ledger.switch import SleepChoice, hand_over
 from rollbook.ledger.sync import SyncMethod, SyncWork, sync_account
 from rollbook.ledger.train import (
@@ -689,7 +695,7 @@ def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         accelerator = load_accelerator("H100")  # the rates below depend little on the device
     if "fsdp1" in str(config.get("placement", "")).lower():
         raise NotCovered("FSDP1's flat parameters: the ledger maps shards of tensors, FSDP2 or Megatron")
-    work = _sync_work(config, model, accelerator, assumptions, device, framework_of(case))
+    work = published_work(config, model, accelerator, assumptions, device, framework_of(case))
     cluster = Cluster(
         accelerator=accelerator,
         num_gpus=work.num_train_gpus + work.num_rollout_gpus,
@@ -725,7 +731,7 @@ def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         yield "time_s", middle(measured["time_s"]), _within(seconds, account.error_frac)
 
 
-def _sync_work(
+def published_work(
     config: dict[str, Any],
     model: ModelSpec,
     accelerator: Accelerator,
@@ -733,6 +739,7 @@ def _sync_work(
     device: str,
     framework_name: str,
 ) -> SyncWork:
+    """A case's publication, as a plan would describe one, with what only measurements have."""
     per_node = 8
     placement = " ".join(str(config.get(key, "")) for key in ("placement", "nodes", "device", "hardware"))
     sides = re.search(r"(\d+)\s*\+\s*(\d+)\s*node", placement)
@@ -747,76 +754,81 @@ def _sync_work(
         train = rollout = int(devices[1])
     else:
         train = rollout = per_node // 2
-    # "generation TP16", "vLLM TP32" or a lone "TP8" of the engine; a trainer's TP stands before its PP or EP.
-    engine_tp = re.search(
-        r"(?:generation|vLLM|SGLang|rollout)[^+]*?(?:TP|EP)\s*(\d+)", placement
-    ) or re.search(r"(?:H\d+|A\d+)\s+TP(\d+)", device)
-    engine_ep = re.search(r"(?:generation|vLLM|SGLang|rollout|engine).*EP\s*(\d+)", placement)
-    replica_gpus = max(int(found[1]) for found in (engine_tp, engine_ep) if found) if engine_tp else 0
-    train_pp = re.search(r"\bPP\s*(\d+)", placement)
-    trainer = re.split(r"generation|vLLM|SGLang|engine", placement, maxsplit=1)[0]
-    train_tp, train_ep = (re.search(rf"\b{name}\s*(\d+)", trainer) for name in ("TP", "EP"))
+    trainer = f"{config.get('framework', '')} " + re.split(r"generation|vLLM|SGLang|engine", placement)[0]
     cluster = Cluster(accelerator=accelerator, num_gpus=train + rollout)
-    weights = dtype_of(str(config.get("rollout_precision", config["model"])))
+    usual_tp = min(smallest_rollout_tp(model, cluster, assumptions), rollout)
     framework = str(config.get("framework", ""))
     offloads = "verl separate_async" in framework and "offload off" not in placement
-    return SyncWork(
-        method="broadcast",
+    replica = _published_replica(config, placement, device, usual_tp)
+    work = publication_work(
+        Layouts(
+            replica=replica,
+            train=_publishing_layout(trainer, placement, model, train),
+            sync_method="broadcast",
+            changed_frac=_changed_frac(model),
+            state_is_offloaded=(offloads and "veomni" not in placement) or bool(config.get("param_offload")),
+        ),
+        replace(assumptions, stack="megatron" if _is_megatron(trainer) else "fsdp"),
+        mode="sync" if _is_colocated(config) or not (sides or named or counted) else "separate_sync",
         num_train_gpus=train,
         num_rollout_gpus=rollout,
-        replica_gpus=replica_gpus or min(smallest_rollout_tp(model, cluster, assumptions), rollout),
-        weight_dtype=weights,
-        changed_frac=_changed_frac(model),
-        splits_experts=True,
+        lora_rank=int(config.get("lora_rank", 0)) if "only the adapter" in placement else 0,
+    )
+    return replace(
+        work,
         is_apart=(
             _network_bytes_per_s(config) > 0 and train + rollout > count_of(config.get("gpus_per_node", 8))
         )
         or sides is not None
         or re.search(r"(another|other|different) node|\btwo .{0,6}nodes", placement) is not None,
-        shares_devices=_is_colocated(config) or not (sides or named or counted),
-        pp_size=int(train_pp[1]) if train_pp else 1,
-        # Of Megatron: FSDP's ranks hold parts of every tensor, whatever is spread beside them.
-        ep_size=_expert_gpus(f"{framework} {trainer}", train_ep, model, train),
-        engine_ep_size=int(engine_ep[1]) if engine_ep else 1,
-        repeats_dense=engine_ep is not None and not re.search(r"TP", placement[engine_ep.start() :]),
-        shard_gpus=_shard_gpus(f"{framework} {trainer}", train_tp),
-        lora_rank=int(config.get("lora_rank", 0)) if "only the adapter" in placement else 0,
-        quantizes_tensors=weights == "float8"
-        and framework_name not in ("checkpoint_engine", "verl_checkpoint_engine")
-        and not re.search(r"batched|prequant", framework),
+        quantizes_tensors=work.quantizes_tensors and not re.search(r"batched|prequant", framework),
         # verl merges adapters into the base in host memory.
         passes_host=(framework_name == "verl" and _trains_adapters(config, placement))
         or re.search(
             r"through (the )?(host memory|cpu)|via (the )?(host|cpu)|object store", framework, re.IGNORECASE
         )
         is not None,
-        state_is_offloaded=(offloads and "veomni" not in placement) or bool(config.get("param_offload")),
     )
+
+
+def _published_replica(config: dict[str, Any], placement: str, device: str, usual_tp: int) -> ReplicaLayout:
+    """ "generation TP16", "vLLM TP32" or a lone "TP8" of the engine; a trainer's TP stands before its PP or EP."""
+    tp_size = re.search(r"(?:generation|vLLM|SGLang|rollout)[^+]*?(TP|EP)\s*(\d+)", placement) or re.search(
+        r"(?:H\d+|A\d+)\s+(TP)(\d+)", device
+    )
+    ep_size = re.search(r"(?:generation|vLLM|SGLang|rollout|engine).*EP\s*(\d+)", placement)
+    repeats_dense = ep_size is not None and not re.search(r"TP", placement[ep_size.start() :])
+    return ReplicaLayout(
+        tp_size=1 if repeats_dense else int(tp_size[2]) if tp_size else usual_tp,
+        ep_size=int(ep_size[1]) if ep_size else 1,
+        weight_dtype=dtype_of(str(config.get("rollout_precision", config["model"]))),
+    )
+
+
+def _publishing_layout(trainer: str, placement: str, model: ModelSpec, num_gpus: int) -> TrainLayout:
+    """Megatron of one tensor group cuts over a node, and spreads experts over its usual eight, where no degree is
+    printed."""
+    tp_size, ep_size = (re.search(rf"\b{name}\s*(\d+)", trainer) for name in ("TP", "EP"))
+    pp_size = re.search(r"\bPP\s*(\d+)", placement)
+    is_spread = model.num_experts and _is_megatron(trainer)
+    return TrainLayout(
+        tp_size=int(tp_size[1]) if tp_size else 8 if _is_megatron(trainer) else 1,
+        pp_size=int(pp_size[1]) if pp_size else 1,
+        ep_size=int(ep_size[1]) if ep_size else math.gcd(num_gpus, 8) if is_spread else 1,
+    )
+
+
+def _is_megatron(trainer: str) -> bool:
+    """Where neither is named, a tensor group is Megatron's."""
+    if re.search(r"fsdp|hsdp|dtensor|zero", trainer, re.IGNORECASE):
+        return False
+    return re.search(r"megatron|slime|miles|nemo|\bTP\s*\d", trainer, re.IGNORECASE) is not None
 
 
 def _trains_adapters(config: dict[str, Any], placement: str) -> bool:
     """LoRA whose adapters are merged: where they alone are sent, the case says so."""
     text = f"{config.get('framework', '')} {placement}"
     return ("lora_rank" in config or "lora" in text.lower()) and "only the adapter" not in text
-
-
-def _expert_gpus(trainer: str, ep_size: re.Match[str] | None, model: ModelSpec, num_gpus: int) -> int:
-    """Ranks that experts are spread over: Megatron's usual eight where no degree is printed."""
-    if ep_size is not None:
-        return int(ep_size[1])
-    is_megatron = re.search(r"megatron|slime|miles|nemo", trainer, re.IGNORECASE) is not None
-    is_sharded = re.search(r"fsdp|hsdp|dtensor|zero", trainer, re.IGNORECASE) is not None
-    return math.gcd(num_gpus, 8) if model.num_experts and is_megatron and not is_sharded else 1
-
-
-def _shard_gpus(trainer: str, tp_size: re.Match[str] | None) -> int:
-    """Ranks that hold the parts of a tensor: all of torch FSDP's; Megatron's of one tensor group, of a node where no
-    degree is printed."""
-    if re.search(r"fsdp|hsdp|dtensor|zero", trainer, re.IGNORECASE):
-        return 0
-    if tp_size is not None:
-        return int(tp_size[1])
-    return 8 if re.search(r"megatron|slime|miles|nemo", trainer, re.IGNORECASE) else 0
 
 
 def _is_counted(config: dict[str, Any]) -> bool:

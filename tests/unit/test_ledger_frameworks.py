@@ -138,7 +138,7 @@ def test_an_engine_of_data_parallel_attention_receives_all_but_the_experts_on_ev
     """82.5 GB a GPU of 1.49 TB over 32 of them (prime-rl pull 3341) are more than a 32nd."""
     work = replace(PUBLISHED, method="sharded")
     divided, repeated = (
-        sync_account(EXPERTS, H100, DEFAULT.sync, replace(work, repeats_dense=r)) for r in (False, True)
+        sync_account(EXPERTS, H100, DEFAULT.sync, replace(work, dense_copies=n)) for n in (1, 32)
     )
     dense = 2 * (EXPERTS.computed_params - EXPERTS.routed_params)
     more = dense * (1 - 1 / 32)

@@ -202,6 +202,9 @@ class SyncAssumptions:
     """Naming one tensor and announcing it, on one node of trainers; once more for each doubling of nodes."""
     gather_call_s: float
     """One gather of a tensor, or of one expert's matrix from each rank; once more for each doubling of nodes."""
+    splits_experts: float
+    """1 where every expert's matrices are tensors of their own, as in Hugging Face checkpoints, 0 where a layer's
+    are stacked in one."""
     handle_tensor_s: float
     """Of one tensor that changes hands on its own device by a message of its own."""
     expert_load_s: float

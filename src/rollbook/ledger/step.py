@@ -198,7 +198,12 @@ def join_sides(
         cluster,
         assumptions.sync,
         publication_work(
-            workload, layouts, mode=mode, num_train_gpus=train.num_gpus, num_rollout_gpus=rollout.num_gpus
+            layouts,
+            assumptions,
+            mode=mode,
+            num_train_gpus=train.num_gpus,
+            num_rollout_gpus=rollout.num_gpus,
+            lora_rank=workload.lora_rank if workload.publishes_adapters else 0,
         ),
     )
     moves = hand_over_moves(
@@ -226,19 +231,38 @@ def join_sides(
 
 
 def publication_work(
-    workload: Workload, layouts: Layouts, *, mode: Mode, num_train_gpus: int, num_rollout_gpus: int
+    layouts: Layouts,
+    assumptions: Assumptions,
+    *,
+    mode: Mode,
+    num_train_gpus: int,
+    num_rollout_gpus: int,
+    lora_rank: int = 0,
 ) -> SyncWork:
-    """What a publication between these layouts moves, and how."""
+    """What a publication between these layouts moves, and how; plans and published measurements are described by it.
+
+    Args:
+        lora_rank: above 0, adapters alone are sent.
+    """
+    train, replica = layouts.train, layouts.replica
     return SyncWork(
         method=layouts.sync_method or ("in_process" if is_colocated(mode) else "broadcast"),
         num_train_gpus=num_train_gpus,
         num_rollout_gpus=num_rollout_gpus,
-        replica_gpus=layouts.replica.num_gpus,
-        weight_dtype=layouts.replica.weight_dtype,
+        replica_gpus=replica.num_gpus,
+        weight_dtype=replica.weight_dtype,
         changed_frac=layouts.changed_frac,
         state_is_offloaded=layouts.state_is_offloaded,
-        lora_rank=workload.lora_rank if workload.publishes_adapters else 0,
-        pp_size=layouts.train.pp_size,
+        lora_rank=lora_rank,
+        splits_experts=assumptions.sync.splits_experts > 0,
+        shares_devices=is_colocated(mode),
+        quantizes_tensors=replica.weight_dtype == "float8",
+        pp_size=train.pp_size,
+        ep_size=train.ep_size,
+        engine_ep_size=replica.ep_size,
+        dense_copies=replica.attention_copies,
+        # torch FSDP cuts every tensor over all its ranks, Megatron over those of a tensor group.
+        shard_gpus=train.tp_size if assumptions.is_megatron else 0,
     )
 
 

@@ -37,6 +37,9 @@ _LINK_FRAC = 0.7
 _STREAM_FRAC = 0.9
 """The same of a port that a stream or slices fill: 44 of 50 GB/s in 214 and 470 GB of miles' broadcasts, in prime-rl's
 82 GB and in NeMo RL's slices to two and to eight GPUs."""
+_MOST_SHARD_GPUS = 512
+"""Ranks over which torch FSDP cuts a tensor, at most: larger jobs keep copies (hybrid sharding), as nobody published a
+gather over more."""
 _MASTER_FACTOR = 2.0
 """Bytes of the float32 weights that a trainer fetches from the host over those of the bfloat16 that it sends."""
 
@@ -70,8 +73,8 @@ class SyncWork:
     """Trainer ranks among which experts are spread: one gather brings a matrix of each."""
     engine_ep_size: int = 1
     """Engine GPUs among which experts are spread: each loads its own."""
-    repeats_dense: bool = False
-    """Each engine GPU holds everything beside the experts, as where attention is data parallel."""
+    dense_copies: int = 1
+    """Copies within a replica of everything beside the experts, as where attention is data parallel."""
     shard_gpus: int = 0
     """Trainer ranks that hold the parts of one tensor beside the experts; 1: each holds whole ones, 0: all ranks."""
     passes_host: bool = False
@@ -123,7 +126,7 @@ class _Gathers:
 
 
 def _gathers(model: ModelSpec, cluster: Cluster, work: SyncWork) -> _Gathers:
-    shard_gpus = work.shard_gpus or max(work.num_train_gpus // work.pp_size, 1)
+    shard_gpus = work.shard_gpus or min(max(work.num_train_gpus // work.pp_size, 1), _MOST_SHARD_GPUS)
     others, experts = _num_apart(model, work)
     parts = (
         (others, shard_gpus),
@@ -159,10 +162,8 @@ def sync_account(
     if cluster.accelerator.is_cpu and work.method in ("in_process", "ipc"):
         return _within_process(model, cluster, assumptions, work)
     crosses = _crosses_nodes(cluster, work)
-    per_receiver = total / work.replica_gpus
-    if work.repeats_dense:
-        dense = total * (1 - model.routed_params / model.computed_params)
-        per_receiver += dense * (1 - 1 / work.replica_gpus)
+    dense = total * (1 - model.routed_params / model.computed_params)
+    per_receiver = (total + dense * (work.dense_copies - 1)) / work.replica_gpus
     tensors = num_tensors(model, splits_experts=work.splits_experts)
     error_frac = assumptions.error_frac[work.method]
     error_frac *= scale_factor(work.num_train_gpus + work.num_rollout_gpus, assumptions.most_gpus)
@@ -211,7 +212,7 @@ def _fixed_s(
         "sharded": assumptions.slices_base_s,
     }
     seconds = base_s.get(work.method, assumptions.base_s if crosses else assumptions.near_base_s)
-    if work.quantizes_tensors:
+    if work.quantizes_tensors and not work.lora_rank:
         seconds += tensors * assumptions.quantize_tensor_s
     share = total / work.num_train_gpus
     if work.passes_host:

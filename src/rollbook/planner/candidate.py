@@ -219,12 +219,14 @@ def layouts_of(
 
 def sync_work_of(request: PlanRequest, found: Candidate) -> SyncWork:
     """The publication that the step of `found` was priced with."""
+    workload = request.workload
     return publication_work(
-        request.workload,
         layouts_of(request, found.rollout_layout, found.train, found.sync_method),
+        found.train.assumptions,
         mode=found.mode,
         num_train_gpus=found.account.train.num_gpus,
         num_rollout_gpus=found.account.rollout.num_gpus,
+        lora_rank=workload.lora_rank if workload.publishes_adapters else 0,
     )
 
 

@@ -167,7 +167,7 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
     """The method the search settled on, beside what the others would take."""
     colocated = is_colocated(chosen.mode)
     work = sync_work_of(request, chosen)
-    mapping = _mapping(request, chosen)
+    mapping = _mapping(request, chosen, splits_experts=work.splits_experts)
     methods = tuple(route.route for route in mapping.routes)
     accounts = {
         m: sync_account(request.model, request.cluster, request.assumptions.sync, replace(work, method=m))
@@ -228,7 +228,7 @@ def _why_no_faster(options_s: dict[str, float], method: SyncMethod) -> str:
     )
 
 
-def _mapping(request: PlanRequest, chosen: Candidate) -> SyncMapping:
+def _mapping(request: PlanRequest, chosen: Candidate, *, splits_experts: bool) -> SyncMapping:
     """Of the chosen trainer and layouts."""
     is_cpu = request.cluster.accelerator.is_cpu
     engine = replace(chosen.rollout_layout, weight_dtype="float32") if is_cpu else chosen.rollout_layout
@@ -248,5 +248,5 @@ def _mapping(request: PlanRequest, chosen: Candidate) -> SyncMapping:
         changed_frac=request.changed_frac,
         bucket_bytes=BUCKET_BYTES,
         max_buckets=MAX_BUCKETS,
-        splits_experts=False,
+        splits_experts=splits_experts,
     )
