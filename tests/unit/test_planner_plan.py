@@ -230,6 +230,13 @@ def test_a_smaller_number_of_gpus_that_fits_is_not_passed_over(num_gpus: int, en
     assert int(change.split()[1]) == enough
 
 
+def test_where_a_micro_batch_fills_a_gpu_no_number_of_them_is_named() -> None:
+    """Of what hardly anything is left for, thousands of GPUs would be enough."""
+    because = make_plan(request("DeepSeek-V3", 56), is_brief=True).choice_because
+    assert "one micro batch still takes" in because and "it takes about" not in because
+    assert "it takes about" in make_plan(request("DeepSeek-V3", 8), is_brief=True).choice_because
+
+
 @pytest.mark.parametrize(("num_gpus", "offload"), [(1, "auto"), (3, "none")])
 def test_a_change_says_what_has_to_be_in_host_memory(num_gpus: int, offload: str) -> None:
     """On three GPUs the optimizer's state alone is not enough."""

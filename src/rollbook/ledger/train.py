@@ -302,11 +302,16 @@ def default_train_side(
             f"recompute fully, or raise tensor{', pipeline' if memory.whole else ''} or context parallelism"
         )
     elif memory.total > usable:
-        enough = math.ceil(num_gpus * (memory.state + memory.frozen) / (usable - memory.fixed))
+        left = usable - memory.fixed
+        enough = math.ceil(num_gpus * (memory.state + memory.frozen) / left)
+        more = (
+            f"split like this it takes about {enough}"
+            if left > _LITTLE_LEFT_FRAC * usable
+            else f"of more GPUs one micro batch still takes {format_bytes(memory.fixed)} each"
+        )
         why_not.append(
             f"training takes {format_bytes(memory.total)} a GPU of {format_bytes(usable)} usable "
-            f"({format_bytes(memory.state)} of it training state on {counted(num_gpus, 'GPU')}): split like "
-            f"this it takes about {enough}"
+            f"({format_bytes(memory.state)} of it training state on {counted(num_gpus, 'GPU')}): {more}"
         )
     error_frac = assumptions.train_error_frac * assumed_model_factor(model)
     notes: tuple[str, ...] = ()
@@ -357,6 +362,8 @@ def _with_micro_batches(
     return replace(layout, micro_batches_per_step=max(round(tokens / micro_batch), 1))
 
 
+_LITTLE_LEFT_FRAC = 0.1
+"""Of a GPU beside its micro batch: with less, hardly any number of GPUs is enough for the training state."""
 _OPTIMIZER_BYTES_PER_PARAM = 34.0
 """AdamW reads gradient, master and two moments (16 B) and writes master, moments and weights (14 B); the norm
 for clipping reads the gradient once more (4 B)."""
