@@ -188,6 +188,15 @@ def test_what_an_unknown_architecture_was_taken_for_is_said(
     assert "note:" in out and "novelformer" in out and "num_key_value_heads is absent" in out
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_gpus_that_a_split_leaves_without_work_are_told(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    told = "".join(run(capsys, command, *SMALL, "--split", "4:3")[1:])
+    assert "the split 4:3 leaves 1 GPU without work" in " ".join(told.split())
+    assert "without work" not in "".join(run(capsys, command, *SMALL, "--split", "4:4")[1:])
+
+
 def test_a_plan_that_fits_nowhere_is_an_answer_but_cannot_be_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -177,7 +177,7 @@ def command(
     """
     from rollbook.errors import PlanError
     from rollbook.ledger.step import is_colocated
-    from rollbook.planner.plan import without_effect
+    from rollbook.planner.plan import idle_by_split, without_effect
     from rollbook.planner.request import choice_of
     from rollbook.planner.scenario import scenario_of, with_lending
     from rollbook.planner.simulate import simulate
@@ -230,6 +230,8 @@ def command(
         )
     for option, why in idle:
         typer.echo(f"note: {option} changes nothing of what is simulated: {why}", err=True)
+    for note in idle_by_split(request):
+        typer.echo(f"note: {note}", err=True)
     least_h = candidate.step_s / _MOST_FAILURES_PER_STEP / 3600
     if 0 < replica_mtbf_hours < least_h:
         raise PlanError(

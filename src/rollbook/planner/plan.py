@@ -407,6 +407,17 @@ def _sizes(request: PlanRequest, layouts: list[ReplicaLayout], chosen: Candidate
     return sizes
 
 
+def idle_by_split(request: PlanRequest) -> list[str]:
+    """A note of the GPUs that neither side of the asked split has."""
+    if request.split is None:
+        return []
+    rollout_gpus, train_gpus = request.split
+    idle = request.cluster.num_gpus - rollout_gpus - train_gpus
+    return (
+        [f"the split {rollout_gpus}:{train_gpus} leaves {counted(idle, 'GPU')} without work"] if idle else []
+    )
+
+
 def _warnings(request: PlanRequest, base: Candidate) -> list[str]:
     """What a reader must know before believing the numbers."""
     notes = [f"{request.model.name}: {note}" for note in request.model.assumed]
@@ -420,10 +431,7 @@ def _warnings(request: PlanRequest, base: Candidate) -> list[str]:
             f"{num_cut} of {len(work.length_samples)} measured lengths pass the limit of {work.max_response_tokens} "
             "tokens and are taken as cut there"
         )
-    if request.split is not None and (idle := request.cluster.num_gpus - sum(request.split)):
-        notes.append(
-            f"the split {request.split[0]}:{request.split[1]} leaves {counted(idle, 'GPU')} without work"
-        )
+    notes += idle_by_split(request)
     if request.assumptions.method == "paper":
         notes.append(PAPER_HAS_NO_RANGE)
         notes += _unused_by_paper(request)
