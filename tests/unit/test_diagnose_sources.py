@@ -32,6 +32,12 @@ def test_a_cliff_of_the_reward_in_a_log_without_sources_is_a_scorers_or_the_mixs
     assert diagnose(run_of(cliff)).findings == ()  # nobody knows what the prompts are
 
 
+@pytest.mark.parametrize("scatter", [0.0, 0.0005])
+def test_a_reward_that_falls_evenly_has_lost_nothing_at_one_step(scatter: float) -> None:
+    ramp = {REWARD: -0.3 - 0.002 * T + np.random.default_rng(1).normal(0, 1, N) * scatter}
+    assert "one_source_all_zero" not in {f.rule for f in diagnose(run_of(ramp | PROMPTS)).findings}
+
+
 def _held_out(level: float, at_zero: bool, seed: int) -> Array:
     """A score every twenty steps: three, and from step 70 on three more that may be zero."""
     scores = np.where(at_zero & (T >= 70), 0.0, noisy(level, seed, 0.05))

@@ -13,7 +13,7 @@ from rollbook.diagnose.rules.every_reward_zero import every_reward_zero, policy_
 from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.environments import failures_rise
-from rollbook.diagnose.signs.rewards import held_out_of, lowest_reward, reward_of, sources_of
+from rollbook.diagnose.signs.rewards import held_out_of, lowest_reward, new_curriculum, reward_of, sources_of
 from rollbook.diagnose.view import View
 from rollbook.observe.numbers import counted
 
@@ -48,6 +48,9 @@ def judge(view: View) -> Finding | NotJudged | None:
                 continue
             if _others_fall(view, since, others):
                 continue  # the policy changed: this one is only the first to reach zero
+            past = np.flatnonzero(np.isfinite(view.values[metric][:since]))
+            if len(past) and new_curriculum(view, int(past[-1]), since):
+                continue  # the tasks became harder
             confidence = 0.95 if group is train else 0.85
             if len(living) < (len(group) - 1) / 2:
                 confidence -= 0.2  # several at once: more likely what they share
@@ -347,7 +350,9 @@ def _cliff(view: View) -> Finding | None:
     c = view.contrast(reward.metric, fall.idx, width=10)
     dead = _dead_in_a_validation(view, fall.idx)
     logged = view.has("response_length/mean", "actor/entropy", "prompt_length/mean") or dead is not None
-    if c is None or c.score > -STEEP or not logged or not policy_stands(view, fall.idx):
+    if c is None or c.score > -STEEP or not c.is_at_once or not logged:
+        return None
+    if not policy_stands(view, fall.idx):
         return None
     if failures_rise(view, fall.idx):
         return None
