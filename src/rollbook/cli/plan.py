@@ -272,7 +272,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     top: Annotated[int, typer.Option("--top", help="Topologies to print.")] = _TOP,
 ) -> None:
-    """Predict a job's FLOPs, bytes and seconds, choose its topology, and say why. Exit code 1 (2 with -o or --emit): nothing fits.
+    """Predict a job's FLOPs, bytes and seconds, choose its topology, and say why.
+
+    Exit code 1 (2 with -o or --emit): nothing fits.
 
     Example: rollbook plan --model Qwen3-32B --num-gpus 128 --response-tokens 8k --max-response-tokens 32k
     """
