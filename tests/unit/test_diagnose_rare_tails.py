@@ -24,10 +24,13 @@ def _run(hit: Array, *, longest: float = 10.0, wait_s: float = 250.0, **changed:
     return diagnose(run_of(values | changed, n=N))
 
 
-def test_four_responses_that_run_to_the_limit_in_two_hundred_steps_are_bursts() -> None:
-    found = _run(FEW)
+@pytest.mark.parametrize(("longest", "wait_s"), [(10.0, 250.0), (3.0, 60.0)])
+def test_four_responses_that_run_to_the_limit_in_two_hundred_steps_are_bursts(
+    longest: float, wait_s: float
+) -> None:
+    found = _run(FEW, longest=longest, wait_s=wait_s)
     assert (found.verdict, found.findings[0].step) == ("tail_burst", 62)
-    assert found.findings[0].cost_s == pytest.approx(1000, rel=0.1)
+    assert found.findings[0].cost_s == pytest.approx(4 * wait_s, rel=0.1)
 
 
 @pytest.mark.parametrize(

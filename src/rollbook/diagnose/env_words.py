@@ -27,6 +27,7 @@ _OF_THE_POLICY = _words(
 _MACHINES = _words("sandbox sandboxes container containers pod pods vm vms")
 _OF_SCORING = _words("reward rewards score verifier")
 """Who asks: of a machine that fails it says no more."""
+_OF_SAMPLES = _words("rollout rollouts trajectory trajectories episode episodes sample samples")
 _FAILS = _words("fail fails failed failure failures error errors errored lost dead")
 _TIME_OUT = _words("timeout timeouts timed")
 _SHARE = _words("rate ratio frac fraction share frequency")
@@ -63,6 +64,8 @@ def _meant(name: str, series: Series) -> str | None:
         return "num_turns/mean"
     fails = words & (_FAILS | _TIME_OUT)
     of_the_policy = _OF_THE_POLICY - _OF_SCORING if words & _MACHINES and fails else _OF_THE_POLICY
+    if words & _OF_SAMPLES and fails & _FAILS and words & _SHARE and not words & (_OF_ENVS | of_the_policy):
+        return "failures/frac" if words <= _ABOUT_FAILURES and _is_rare_at_first(series) else None
     if not words & _OF_ENVS or words & of_the_policy:
         return None
     if fails:
@@ -84,6 +87,16 @@ def _meant(name: str, series: Series) -> str | None:
 
 
 _ABOUT_TURNS = _words("num number turns mean avg average rollout rollouts env train multi total count per")
+
+
+_ABOUT_FAILURES = _OF_SAMPLES | _FAILS | _SHARE | _words("train mean avg")
+RARE = 0.05
+"""Share of trajectories up to which they fail now and then: wrong answers, which some logs call errors, are more."""
+
+
+def _is_rare_at_first(series: Series) -> bool:
+    known = series[np.isfinite(series)]
+    return bool(len(known)) and float(np.median(known[: max(3, len(known) // 5)])) <= RARE
 
 
 def _is_a_share(series: Series) -> bool:

@@ -155,6 +155,7 @@ AREAL = {
     "ppo_actor/update/behave_imp_weight/max": "rollout_corr/rollout_is_max",
     "ppo_actor/update/behave_imp_weight/min": "rollout_corr/rollout_is_min",
     "ppo_actor/update/behave_approx_kl/avg": "rollout_corr/kl",
+    "ppo_actor/update/behave_kl/avg": "rollout_corr/kl",
     "ppo_actor/update/behave_k3/avg": "rollout_corr/k3_kl",
     "ppo_actor/update/compute_logp/kl_div_dual/avg": "rollout_corr/k3_kl",
     "ppo_actor/update/logp_abs_diff/avg": "training/logprob_gap/mean",
@@ -232,7 +233,7 @@ TRL_PPO = {
 _AGE = "training/off_policy/trajectory_staleness"
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     *(
-        (re.compile(rf"(?:.+/)?sample_staleness_(?:theta|proximal)[/_]{how}(?:/avg)?"), f"{_AGE}/{what}")
+        (re.compile(rf"(?:.+/)?sample_staleness(?:_(?:theta|proximal))?[/_]{how}(?:/avg)?"), f"{_AGE}/{what}")
         for how, what in (("avg", "mean"), ("max", "max"), ("min", "min"))
     ),
     (re.compile(r"mismatch/mismatch_(.+)"), r"rollout_corr/\1"),

@@ -19,7 +19,7 @@ from rollbook.diagnose.view import View
 RESPONSES = ("generated/response_length/max", "response_length/max")
 CALLS = ("env/turn_s/max", "perf/non_generation_time/max")
 """Seconds of the longest call of a step, or of the sample that waited longest for its calls."""
-FAR = 3.0
+FAR = 2.5
 """Times the longest of the other steps, at their median, that such a response or call takes."""
 APART = 1.6
 """Times the longest that any other step had."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import running_median
+from rollbook.diagnose.readers.words import pieces_of
 from rollbook.diagnose.view import View, once
 
 REWARD = ("critic/score/mean", "critic/rewards/mean")
@@ -43,8 +44,26 @@ def lost_reward(view: View, idx: int, *, width: int = 8) -> float:
 
 def other_prompts(view: View, idx: int) -> bool:
     """Whether the prompts themselves changed at a step: a run that goes on with other data does all else."""
+    if new_curriculum(view, idx - 2, idx + 1):
+        return True
     prompts = view.contrast("prompt_length/mean", idx, width=8)
     return prompts is not None and abs(prompts.score) >= 6 and not 0.93 <= prompts.ratio <= 1.07
+
+
+def new_curriculum(view: View, after: int, until: int) -> bool:
+    """Whether a log says that the level of its curriculum changed after one position and up to another."""
+    for metric, values in view.values.items():
+        if "curriculum" not in pieces_of(metric):
+            continue
+        known = np.flatnonzero(np.isfinite(values))
+        changes = known[1:][np.diff(values[known]) != 0]
+        if len(changes) <= SELDOM * len(known) and np.any((changes > after) & (changes <= until)):
+            return True
+    return False
+
+
+SELDOM = 0.1
+"""Share of its steps at which a level changes at the most: what changes all the time marks none of them."""
 
 
 @once("reward")

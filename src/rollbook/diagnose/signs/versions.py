@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollbook.diagnose.breaks import Break
-from rollbook.diagnose.changes import foot_of_climb, noise_scale, spearman
+from rollbook.diagnose.changes import foot_of_climb, noise_scale, running_median, spearman
 from rollbook.diagnose.readers.words import pieces_of
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.deaths import deaths_of
@@ -71,7 +71,7 @@ def has_ages(view: View) -> bool:
 
 
 def _once_full(view: View, mean: str | None) -> str | None:
-    """Name of the mean staleness once the pipeline is full: from step 0 it grows by one a step up to its bound."""
+    """Name of the mean staleness once the pipeline is full: from fresh samples it grows up to its bound, and stays."""
     if mean is None:
         return None
     values = view.values[mean].copy()
@@ -79,9 +79,24 @@ def _once_full(view: View, mean: str | None) -> str | None:
     end = 0
     while end + 1 < len(known) and values[known[end + 1]] >= values[known[end]] + 0.3:
         end += 1
+    end = max(end, _filled_at(values[known]))
     if end and values[known[0]] <= 1.0:
         values[: known[end]] = np.nan
     return view.derive(f"{mean} once full", values)
+
+
+FULL = 0.9
+"""Share of what follows at which a pipeline is full."""
+
+
+def _filled_at(ages: Series) -> int:
+    """Where ages that grow ever more slowly from the first, fresh samples on come to a level; 0 where they do not."""
+    smooth = running_median(ages, 3)
+    for i in range(1, len(ages) // 4):
+        after = ages[i + 1 : i + 1 + max(8, 2 * i)]
+        if smooth[i] >= FULL * float(np.median(after)):
+            return i
+    return 0
 
 
 OLDER, OLDER_TIMES = 1.5, 2.0
