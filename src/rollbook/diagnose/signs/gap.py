@@ -216,7 +216,7 @@ def begins_fine(view: View) -> bool:
     return fine > 0 and bad == 0
 
 
-FASTER = 1.5
+FASTER = 1.65
 """Growth over the last third of a ramp, over that of its first third, from which on it feeds on itself: engines that
 keep their weights part by the policy's steps, which add up to a straight line at the most (1.3 in published shapes)."""
 LEAST_RAMP = 12
