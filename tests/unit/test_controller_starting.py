@@ -192,8 +192,9 @@ def test_a_step_is_expected_to_take_what_its_stages_are_and_its_rate_counts_what
     for step, metrics in enumerate(run.metrics):
         stages = {n: v for n, v in metrics.items() if n.startswith("expected_s/") and n != "expected_s/step"}
         stages.pop("expected_s/testing", None)  # not part of the step
-        # Between the stages every trajectory is reported; what is trained, with its gap to the engine as well.
-        other_s = host["report_s"] * workload["num_groups"] * workload["group_size"]
+        # Between the stages every trajectory is reported, with the texts of new tokens; what is trained, with its gap
+        # to the engine as well.
+        other_s = host["report_s"] * workload["num_groups"] * workload["group_size"] + host["texts_s"]
         other_s += host["report_trained_s"] * metrics.get("batch/num_sequences", 0)
         if "batch/num_sequences" not in metrics:
             other_s = plan["stages"]["other"]["seconds"]
