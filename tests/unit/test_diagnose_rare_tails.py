@@ -33,20 +33,6 @@ def test_four_responses_that_run_to_the_limit_in_two_hundred_steps_are_bursts(
     assert found.findings[0].cost_s == pytest.approx(4 * wait_s, rel=0.1)
 
 
-def _cut(limit: float) -> str:
-    """Four responses are cut at a limit; the mean, and all other longest responses with it, swing."""
-    swing = noisy(1.0, 8, 0.18, n=N)
-    longest = np.where(FEW > 0, limit, np.minimum(noisy(3000.0, 9, 0.15, n=N), 4800.0))
-    return _run(
-        FEW, longest=1.0, wait_s=60.0, **{"response_length/max": longest, "response_length/mean": 800 * swing}
-    ).verdict
-
-
-def test_what_a_limit_cuts_is_apart_by_its_tokens_where_the_means_swing() -> None:
-    assert _cut(8192.0) == "tail_burst"
-    assert _cut(6000.0) == "well"
-
-
 @pytest.mark.parametrize(
     "healthy",
     [

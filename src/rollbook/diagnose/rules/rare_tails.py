@@ -42,11 +42,9 @@ def rare_tails(view: View, waiting: str) -> tuple[tuple[Evidence, ...], float] |
             continue
         is_call = metric in CALLS
         mean = view.values.get("response_length/mean")
-        by_mean = [values / mean] if mean is not None and not is_call else []
-        for tail in (*by_mean, values):  # a limit cuts the longest to one length, whatever the mean is
-            hit = _far_apart(tail)
-            if hit is not None and (found := _waits(view, waiting, metric, hit, is_call=is_call)) is not None:
-                return found
+        hit = _far_apart(values / mean if mean is not None and not is_call else values)
+        if hit is not None and (found := _waits(view, waiting, metric, hit, is_call=is_call)) is not None:
+            return found
     return None
 
 
