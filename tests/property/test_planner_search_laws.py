@@ -161,3 +161,17 @@ def test_few_of_the_topologies_are_followed(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(search_module, name, counting)
     make_plan(PlanOptions(model="Qwen3-8B").request())
     assert 0 < followed["calls"] < 0.2 * joined["calls"]
+
+
+def test_what_does_not_fit_is_told_with_what_the_bound_adds() -> None:
+    """Else the step of a topology that lacks memory looks a third shorter than it would be with it."""
+    request = PlanOptions(
+        model="DeepSeek-V3",
+        num_gpus=512,
+        prompts=128,
+        response_tokens="8k",
+        max_response_tokens="32k",
+        max_staleness=2,
+    ).request()
+    found = Search(request).candidate("separate_async", 64, 448)
+    assert found.why_not and found.account.bound_s > 0.3 * found.step_s

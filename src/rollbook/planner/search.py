@@ -34,7 +34,7 @@ from rollbook.planner.lending import with_lending
 from rollbook.planner.offload import Offload, host_state_bytes, offloads_of
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.sides import RolloutSides, TrainSides
-from rollbook.planner.staleness import floor_step_s, stretched, within_bound
+from rollbook.planner.staleness import floor_step_s, least_step_s, stretched, within_bound
 
 _MOST_UNITS_LISTED = 64
 """Above this many nodes only a grid and the neighbourhood of the optimum are joined."""
@@ -130,8 +130,13 @@ class Search:
         side = self.engines.followed(rollout, mode, layout)
         if side is not rollout:
             joined = self._joined(mode, side, layout, joined.train)
-        if is_bounded and joined.account.fits:
-            joined = replace(joined, account=within_bound(self.request, joined.account, layout))
+        if is_bounded:
+            account = joined.account
+            if account.fits:
+                account = within_bound(self.request, account, layout)
+            else:  # nobody will run it: the least that the bound allows is told of it
+                account = stretched(account, least_step_s(self.request, account, layout))
+            joined = replace(joined, account=account)
         return joined, True
 
     def _least_s(self, mode: Mode, rollout: RolloutSide, train: TrainChoice) -> float:
