@@ -62,7 +62,5 @@ def _is_back(view: View, metric: str, idx: int, again: Sequence[float]) -> Evide
     return Evidence(metric=metric, step=step, before=reached, after=after, says=says)
 
 
-def _known(
-    values: Series,
-) -> Series:
+def _known(values: Series) -> Series:
     return values[np.isfinite(values)]

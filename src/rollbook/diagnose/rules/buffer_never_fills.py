@@ -68,14 +68,14 @@ def _stopped(found: Stop) -> Finding:
 
 def _stands_still(found: Standstill, waits: Finding | None) -> Finding:
     """The finding, dated by where waiting began to grow where it did before."""
-    is_earlier = waits is not None and waits.step < found.step
+    earlier = waits if waits is not None and waits.step < found.step else None
     return Finding(
         rule=RULE,
         title="the log ends while the trainer waits for samples that do not come",
         area="async",
         confidence=0.92,
-        step=waits.step if waits is not None and is_earlier else found.step,
-        evidence=(found.evidence, *(waits.evidence if waits is not None and is_earlier else ())),
+        step=earlier.step if earlier else found.step,
+        evidence=(found.evidence, *(earlier.evidence if earlier else ())),
         cost_s=found.lasted_s,
         action="look at what is still running: the trajectories that are missing, their replica and their environment; "
         "put a deadline on every trajectory, so that a step goes on without them",

@@ -57,16 +57,9 @@ def every_reward_zero(view: View, rule: str) -> Finding | None:
 
 def policy_stands(view: View, idx: int) -> bool:
     """Whether the update was sound, and entropy, lengths, turns and the gap did not move, at a step."""
-    if is_broken_update(view, idx):
+    if is_broken_update(view, idx) or other_prompts(view, idx):
         return False
-    if other_prompts(view, idx):
-        return False
-    for metric in (
-        "actor/entropy",
-        "response_length/mean",
-        TURNS,
-        GAP if gap_of(view) else None,
-    ):
+    for metric in ("actor/entropy", "response_length/mean", TURNS, GAP if gap_of(view) else None):
         c = view.contrast(metric, idx, width=8)
         # Thirty values on either side tell more than eight where there is much noise, if it was at this step.
         wide = view.contrast(metric, idx, width=30)

@@ -352,14 +352,10 @@ def _cliff(view: View) -> Finding | None:
     logged = view.has("response_length/mean", "actor/entropy", "prompt_length/mean") or dead is not None
     if c is None or c.score > -STEEP or not c.is_at_once or not logged:
         return None
-    if not policy_stands(view, fall.idx):
-        return None
-    if failures_rise(view, fall.idx):
+    if not policy_stands(view, fall.idx) or failures_rise(view, fall.idx):
         return None
     says = f"{num(reward.drop_frac)} of it lost at one step, to the end; what the policy writes stands"
-    evidence = (
-        (of_contrast(view, c, fall.idx, says), *dead[1:]) if dead else (of_contrast(view, c, fall.idx, says),)
-    )
+    evidence = (of_contrast(view, c, fall.idx, says), *(dead[1:] if dead else ()))
     title = "a part of the rewards is gone at once while the answers did not change"
     return Finding(
         rule=RULE,

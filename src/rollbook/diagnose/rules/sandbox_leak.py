@@ -80,9 +80,7 @@ def _counted(view: View) -> Finding | None:
     for metric, least, _ in (("env/acquire_s/mean", 1.3, 0.0), *_LEVELS[2:]):
         ratio, steadiness = view.trend(metric)
         if ratio >= least and steadiness >= 0.75:
-            early, late = view.level(metric, 0, max(3, view.n // 8)), view.last(metric, max(3, view.n // 8))
-            says = f"grows with them from {num(early)} to {num(late)}"
-            evidence.append(Evidence(metric=metric, step=step, before=early, after=late, says=says))
+            evidence.append(_growth(view, metric, step, "with them"))
     fails = any(view.trend(m)[0] >= 2 and view.last(m) > 0 for m in ENV_FAILURES)
     return Finding(
         rule=RULE,
@@ -95,6 +93,13 @@ def _counted(view: View) -> Finding | None:
         action=ACTION,
         next_check=CHECK,
     )
+
+
+def _growth(view: View, metric: str, step: int, how: str) -> Evidence:
+    part = max(3, view.n // 8)
+    early, late = view.level(metric, 0, part), view.last(metric, part)
+    says = f"grows {how} from {num(early)} to {num(late)}"
+    return Evidence(metric=metric, step=step, before=early, after=late, says=says)
 
 
 NO_GENERATION = CALLS[1]
@@ -160,16 +165,7 @@ def _weighed(view: View, *, is_agentic: bool) -> Finding | None:
         idx = foot_of_climb(view.values[metric])
         counted_at = idx if metric in _COUNTS else counted_at
         begin = min(begin, idx)
-        early, late = view.level(metric, 0, max(3, view.n // 8)), view.last(metric, max(3, view.n // 8))
-        evidence.append(
-            Evidence(
-                metric=metric,
-                step=view.step_at(idx),
-                before=early,
-                after=late,
-                says=f"grows step by step from {num(early)} to {num(late)}",
-            )
-        )
+        evidence.append(_growth(view, metric, view.step_at(idx), "step by step"))
     begin = begin if counted_at is None else counted_at  # seconds scatter, counts do not
     if env and view.trend("env/turn_s/mean")[0] >= MANY_TIMES and not _gap_moves(view):
         worse = _gets_worse(view)

@@ -52,14 +52,21 @@ def other_prompts(view: View, idx: int) -> bool:
 
 def new_curriculum(view: View, after: int, until: int) -> bool:
     """Whether a log says that the level of its curriculum changed after one position and up to another."""
+    return any(after < at <= until for at in _curriculum_changes(view))
+
+
+@once("curriculum changes")
+def _curriculum_changes(view: View) -> list[int]:
+    """Positions at which a level has another value than before."""
+    found: list[int] = []
     for metric, values in view.values.items():
         if "curriculum" not in pieces_of(metric):
             continue
         known = np.flatnonzero(np.isfinite(values))
         changes = known[1:][np.diff(values[known]) != 0]
-        if len(changes) <= SELDOM * len(known) and np.any((changes > after) & (changes <= until)):
-            return True
-    return False
+        if len(changes) <= SELDOM * len(known):
+            found += changes.tolist()
+    return found
 
 
 SELDOM = 0.1

@@ -135,18 +135,14 @@ def _climbs_all_along(view: View, metric: str | None) -> Break | None:
 
 QUEUES = 3.0
 """Times as many samples in a queue from which on they grow old there."""
+_OF_A_SIZE = frozenset(("size", "length", "len", "depth", "num"))
 
 
 def _wait_in_a_queue(view: View, age: str, idx: int) -> bool:
     """Whether a queue of samples grows as their ages do: engines that stand still make no queue longer."""
     for metric in view.run.values:
-        if not pieces_of(metric) >= {"queue"} or not pieces_of(metric) & {
-            "size",
-            "length",
-            "len",
-            "depth",
-            "num",
-        }:
+        words = pieces_of(metric)
+        if "queue" not in words or not words & _OF_A_SIZE:
             continue
         before, late = view.level(metric, max(0, idx - 20), max(idx - 2, 1)), view.last(metric, 5)
         if (
