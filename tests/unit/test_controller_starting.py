@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.controller import begin, calibrate
+from rollbook.controller import calibrate
 from rollbook.controller.begin import _topology
 from rollbook.controller.entry import resume_run, start_run
 from rollbook.controller.loop import Controller
@@ -24,6 +24,7 @@ from rollbook.envs.rewards.result import RewardResult
 from rollbook.envs.rewards.scorer import Scorer
 from rollbook.envs.rewards.self_test import require_proven, self_test
 from rollbook.errors import ConfigError
+from rollbook.observe import core_waits
 from rollbook.types import Failure, FailureKind, Prompt
 from tiny_run import RunResult, TinyRun, as_set, tiny_config, write_tiny
 
@@ -243,7 +244,7 @@ def test_sides_that_take_turns_do_not_slow_each_other(tiny_run: TinyRun) -> None
 def test_a_plan_holds_how_busy_the_machine_was_that_it_was_measured_on(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(begin, "longest_wait_s", lambda before, after: 0.25)
+    monkeypatch.setattr(core_waits, "longest_wait_s", lambda before, after: 0.25)
     run = tiny_run(num_steps=1, **{"plan.is_on": True})
     (span,) = [event for event in run.events_of("span") if event["name"] == "plan"]
     plan = json.loads((run.folder / "plan.json").read_text())

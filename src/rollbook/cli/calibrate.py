@@ -27,17 +27,12 @@ def command(
     Example: rollbook calibrate examples/addition.toml -o hardware.toml
     """
     from rollbook.controller.entry import calibrate
-    from rollbook.observe.core_waits import CoreWaits, longest_wait_s
+    from rollbook.observe.core_waits import Waited
 
-    waits, began_at_s = CoreWaits(), monotonic()
-    waits.look()
-    before = waits.read()
-    try:
+    began_at_s = monotonic()
+    with Waited() as waited:
         machine = calibrate(config, set_ or [], device=device)
-        waited_s = longest_wait_s(before, waits.read()) or 0.0
-    finally:
-        waits.close()
-    machine = replace(machine, core_wait_frac=waited_s / (monotonic() - began_at_s))
+    machine = replace(machine, core_wait_frac=waited.seconds / (monotonic() - began_at_s))
     machine.write(output)
     for dtype, rate in machine.gemm_flops_per_s.items():
         print(f"GEMM {dtype:<9} {rate / 1e12:8.3f} TFLOP/s")

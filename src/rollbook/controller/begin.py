@@ -18,7 +18,7 @@ from rollbook.controller.preflight import preflight
 from rollbook.controller.step_plan import StepPlan
 from rollbook.controller.warmup import answer_sequences, warmup_lr
 from rollbook.errors import ConfigError
-from rollbook.observe.core_waits import CoreWaits, longest_wait_s
+from rollbook.observe.core_waits import Waited
 from rollbook.trainer.objective import SupervisedObjective
 
 if TYPE_CHECKING:
@@ -82,18 +82,11 @@ async def begin(controller: Controller, *, resume: bool) -> None:
 
 async def _measured_plan(controller: Controller) -> tuple[Plan, float]:
     """The plan, and the share of its measuring in which a thread waited for a core: no cost of the run's steps."""
-    waits = CoreWaits()
-    waits.look()
-    before = waits.read()
-    try:
-        with controller.recorder.span("plan") as span:
-            plan = await make_plan(controller)
-        waited_s = longest_wait_s(before, waits.read()) or 0.0
-    finally:
-        waits.close()
+    with Waited() as waited, controller.recorder.span("plan") as span:
+        plan = await make_plan(controller)
     assert span.duration_s is not None
     # Of a calibrated machine most was measured then, and little is measured now.
-    return plan, max(waited_s / max(span.duration_s, 1e-9), plan.machine.core_wait_frac)
+    return plan, max(waited.seconds / max(span.duration_s, 1e-9), plan.machine.core_wait_frac)
 
 
 def _show_plan(controller: Controller, plan: Plan, core_wait_frac: float) -> None:

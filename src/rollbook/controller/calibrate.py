@@ -126,7 +126,7 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
     trainer = controller.trainer
     announce(controller, "forward, backward and optimizer")
     others = _other_passes(controller)
-    objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=not controller.needs_proximal)
+    objective = _objective(controller)
     points = await controller.compute(lambda: _train_points(trainer, work, others, objective))
     return replace(
         machine,
@@ -145,10 +145,15 @@ def train_once(controller: Controller, work: TypicalWork) -> None:
     """A step's updates, undone: what stays of them is how they left the device's memory."""
     trainer = controller.trainer
     batch = _step_batch(trainer, work)
-    objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=not controller.needs_proximal)
+    objective = _objective(controller)
     trainer.keep_state()
     trainer.update(batch, objective, lr=0.0)
     trainer.put_back_state()
+
+
+def _objective(controller: Controller) -> PolicyObjective:
+    """Of updates that are measured: a plain one, with the logprobs that the run's own has to have."""
+    return PolicyObjective(AlgorithmConfig(), proximal_is_current=not controller.needs_proximal)
 
 
 def _step_batch(trainer: Trainer, work: TypicalWork) -> TrainBatch:
@@ -185,7 +190,7 @@ async def measure_contention(
     trainer = controller.trainer
     batch = _step_batch(trainer, work)
     await controller.compute(trainer.keep_state)
-    objective = PolicyObjective(AlgorithmConfig(), proximal_is_current=not controller.needs_proximal)
+    objective = _objective(controller)
     most_ahead = controller.config.buffer.max_staleness_steps
     numbers = itertools.count()
 
@@ -270,12 +275,17 @@ async def _publish(controller: Controller) -> tuple[float, float, int]:
 async def as_after_publication(controller: Controller) -> float:
     """The engines remember of earlier prompts what they do under new weights: the probe, whose first tokens may be
     those of other prompts too. Returns the seconds of the probe."""
-    for engine in controller.router.engines:
-        await engine.reset_prefix_cache()
+    await forget_prefixes(controller)
     began_s = time.perf_counter()
     for engine in controller.router.engines if controller.probes else ():
         await controller.prober.check(engine, controller.weight_version, controller.compute)
     return time.perf_counter() - began_s
+
+
+async def forget_prefixes(controller: Controller) -> None:
+    """What the engines remember of earlier prompts: a step finds nothing of it under new weights."""
+    for engine in controller.router.engines:
+        await engine.reset_prefix_cache()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from rollbook.controller.calibrate import (
     TypicalWork,
     announce,
     as_after_publication,
+    forget_prefixes,
     mean_texts_s,
     measure_contention,
     measure_model,
@@ -518,8 +519,7 @@ async def _answers(controller: Controller, *, seed: int, most_groups: int) -> li
 
 async def _answer_step(controller: Controller, number: int) -> None:
     """A step's worth of prompts, answered and scored, beside those before: none of them finds what they left."""
-    for engine in controller.router.engines:
-        await engine.reset_prefix_cache()
+    await forget_prefixes(controller)
     await _answers(controller, seed=1000 + number, most_groups=controller.config.run.groups_per_step)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 PROC = Path("/proc")
 
@@ -48,6 +49,23 @@ class CoreWaits:
         for file in self._files.values():
             os.close(file)
         self._files.clear()
+
+
+class Waited:
+    """`with Waited() as waited:` leaves in `waited.seconds` those for which the thread that waited most, of the threads
+    that were there before, waited for a core."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> Self:
+        self._waits = CoreWaits()
+        self._waits.look()
+        self._before = self._waits.read()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = longest_wait_s(self._before, self._waits.read()) or 0.0
+        self._waits.close()
 
 
 def longest_wait_s(before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
