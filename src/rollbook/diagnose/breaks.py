@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.diagnose import changes
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.changes import Direction
+from rollbook.diagnose.series import Series, runs_of
 
 EXCURSION_NOISES = 6.0
 """How far off its usual level a stretch of a series must be to count as an excursion."""
@@ -23,8 +23,6 @@ BASELINE = 40
 
 SLOW_STEPS, SLOW_SHARE = 200, 0.55
 """Values of a departure that is so slow that its first forty look like a step, and what its first quarter has of it."""
-
-Direction = Literal[-1, 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +166,12 @@ def _excursion(clean: Series, direction: Direction, noise: float) -> int | None:
     middle = changes.running_median(smooth, max(31, len(clean) // 2) | 1)  # a slow drift is no excursion
     usual = max(1.5 * noise, 1.4826 * float(np.median(np.abs(smooth - middle))))
     away = direction * (smooth - middle) / usual
-    edges = np.flatnonzero(
-        np.diff(np.concatenate([[False], away > EXCURSION_NOISES, [False]]).astype(np.int8))
-    )
     best: tuple[float, int] | None = None
-    for start, stop in edges.reshape(-1, 2):
+    for start, stop in runs_of(away > EXCURSION_NOISES):
         if stop - start >= 5 and start >= changes.MIN_POINTS:
             size = float(np.median(away[start:stop]) * np.sqrt(stop - start))
             if best is None or size > best[0]:
-                best = (size, int(start))
+                best = (size, start)
     return None if best is None else best[1]
 
 
@@ -194,13 +189,10 @@ def _spells(clean: Series, direction: Direction) -> int | None:
     base, noise = float(np.median(quiet)), max(changes.noise_scale(quiet), 1e-9)
     usual = max(noise, 1.4826 * float(np.median(np.abs(quiet - base))))
     away = direction * (changes.running_median(clean, 5) - base) / usual
-    edges = np.diff(np.concatenate([[False], away > EXCURSION_NOISES, [False]]).astype(np.int8))
-    spells = [
-        (a, b) for a, b in np.flatnonzero(edges).reshape(-1, 2) if b - a >= SPELL_STEPS and a >= third // 2
-    ]
+    spells = [(a, b) for a, b in runs_of(away > EXCURSION_NOISES) if b - a >= SPELL_STEPS and a >= third // 2]
     for (_, end), (start, _) in itertools.pairwise(spells):
         if start - end >= SPELL_STEPS and float(np.median(np.abs(away[end:start]))) <= 2.0:
-            return int(spells[0][0])
+            return spells[0][0]
     return None
 
 

@@ -1,4 +1,4 @@
-"""Change points, robustly: steps at which the level or the slope of a series changes, with their sizes.
+"""Change points, robustly: where the level or the slope of a series changes, and what is noise of it.
 
 Logged series have spikes, autocorrelated noise, missing values and slow drift, so nothing here is a mean or a
 standard deviation of raw values. Noise is read off second differences (a level shift touches two of them, a
@@ -6,7 +6,7 @@ trend none); spikes are cut to the running median; and a split must buy more tha
 criterion asks for at the number of independent values that the autocorrelation leaves.
 
 One scan fits, for every split at once, a constant or a line before it and a step or a bend at it (two
-cumulative sums); the best split is kept and both sides are searched again.
+cumulative sums); `breaks.py` and `view.py` turn the best one into what rules ask for.
 """
 
 from __future__ import annotations
@@ -19,33 +19,14 @@ from numpy.typing import NDArray
 
 from rollbook.diagnose.series import Series
 
+Direction = Literal[-1, 1]
+"""Up or down."""
 MIN_POINTS = 3
 """Values that a level needs on either side of a change."""
 EXTRA_PENALTY = 3.0
 """The criterion's penalty is multiplied by this: logs are long, and a change must be worth a reader's time."""
 SPIKE_NOISES = 4.0
 """Values further than this many noises from the running median are cut to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A change of one series between `idx - 1` and `idx`."""
-
-    idx: int
-    """Position of the first value that belongs to what came after."""
-    kind: Literal["level", "slope"]
-    before: float
-    """Median of the segment before (its last values, for a slope)."""
-    after: float
-    """Median of the segment after (its last values, for a slope)."""
-    noise: float
-    """Standard deviation of the short-term noise, same unit."""
-    score: float
-    """Size of the change over the noise."""
-
-    @property
-    def size(self) -> float:
-        return self.after - self.before
 
 
 def noise_scale(values: Series) -> float:
@@ -163,15 +144,9 @@ def best_splits(
 _KINDS: tuple[Literal["level", "slope"], ...] = ("level", "slope")
 
 
-def worthy_split(
-    piece: Series,
-    noise: float,
-    *,
-    min_points: int = MIN_POINTS,
-    direction: Literal[-1, 0, 1] = 0,
-) -> Split | None:
+def worthy_split(piece: Series, noise: float, *, direction: Literal[-1, 0, 1] = 0) -> Split | None:
     """The best split of a gapless series, if one explains more than chance would in so many values."""
-    for split in best_splits(piece, min_points, direction):
+    for split in best_splits(piece, direction=direction):
         if is_worth_it(piece, split, noise):
             return split
     return None
@@ -196,34 +171,6 @@ def _regressor(left: Series, basis: NDArray[np.float64], kind: str) -> tuple[Ser
     return along, square - (on_basis**2).sum(axis=1)
 
 
-def find_changes(values: Series, *, max_changes: int = 8, min_points: int = MIN_POINTS) -> list[Change]:
-    """Changes of level or slope of a series, in order.
-
-    Args:
-        values: [n] float64; NaN where missing, positions count all the same.
-    Returns:
-        At most `max_changes`, the largest by score, sorted by position.
-    """
-    known = np.flatnonzero(np.isfinite(values))
-    if len(known) < 2 * min_points + 2:
-        return []
-    clean = without_spikes(values[known])
-    noise = max(noise_scale(clean), 1e-12 + 1e-6 * float(np.median(np.abs(clean))))
-    found: list[Change] = []
-    pending = [(0, len(clean))]
-    while pending and len(found) < 4 * max_changes:
-        start, end = pending.pop()
-        piece = clean[start:end]
-        split = worthy_split(piece, noise, min_points=max(min_points, min(8, len(piece) // 10)))
-        if split is None:
-            continue
-        at = start + split.idx
-        found.append(_describe(clean, start, at, end, split.kind, noise, known))
-        pending += [(start, at), (at, end)]
-    found.sort(key=lambda change: -change.score)
-    return sorted(found[:max_changes], key=lambda change: change.idx)
-
-
 BEYOND_A_TREND = 0.7
 """A step or bend after a constant must leave at most this share of what one line through everything leaves."""
 
@@ -243,21 +190,6 @@ def detail(piece: Series) -> Series:
     """What is left of a piece after its slow part: for the autocorrelation of the noise, not of the trend."""
     width = max(5, len(piece) // 8) | 1
     return piece - running_median(piece, width)
-
-
-def _describe(
-    clean: Series,
-    start: int,
-    at: int,
-    end: int,
-    kind: Literal["level", "slope"],
-    noise: float,
-    known: NDArray[np.intp],
-) -> Change:
-    reach = max(MIN_POINTS, min(20, (at - start), (end - at)))
-    before = float(np.median(clean[max(start, at - reach) : at]))
-    after = float(np.median(clean[at : at + reach] if kind == "level" else clean[max(at, end - reach) : end]))
-    return Change(int(known[at]), kind, before, after, noise, abs(after - before) / noise)
 
 
 CLIMBED = 0.8

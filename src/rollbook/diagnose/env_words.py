@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from rollbook.diagnose.readers.words import pieces_of
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import Series, finite
 
 
 def _words(text: str) -> frozenset[str]:
@@ -95,11 +95,11 @@ RARE = 0.05
 
 
 def _is_rare_at_first(series: Series) -> bool:
-    known = series[np.isfinite(series)]
+    known = finite(series)
     return bool(len(known)) and float(np.median(known[: max(3, len(known) // 5)])) <= RARE
 
 
 def _is_a_share(series: Series) -> bool:
     """Whether values lie between 0 and 1, and not only at the ends."""
-    known = series[np.isfinite(series)]
+    known = finite(series)
     return bool(len(known)) and bool(np.all((known >= 0) & (known <= 1)) and np.any(known % 1 > 0))

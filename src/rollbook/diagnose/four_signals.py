@@ -10,6 +10,7 @@ import numpy as np
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Signal
 from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.deaths import deaths_of
 from rollbook.diagnose.signs.gap import GAP_METRICS, far_from_start, gap_of
 from rollbook.diagnose.signs.lengths import length_growth
@@ -63,7 +64,7 @@ LUCK = 1e-3
 def _ended_at_zero(view: View, metric: str) -> bool:
     """Whether a source that had right answers has none any more, however early they ended."""
     values = view.values[metric]
-    some = values[np.isfinite(values)] != 0.0
+    some = finite(values) != 0.0
     if not some.any():
         return False
     num_before = int(np.flatnonzero(some)[-1]) + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,21 @@ from numpy.typing import NDArray
 
 Series = NDArray[np.float64]
 """[n] float64, one value a step; NaN where the log has none."""
+
+
+def finite(values: Series) -> Series:
+    """The values that are there."""
+    return values[np.isfinite(values)]
+
+
+def runs_of(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """[start, end) of each run of True.
+
+    >>> runs_of(np.array([True, False, True, True]))
+    [(0, 1), (2, 4)]
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return [(start, end) for start, end in edges.reshape(-1, 2).tolist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +98,6 @@ class RunSeries:
     @property
     def num_steps(self) -> int:
         return len(self.steps)
-
-    def has(self, name: str) -> bool:
-        return name in self.values
-
-    def first_of(self, names: Iterable[str]) -> str | None:
-        """The first of `names` that the log has."""
-        return next((name for name in names if name in self.values), None)
 
     def matching(self, prefix: str, suffix: str = "") -> list[str]:
         """Metrics that start and end so, sorted."""

@@ -8,17 +8,14 @@ a change, not a spell.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.diagnose.changes import running_median
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.changes import Direction, running_median
+from rollbook.diagnose.series import Series, runs_of
 
-Direction = Literal[-1, 1]
 LEAST_VALUES = 24
 """Values of a series below which nothing is said of spells."""
 NOISES = 6.0
@@ -94,7 +91,7 @@ def find_spells(
     level, noise = _quiet(scaled)
     away = scaled - level
     hit = away > max(NOISES * noise, least, 1e-9)
-    stretches = [s for s in _stretches(hit) if _came_and_went(scaled, level, s)]
+    stretches = [s for s in _stretches(hit) if _came_and_went(scaled, s)]
     if len(stretches) < 2 or sum(b - a for a, b in stretches if b < n) < 3:
         return None
     inside = np.zeros(n, np.bool_)
@@ -137,9 +134,8 @@ def _quiet(scaled: Series) -> tuple[Series, float]:
 
 def _stretches(hit: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """[start, end) of the runs of hits; a single quiet step inside one does not part it."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], hit, [False]]).astype(np.int8))).reshape(-1, 2)
     merged: list[tuple[int, int]] = []
-    for start, end in edges.tolist():
+    for start, end in runs_of(hit):
         if merged and start - merged[-1][1] <= 1 and end - start > 1 and merged[-1][1] - merged[-1][0] > 1:
             merged[-1] = (merged[-1][0], end)
         else:
@@ -147,7 +143,7 @@ def _stretches(hit: NDArray[np.bool_]) -> list[tuple[int, int]]:
     return merged
 
 
-def _came_and_went(scaled: Series, level: Series, stretch: tuple[int, int]) -> bool:
+def _came_and_went(scaled: Series, stretch: tuple[int, int]) -> bool:
     """Whether a stretch has a past, and the values after it are back at it; one that ends with the log may be cut."""
     start, end = stretch
     if start < 3:
@@ -241,8 +237,3 @@ def follow(found: Spells, marks: NDArray[np.intp]) -> bool:
     near = (starts - last >= 0) & (starts - last <= 2)
     followed = [bool(found.hit[mark : mark + 3].any()) for mark in marks]
     return float(near.mean()) >= 0.8 and float(np.mean(followed)) >= 0.7
-
-
-def gaps_between(found: Spells) -> list[int]:
-    """Steps from the beginning of each spell to that of the next."""
-    return [b - a for (a, _), (b, _) in itertools.pairwise(found.stretches)]

@@ -8,13 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from rollbook.diagnose.readers.words import pieces_of
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import Series, finite
+from rollbook.diagnose.units import BYTES, unit_of
 
 SPILLED = "host/object_store_spilled_bytes"
-_UNITS = {
-    "bytes": 1.0, "kb": 2.0**10, "kib": 2.0**10, "mb": 2.0**20, "mib": 2.0**20, "gb": 2.0**30, "gib": 2.0**30,
-    "tb": 2.0**40, "tib": 2.0**40,
-}  # fmt: skip
 
 
 def spilled_by_words(values: Mapping[str, Series]) -> tuple[str, Series] | None:
@@ -26,19 +23,19 @@ def spilled_by_words(values: Mapping[str, Series]) -> tuple[str, Series] | None:
     """
     for name, series in values.items():
         words = pieces_of(name)
-        unit = next((_UNITS[word] for word in words if word in _UNITS), None)
+        unit = unit_of(words)
         if (
             unit is None
             or not words & {"spilled", "spill", "spills", "spilling"}
             or words & {"restored", "s", "sec"}
         ):
             continue
-        known = series[np.isfinite(series)]
+        known = finite(series)
         if len(known) < 3:
             continue
         if words & {"total", "cumulative", "cum", "sum"} or _only_grows(known):
-            return name, unit * _by_the_step(series)
-        return name, unit * series
+            return name, BYTES[unit] * _by_the_step(series)
+        return name, BYTES[unit] * series
     return None
 
 

@@ -10,6 +10,7 @@ from rollbook.diagnose import exploding_ratios
 from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.finding import Evidence, State
 from rollbook.diagnose.rules.wording import num, of_break
+from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.gap import gap_led, gap_of
 from rollbook.diagnose.signs.lengths import length_growth
 from rollbook.diagnose.signs.policy import policy_of
@@ -300,7 +301,7 @@ def _data_exhausted(view: View) -> State | None:
     ]
     if held_out is not None:
         values = view.values[held_out]
-        known = values[np.isfinite(values)]
+        known = finite(values)
         smooth = running_median(known, 5 if len(known) >= 10 else 3)
         best, now = float(np.max(smooth)), float(smooth[-1])
         falls = best - now > max(0.02 * max(best, 0.1), 2 * noise_scale(known))

@@ -14,9 +14,10 @@ from typing import TypeVar, cast
 import numpy as np
 
 from rollbook.diagnose import changes
-from rollbook.diagnose.breaks import BASELINE, Break, Direction, find_break, ratio_of
+from rollbook.diagnose.breaks import BASELINE, Break, find_break, ratio_of
+from rollbook.diagnose.changes import Direction
 from rollbook.diagnose.env_words import named_by_words
-from rollbook.diagnose.series import Event, RunSeries, Series
+from rollbook.diagnose.series import Event, RunSeries, Series, finite
 from rollbook.diagnose.spells import Spells, find_spells
 from rollbook.diagnose.spill_words import SPILLED, spilled_by_words
 
@@ -122,7 +123,7 @@ class View:
         if values is None:
             return np.nan
         piece = values[max(0, start) : self.n if end is None else max(0, end)]
-        piece = piece[np.isfinite(piece)]
+        piece = finite(piece)
         return float(np.median(piece)) if len(piece) else np.nan
 
     def last(self, metric: str, count: int = 10) -> float:
@@ -130,7 +131,7 @@ class View:
         values = self.values.get(metric)
         if values is None:
             return np.nan
-        piece = values[np.isfinite(values)][-count:]
+        piece = finite(values)[-count:]
         return float(np.median(piece)) if len(piece) else np.nan
 
     def step_at(self, idx: int) -> int:
@@ -165,7 +166,7 @@ class View:
         """Step of the decimals that a metric was printed with (0.001 for "0.003"); 0 when there is no such step."""
         if metric not in self._resolutions:
             values = self.values[metric]
-            sample = values[np.isfinite(values)][:400]
+            sample = finite(values)[:400]
             found = 0.0
             for decimals in (2, 3, 4):
                 scaled = sample * 10.0**decimals
@@ -286,7 +287,7 @@ class View:
     def noise_before(self, metric: str, idx: int) -> float:
         """Short-term noise of the last 40 values before a position."""
         past = self.values[metric][:idx]
-        return changes.noise_scale(past[np.isfinite(past)][-BASELINE:])
+        return changes.noise_scale(finite(past)[-BASELINE:])
 
     def moved(
         self, metric: str | None, idx: int, direction: Direction, *, factor: float, score: float = 4.0

@@ -148,7 +148,8 @@ def assemble(
                 if item.step <= first + 1 and run.newest_step > item.step + 1:
                     runs[-1].events.extend(event for event in waiting if event.kind == "run_failed")
                     waiting = [event for event in waiting if event.kind != "run_failed"]
-                    run = _begin_again(runs, item.step)
+                    run = _Run()
+                    runs.append(run)
                 else:
                     run.roll_back(item.step)
             else:
@@ -182,12 +183,6 @@ def _died_early(run: _Run) -> int | None:
     """The step under way when a run stopped on an error before any step was logged."""
     failed = [event for event in run.events if event.kind in ("step_failed", "run_failed") and event.text]
     return None if not failed else next((e.step for e in failed if e.step is not None), 0)
-
-
-def _begin_again(runs: list[_Run], step: int) -> _Run:
-    """A second run begins; a row just before `step` that came last (its validation at step 0) moves along."""
-    runs.append(_Run())
-    return runs[-1]
 
 
 MAX_NAMED = 3

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.readers.words import is_of_pairs
-from rollbook.diagnose.series import RunSeries, Series
+from rollbook.diagnose.series import RunSeries, Series, finite
 from rollbook.observe.numbers import counted
 
 FEW = 5
@@ -92,7 +92,7 @@ def _far_from_the_sampler(run: RunSeries) -> list[str]:
 
 def _known(run: RunSeries, metric: str) -> Series | None:
     values = run.values.get(metric)
-    known = values[np.isfinite(values)] if values is not None else None
+    known = finite(values) if values is not None else None
     return known if known is not None and len(known) else None
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_contrast, share
-from rollbook.diagnose.signs.gap import gap_of
+from rollbook.diagnose.signs.gap import metrics_of_gap
 from rollbook.diagnose.view import View
 
 RULE = "all_rejected"
@@ -45,7 +45,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     for name in (
         "actor/grad_norm",
         "response_length/mean",
-        *(gap.metrics[:1] if (gap := gap_of(view)) else ()),
+        *metrics_of_gap(view)[:1],
     ):
         c = view.contrast(name, idx, width=20) if idx else None
         if c is not None and abs(c.score) >= 3:

@@ -13,7 +13,7 @@ import numpy as np
 from rollbook.diagnose.changes import noise_scale
 from rollbook.diagnose.finding import Evidence
 from rollbook.diagnose.rules.wording import num
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.rewards import reward_of
 from rollbook.diagnose.view import View
 
@@ -48,19 +48,15 @@ def _is_back(view: View, metric: str, idx: int, again: Sequence[float]) -> Evide
     if values is None or idx < 2 * LEAST:
         return None
     once = np.asarray(again, np.float64)
-    once = once[np.isfinite(once)][-MOST:] if len(again) >= LEAST else _known(values[:idx])[-MOST:]
-    first, now = _known(values[: idx // 2])[:LEAST], _known(values[idx:])[: len(once)]
+    once = finite(once)[-MOST:] if len(again) >= LEAST else finite(values[:idx])[-MOST:]
+    first, now = finite(values[: idx // 2])[:LEAST], finite(values[idx:])[: len(once)]
     if min(len(first), len(once), len(now)) < LEAST:
         return None
     at_first, reached, after = (float(np.median(x)) for x in (first, once, now))
-    noise = max(noise_scale(_known(values)), 0.5 * view.resolution(metric))
+    noise = max(noise_scale(finite(values)), 0.5 * view.resolution(metric))
     error = 1.25 * noise * float(np.sqrt(1 / len(first) + 1 / len(once)))
     if abs(reached - at_first) < APART * error or abs(after - at_first) > BACK * abs(reached - at_first):
         return None
     step = view.step_at(idx)
     says = f"{num(at_first)} in the first steps, {num(reached)} when it was reached, {num(after)} since the restart"
     return Evidence(metric=metric, step=step, before=reached, after=after, says=says)
-
-
-def _known(values: Series) -> Series:
-    return values[np.isfinite(values)]

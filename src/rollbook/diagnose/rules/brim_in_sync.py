@@ -9,12 +9,12 @@ from rollbook.diagnose.finding import Evidence
 from rollbook.diagnose.readers.words import words_of
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.units import BYTES, GIB, unit_of
 from rollbook.diagnose.view import View, once
 
 IN_SYNC = "peak of the hand-over GiB"
 _OF_SYNC = frozenset(("weight", "sync", "reshard", "handover", "wake", "wakeup"))
 _PEAK = frozenset(("peak", "max", "allocated", "used"))
-_UNIT_GIB = {"gb": 1.0, "mb": 1 / 1024, "bytes": 2.0**-30}
 GROWN = 1.06
 """Growth over the run from which on it climbs."""
 BRIM, NEAR = 0.955, 0.93
@@ -33,7 +33,7 @@ def brim_in_sync(view: View) -> tuple[Evidence, ...]:
         return ()
     values = view.values[metric]
     (ratio, steadiness), top = view.trend(metric), float(np.nanmax(values))
-    capacity = view.last(memory.TOTAL) if view.has(memory.TOTAL) else _device(top)
+    capacity = view.last(memory.TOTAL) if view.has(memory.TOTAL) else memory.smallest_device(top)
     trained = memory.allocated(view)
     if ratio < GROWN or steadiness < 0.8 or capacity is None or view.last(metric, 3) < BRIM * capacity:
         return ()
@@ -79,14 +79,10 @@ def _peak_in_sync(view: View) -> str | None:
     """Name of the series in GiB, of the name in the log that has the words."""
     for metric, values in view.run.values.items():
         words = words_of(metric)
-        unit = next((u for u in _UNIT_GIB if u in words), None)
+        unit = unit_of(words)
         if unit is None or "memory" not in words or not words & _OF_SYNC or not words & _PEAK:
             continue
         if words & {"free", "reserved", "cpu", "host"} or metric == memory.ALLOCATED:
             continue
-        return metric if unit == "gb" else view.derive(IN_SYNC, values * _UNIT_GIB[unit], of=(metric,))
+        return metric if unit == "gb" else view.derive(IN_SYNC, values * (BYTES[unit] / GIB), of=(metric,))
     return None
-
-
-def _device(top: float) -> float | None:
-    return next((size for size in memory.DEVICE_GIB if size >= top * 0.998), None)

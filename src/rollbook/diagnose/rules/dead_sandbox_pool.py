@@ -13,7 +13,7 @@ import numpy as np
 from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.signs.environments import (
     ENV_FAILURES,
     ENV_LOAD,
@@ -201,7 +201,7 @@ def _one_by_one(view: View) -> Finding | None:
         return None
     before = view.values[longest][: top.idx]
     after = view.values[longest][top.idx + 3 :]
-    before, after = before[np.isfinite(before)], after[np.isfinite(after)]
+    before, after = finite(before), finite(after)
     if len(before) < 8 or len(after) < 12 or _spread(before) < 2 * DEADLINE or _spread(after) > DEADLINE:
         return None
     if float(np.median(after)) < 1.2 * float(np.median(before)) or view.trend(held)[0] >= 1.1:

@@ -11,7 +11,7 @@ from rollbook.diagnose.changes import noise_scale
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.back_at_the_start import back_at_the_start
 from rollbook.diagnose.rules.wording import num, share
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.signs.gap import GAP, gap_of
 from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.signs.rewards import lowest_reward, other_prompts, reward_of
@@ -333,7 +333,7 @@ def _shrinks_slowly(view: View, idx: int) -> bool:
     policy that comes back from a blow-up."""
     values = view.values["actor/kl_loss"]
     near = np.log(np.maximum(values[max(0, idx - 6) : idx + 7], 1e-12))
-    near = near[np.isfinite(near)]
+    near = finite(near)
     if len(near) < 10:
         return False
     steps = -np.diff(near)
@@ -347,7 +347,7 @@ def _was_there_before(view: View, idx: int) -> bool:
         if c is None or metric is None:
             continue
         past = view.values[metric][:idx]
-        past = past[np.isfinite(past)]
+        past = finite(past)
         low, high = float(np.quantile(past, 0.02)), float(np.quantile(past, 0.98))
         reach = 0.15 * (abs(low) + abs(high))
         if not low - reach <= c.after <= high + reach:
@@ -436,7 +436,7 @@ ENGINE_IS_OFF = 8.0
 def _gap_leaps(view: View, idx: int, before: float) -> bool:
     """Whether the gap leaps at a position, for the whole rest or for two steps."""
     near = view.values[GAP][max(0, idx - 1) : idx + 3]
-    near = np.sort(near[np.isfinite(near)])
+    near = np.sort(finite(near))
     return len(near) >= 2 and bool(near[-2] >= ENGINE_IS_OFF * before > 0.0)
 
 
@@ -444,15 +444,15 @@ def _warms_up_once(view: View, idx: int) -> bool:
     """Whether a rate that stood, or had only fallen, is a small part of itself at one step of the run alone, and climbs
     from there step by step: no schedule with cycles does so."""
     lr = view.values["actor/lr"]
-    known = lr[np.isfinite(lr)]
+    known = finite(lr)
     falls = int((known[1:] < 0.3 * known[:-1]).sum())
     after = lr[idx : idx + 6]
     before = lr[max(0, idx - 6) : idx]
     return bool(
         falls == 1
         and lr[idx] <= 0.3 * lr[idx - 1]
-        and np.all(np.diff(before[np.isfinite(before)]) <= 0)
-        and np.all(np.diff(after[np.isfinite(after)]) > 0)
+        and np.all(np.diff(finite(before)) <= 0)
+        and np.all(np.diff(finite(after)) > 0)
     )
 
 

@@ -10,15 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.missed_weight_sync import (
-    gap_in_spells,
-    goes_with_the_policy,
-    moves_the_gap,
-    optimizer_explains,
-    staleness_explains,
-)
-from rollbook.diagnose.rules.wording import collect_gap, num, of_contrast, share
+from rollbook.diagnose.rules.wording import collect_gap, gap_in_spells, num, of_contrast, share
 from rollbook.diagnose.signs.gap import GAP, accelerates, far_from_start, gap_of, usual_level
+from rollbook.diagnose.signs.gap_causes import moves_the_gap, rise_is_explained
 from rollbook.diagnose.signs.publications import publications_of
 from rollbook.diagnose.signs.seconds import is_of_the_schedule
 from rollbook.diagnose.signs.versions import STALENESS, has_ages
@@ -74,9 +68,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     rise = gap.rise
     publications = publications_of(view)
     if rise is not None and rise.peak_ratio >= 1.6 and rise.score >= 6:
-        explained = (
-            staleness_explains(view, rise) or optimizer_explains(view, rise) or goes_with_the_policy(view)
-        )
+        explained = rise_is_explained(view, rise)
         no_sync = publications.absent_since is not None and view.near(
             publications.absent_since, rise.idx, least=8
         )

@@ -7,6 +7,7 @@ import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.series import runs_of
 from rollbook.diagnose.signs.environments import TURNS, failures_rise
 from rollbook.diagnose.signs.gap import GAP, gap_of
 from rollbook.diagnose.signs.policy import is_broken_update
@@ -24,10 +25,7 @@ def every_reward_zero(view: View, rule: str) -> Finding | None:
     known = np.flatnonzero(np.isfinite(values))
     floor = lowest_reward(view)
     at_floor = np.abs(values[known] - floor) <= 1e-9
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], at_floor, [False]]).astype(np.int8))).reshape(
-        -1, 2
-    )
-    for start, end in edges:
+    for start, end in runs_of(at_floor):
         past = values[known[max(0, start - 20) : start]] - floor
         if end - start < 4 or len(past) < 6 or np.median(past) < 0.05 or past[-1] < 0.3 * np.median(past):
             continue

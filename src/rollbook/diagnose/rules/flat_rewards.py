@@ -10,6 +10,7 @@ import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.rewards import REWARD
 from rollbook.diagnose.view import View
 
@@ -67,7 +68,7 @@ def flat(view: View) -> Flat | None:
 def _is_told_flat(view: View, base: str) -> bool:
     """Whether the log says itself, in every step, that no answer of a group differs from another."""
     spreads = (f"{base}/std", "reward_std", "batch/effective_frac")
-    told = [values[np.isfinite(values)] for m in spreads if (values := view.values.get(m)) is not None]
+    told = [finite(values) for m in spreads if (values := view.values.get(m)) is not None]
     return any(len(values) >= LEAST_STEPS and bool((values <= 1e-9).all()) for values in told)
 
 

@@ -12,8 +12,10 @@ from rollbook.diagnose.changes import foot_of_climb
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, of_contrast, share
+from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.seconds import lost_seconds
 from rollbook.diagnose.spells import climbs
+from rollbook.diagnose.units import BYTES, GIB
 from rollbook.diagnose.view import View
 
 RULE = "fragmentation"
@@ -104,7 +106,7 @@ def _is_one_piece(view: View, start: int, grown: float) -> bool:
     """Whether half of the growth since `start` came at one step and it was left at that: a first validation or
     checkpoint does that. One that creeps on from there is no end of a warm-up."""
     values = view.values[HELD][start:]
-    values = values[np.isfinite(values)]
+    values = finite(values)
     leaps = values[3:] - values[:-3]
     if np.max(leaps, initial=0.0) < 0.5 * grown:
         return False
@@ -259,4 +261,4 @@ def _said(view: View) -> Finding | None:
 
 def _gib(pattern: re.Pattern[str], text: str) -> float | None:
     found = pattern.search(text)
-    return None if found is None else float(found.group(1)) / (1024.0 if found.group(2) == "MiB" else 1.0)
+    return None if found is None else float(found[1]) * (BYTES[found[2].lower()] / GIB)

@@ -10,7 +10,7 @@ from rollbook.diagnose.changes import foot_of_climb, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules import memory
 from rollbook.diagnose.rules.wording import num, share
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.view import View
 
 RULE = "late_oom_with_length"
@@ -147,7 +147,7 @@ def _lives_with_it(view: View, used: str, capacity: float) -> bool:
     """Whether memory came near the brim long ago and hardly moved since, or stands below it while the longest responses
     are at their limit in step after step: what has fitted for so long, or at its longest, will fit."""
     values = view.values[used]
-    most = np.maximum.accumulate(values[np.isfinite(values)])
+    most = np.maximum.accumulate(finite(values))
     since = int(np.flatnonzero(most >= most[-1] - STILL_GROWS * capacity)[0])
     longest = view.values.get("response_length/max", np.zeros(0))
     stands = np.flatnonzero(np.nan_to_num(values) >= AT_LIMIT * most[-1])[0]

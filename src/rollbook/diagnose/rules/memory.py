@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.finding import NotJudged
-from rollbook.diagnose.series import Event
+from rollbook.diagnose.series import Event, finite
 from rollbook.diagnose.view import View, once
 
 DEVICE_GIB = (16.0, 22.0, 24.0, 32.0, 40.0, 48.0, 64.0, 80.0, 96.0, 141.0, 180.0, 192.0, 288.0)
@@ -84,7 +84,12 @@ def device_gib(view: View) -> float | None:
     top = float(np.nanmax(view.values[taken]))
     if free:
         return top + float(min(np.nanmin(view.values[m]) for m in free)) / 2**30
-    return next((size for size in DEVICE_GIB if size >= top * 0.998), None)
+    return smallest_device(top)
+
+
+def smallest_device(gib: float) -> float | None:
+    """Size of the smallest device that holds so much."""
+    return next((size for size in DEVICE_GIB if size >= gib * 0.998), None)
 
 
 CLOSED_FRAC = 0.5
@@ -132,7 +137,7 @@ def is_full(view: View, used: str, capacity: float) -> bool:
 def _last_peak(view: View, metric: str) -> float:
     """The largest of the last three values: each is a peak already, and where they grow the last one counts."""
     values = view.values[metric]
-    return float(np.max(values[np.isfinite(values)][-3:]))
+    return float(np.max(finite(values)[-3:]))
 
 
 LONGEST_YET = 1.3

@@ -8,7 +8,7 @@ import numpy as np
 from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.rules.flat_rewards import flat
 from rollbook.diagnose.rules.wording import num
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.signs.rewards import REWARD
 from rollbook.diagnose.view import View
 
@@ -59,7 +59,7 @@ def _is_printed_coarsely(view: View) -> bool:
 
 def _has_decimals(values: Series, decimals: int) -> bool:
     """Whether all values are whole with so many decimals."""
-    scaled = values[np.isfinite(values)] * 10.0**decimals
+    scaled = finite(values) * 10.0**decimals
     return bool(np.all(np.abs(scaled - np.round(scaled)) < 1e-4))
 
 

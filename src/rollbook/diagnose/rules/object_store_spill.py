@@ -17,6 +17,7 @@ from rollbook.diagnose.signs.seconds import (
     residual_of,
     step_seconds,
 )
+from rollbook.diagnose.units import BYTES, GIB
 from rollbook.diagnose.view import View
 from rollbook.observe.numbers import counted
 
@@ -102,14 +103,13 @@ MUCH_GIB, VERY_MUCH_GIB = 20.0, 100.0
 said of any job whose batch was once larger than the store."""
 GROWN = 4.0
 """The most that was spilled over the least that was said, from which on it goes on."""
-_SPILLED = re.compile(r"Spilled (\d+(?:\.\d+)?) ?([KMGT])i?B")
-_GIB = {"K": 2.0**-20, "M": 2.0**-10, "G": 1.0, "T": 2.0**10}
+_SPILLED = re.compile(r"Spilled (\d+(?:\.\d+)?) ?([KMGT]i?B)")
 
 
 def _spilled_gib(lines: Iterable[str]) -> list[float]:
     """What a node has spilled since its start, as far as lines tell."""
     found = (_SPILLED.search(line) for line in lines)
-    return [float(match[1]) * _GIB[match[2]] for match in found if match is not None]
+    return [float(match[1]) * (BYTES[match[2].lower()] / GIB) for match in found if match is not None]
 
 
 def _alone(gib: list[float]) -> float:

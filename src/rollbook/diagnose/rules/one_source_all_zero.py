@@ -11,7 +11,7 @@ from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.every_reward_zero import every_reward_zero, policy_stands
 from rollbook.diagnose.rules.wording import num, of_contrast, share
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import Series, finite, runs_of
 from rollbook.diagnose.signs.environments import failures_rise
 from rollbook.diagnose.signs.rewards import held_out_of, lowest_reward, new_curriculum, reward_of, sources_of
 from rollbook.diagnose.view import View
@@ -60,10 +60,10 @@ def judge(view: View) -> Finding | NotJudged | None:
         return _never_right(view, train) or _never_right(view, held_out)
     confidence, idx, source, metric = best
     before, rest = view.level(metric, 0, idx), view.values[metric][idx:]
-    floor = float(rest[np.isfinite(rest)][0])  # held-out scores come every few steps
+    floor = float(finite(rest)[0])  # held-out scores come every few steps
     ended = _until(view, metric, idx)
     until = f", until step {ended}" if ended is not None else ""
-    num_zero = int((np.abs(rest[np.isfinite(rest)] - floor) <= 1e-9).sum())
+    num_zero = int((np.abs(finite(rest) - floor) <= 1e-9).sum())
     until += f", {num_zero} times in all" if ended is not None else ""
     evidence = [
         Evidence(
@@ -156,11 +156,8 @@ def _outage(view: View, metric: str) -> int | None:
     if not len(known):
         return None
     at_floor = np.abs(values[known]) <= 1e-9
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], at_floor, [False]]).astype(np.int8))).reshape(
-        -1, 2
-    )
     best: tuple[int, int] | None = None
-    for start, end in edges:
+    for start, end in runs_of(at_floor):
         past = at_floor[max(0, start - 40) : start]
         usual = values[known[max(0, start - 20) : start]]
         if end - start < OUTAGE_STEPS or len(usual) < 6 or np.median(usual) < 0.02:
@@ -168,7 +165,7 @@ def _outage(view: View, metric: str) -> int | None:
         if ((past.sum() + 1) / (len(past) + 2)) ** (end - start) <= 1e-3 and (
             best is None or end - start > best[0]
         ):
-            best = (int(end - start), int(known[start]))
+            best = (end - start, int(known[start]))
     return None if best is None else best[1]
 
 
@@ -302,7 +299,7 @@ def _is_unlearned(view: View, metric: str, since: int) -> bool:
     if not (ratio >= 1.4 and steadiness >= 0.8):
         return False
     past = view.values[metric][:since] - _floor_of(view, metric)
-    past = past[np.isfinite(past)]
+    past = finite(past)
     some = past[np.abs(past) > 1e-9]
     width = 7 if len(past) >= 20 else 3
     return len(some) >= 4 and float(np.median(some[-3:])) < FADED * float(np.max(running_median(past, width)))
@@ -374,23 +371,20 @@ def _cliff(view: View) -> Finding | None:
 def _dead_in_a_validation(view: View, since: int) -> tuple[str, Evidence] | None:
     """The one source that has no right answer in any validation since a step, be it a single one, and had some before;
     all others have."""
-    late = {s: (m, values) for s, m in held_out_of(view).items() if len(values := _known(view, m, since))}
+    late = {
+        s: (m, values) for s, m in held_out_of(view).items() if len(values := finite(view.values[m][since:]))
+    }
     dead = [s for s, (_, values) in late.items() if not np.any(np.abs(values) > 1e-9) and not _HARD.search(s)]
     if len(dead) != 1 or len(late) < 2:
         return None
     metric, zeros = late[dead[0]]
     lives = all(float(np.median(values)) >= OTHERS_SOLVE for s, (_, values) in late.items() if s != dead[0])
-    if not lives or np.any(np.abs(_known(view, metric, 0, since)) <= 1e-9):
+    if not lives or np.any(np.abs(finite(view.values[metric][:since])) <= 1e-9):
         return None
     says = (
         f"exactly 0 in {counted(len(zeros), 'validation')} since, where every other source has right answers"
     )
     return dead[0], Evidence(metric=metric, step=view.step_at(since), after=0.0, says=says)
-
-
-def _known(view: View, metric: str, start: int, end: int | None = None) -> Series:
-    values = view.values[metric][start:end]
-    return values[np.isfinite(values)]
 
 
 def _others_fall(view: View, since: int, others: list[str]) -> bool:
@@ -400,11 +394,11 @@ def _others_fall(view: View, since: int, others: list[str]) -> bool:
     for metric in others:
         values = view.values[metric] - bottom
         before, after = values[:since], values[since:]
-        before, after = before[np.isfinite(before)][-6:], after[np.isfinite(after)]
+        before, after = finite(before)[-6:], finite(after)
         if not len(before) or not len(after):
             continue
-        best = float(np.quantile(values[np.isfinite(values)], 0.9))
-        scatter = 1.25 * noise_scale(values[np.isfinite(values)]) * np.sqrt(1 / len(before) + 1 / len(after))
+        best = float(np.quantile(finite(values), 0.9))
+        scatter = 1.25 * noise_scale(finite(values)) * np.sqrt(1 / len(before) + 1 / len(after))
         gone = float(np.median(before)) - float(np.median(after))
         fell = gone > max(0.2 * float(np.median(before)), BEYOND_SCATTER * scatter)
         lost.append(fell or float(np.median(after[-max(3, min(10, len(after) // 3)) :])) < 0.5 * best)

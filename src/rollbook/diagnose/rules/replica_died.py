@@ -12,6 +12,7 @@ import numpy as np
 from rollbook.diagnose.breaks import BASELINE
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.deaths import UNNAMED, Death, deaths_of
 from rollbook.diagnose.signs.seconds import step_seconds
 from rollbook.diagnose.view import View
@@ -112,7 +113,7 @@ def _lost_s(view: View, death: Death) -> float:
     idx = view.idx_of(death.step)
     end = view.n if death.back_step is None else view.idx_of(death.back_step) + 1
     past = step[max(0, idx - BASELINE) : idx]
-    past = past[np.isfinite(past)]
+    past = finite(past)
     if len(past) < 3:
         return 0.0
     return max(float(np.nansum(step[idx:end] - np.median(past))) * view.stride, 0.0)

@@ -11,7 +11,7 @@ import numpy as np
 from rollbook.diagnose.changes import foot_of_climb, running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, share
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.signs.environments import ENV_FAILURES, SANDBOX_S, TURNS, failing_lines
 from rollbook.diagnose.signs.gap import gap_of
 from rollbook.diagnose.signs.living import unreturned
@@ -356,7 +356,7 @@ def _grows_every_step(view: View, metric: str) -> bool:
     if rise is None or rise.late < 2 * rise.before + 3:
         return False
     values = view.values[metric][rise.idx :]
-    gained = np.diff(values[np.isfinite(values)])
+    gained = np.diff(finite(values))
     return len(gained) >= 8 and float((gained > 0).mean()) >= 0.9
 
 
@@ -372,7 +372,7 @@ def _is_held_ever_more(view: View, metric: str) -> bool:
     if rise is None or rise.score < 6 or rise.end_idx is not None or rise.early_share >= 0.65:
         return False
     values = view.values[metric][rise.idx :]
-    values = running_median(values[np.isfinite(values)], 5)
+    values = running_median(finite(values), 5)
     if len(values) < LEAST_HELD_STEPS or rise.late < HELD_TIMES * rise.before:
         return False
     if spearman(values, np.arange(len(values), dtype=np.float64)) < 0.9:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.missed_weight_sync import NO_GAP
 from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.signs.environments import failures_rise
-from rollbook.diagnose.signs.gap import GAP, gap_of
+from rollbook.diagnose.signs.gap import GAP, gap_of, metrics_of_gap
 from rollbook.diagnose.signs.policy import is_broken_update
 from rollbook.diagnose.signs.rewards import lost_reward, lowest_reward, reward_of
 from rollbook.diagnose.signs.seconds import validations
@@ -138,7 +137,7 @@ def _for_single_steps(view: View) -> Finding | None:
     after = follow(spells, validations(view))
     when = "in the step after each validation" if after else f"in {spells.num_hits} single steps"
     evidence = []
-    for metric in (gap_of(view) or NO_GAP).metrics[:2]:
+    for metric in metrics_of_gap(view)[:2]:
         c = view.beside(metric, spells)
         if c is not None:
             evidence.append(of_contrast(view, c, spells.first, f"{when}, against the steps beside them"))
@@ -225,9 +224,9 @@ def _without_gap(view: View) -> Finding | None:
 def _finding(view: View, idx: int, confidence: float) -> Finding:
     step = view.step_at(idx)
     evidence: list[Evidence] = []
-    gap, reward = gap_of(view), reward_of(view)
+    reward = reward_of(view)
     metrics = (
-        *(gap.metrics[:2] if gap else ()),
+        *metrics_of_gap(view)[:2],
         reward.metric,
         "response_length/mean",
         "response_length/clip_ratio",

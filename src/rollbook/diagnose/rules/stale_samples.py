@@ -10,18 +10,12 @@ import numpy as np
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.missed_weight_sync import (
-    NO_GAP,
-    follows_staleness,
-    is_of_old_samples,
-    is_unexplained_ramp,
-)
-from rollbook.diagnose.rules.version_drift import newest_follows
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
-from rollbook.diagnose.signs.gap import GAP, gap_of
+from rollbook.diagnose.signs.gap import GAP, gap_of, metrics_of_gap
+from rollbook.diagnose.signs.gap_causes import follows_staleness, is_of_old_samples, is_unexplained_ramp
 from rollbook.diagnose.signs.policy import is_broken_update
 from rollbook.diagnose.signs.rewards import reward_of
-from rollbook.diagnose.signs.versions import STALENESS, versions_of
+from rollbook.diagnose.signs.versions import STALENESS, newest_follows, versions_of
 from rollbook.diagnose.view import View
 
 RULE = "stale_samples"
@@ -179,7 +173,7 @@ def _gap_follows(view: View, idx: int) -> Evidence | None:
     )
     if not late >= 1.25 * before or not follows_staleness(view, idx):
         return None
-    metric = (gap_of(view) or NO_GAP).metrics[0]
+    metric = metrics_of_gap(view)[0]
     now, then = view.level(metric, view.n - (view.n - idx) // 3), view.level(metric, max(0, idx - 60), idx)
     says = f"{num(then)} before step {view.step_at(idx)}, {num(now)} now: the gap follows"
     return Evidence(metric=metric, step=view.step_at(idx), before=then, after=now, says=says)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import Series, finite
 
 LEAST_HITS = 4
 """Steps of a stretch that must have one."""
@@ -44,7 +44,7 @@ def is_own_scatter(tail: Series, least: float, begin: int, end: int) -> bool:
 def own_reach(tail: Series) -> float:
     """Multiple of its median that the longest of many responses reaches by itself in one of ten such logs: they scatter
     as Gumbel's distribution does, whose quartiles the log tells."""
-    known = np.log(np.maximum(tail[np.isfinite(tail)], 1e-12))
+    known = np.log(np.maximum(finite(tail), 1e-12))
     low, high = np.quantile(known, (0.25, 0.75))
     return float(np.exp((high - low) / 1.573 * np.log(10.0 * len(known) * np.log(2.0))))
 

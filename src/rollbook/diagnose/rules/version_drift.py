@@ -14,9 +14,10 @@ from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
-from rollbook.diagnose.signs.gap import gap_of
+from rollbook.diagnose.series import finite
+from rollbook.diagnose.signs.gap import metrics_of_gap
 from rollbook.diagnose.signs.seconds import over_the_others
-from rollbook.diagnose.signs.versions import STALENESS, unit_ramp, versions_of
+from rollbook.diagnose.signs.versions import STALENESS, newest_follows, unit_ramp, versions_of
 from rollbook.diagnose.view import View
 
 RULE = "version_drift"
@@ -83,7 +84,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         c = view.contrast(versions.newest, idx, width=20)
         if c is not None:
             evidence.append(of_contrast(view, c, idx, "the newest does not"))
-    for metric in gap.metrics[:1] if (gap := gap_of(view)) else ():
+    for metric in metrics_of_gap(view)[:1]:
         c = view.contrast(metric, idx, width=30)
         if c is not None:
             evidence.append(of_contrast(view, c, idx))
@@ -246,18 +247,8 @@ def _gap_of_one_replica(view: View) -> Break | None:
         if rise is None or own is None or rise.ratio < 3 or rise.score < 5:
             continue
         after = view.values[metric][rise.idx :]
-        after = after[np.isfinite(after)]
+        after = finite(after)
         third = max(2, len(after) // 3)
         if len(after) >= 6 and np.median(after[-third:]) >= 1.5 * np.median(after[:third]):
             return replace(own, idx=rise.idx, step=rise.step)
     return None
-
-
-def newest_follows(view: View, idx: int) -> bool:
-    """Whether the newest samples grew older too: then all stand still, or generation is slow."""
-    versions = versions_of(view)
-    if versions.all_standing_since is not None:
-        return True
-    c = view.contrast(versions.newest, idx, width=15, skip=5)
-    oldest = view.contrast(versions.oldest, idx, width=15, skip=5)
-    return c is not None and oldest is not None and c.diff >= max(1.0, 0.2 * oldest.diff) and c.score >= 4

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Evidence
+from rollbook.diagnose.signs.gap import metrics_of_gap
+from rollbook.diagnose.spells import Spells
 from rollbook.diagnose.view import Contrast, View
 from rollbook.observe.catalogue import lookup
 
@@ -52,6 +55,17 @@ def of_contrast(view: View, contrast: Contrast, idx: int, says: str = "") -> Evi
         after=contrast.after,
         says=f"{text}{_and(says)}",
     )
+
+
+def gap_in_spells(view: View, spells: Spells, most: int, says: Callable[[Contrast], str]) -> list[Evidence]:
+    """Evidence of at most so many measures of the gap, in the steps of its spells against those beside them."""
+    step = view.step_at(spells.first)
+    measures = (view.beside(metric, spells) for metric in metrics_of_gap(view)[:most])
+    return [
+        Evidence(metric=c.metric, step=step, before=c.before, after=c.after, says=says(c))
+        for c in measures
+        if c is not None
+    ]
 
 
 def _and(says: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rollbook.diagnose.series import finite
 from rollbook.diagnose.view import View, once
 
 
@@ -100,7 +101,7 @@ def _usual_again(view: View, step: int) -> int | None:
     seconds = view.values.get("timing_s/step")
     idx = view.idx_of(step)
     past = seconds[max(0, idx - 20) : idx] if seconds is not None else np.zeros(0)
-    past = past[np.isfinite(past)]
+    past = finite(past)
     if seconds is None or len(past) < 3:
         return None
     longer = np.flatnonzero(seconds[idx:] > USUAL_AGAIN * np.median(past))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import noise_scale, running_median, spearman
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.view import View, once
 
@@ -130,6 +130,12 @@ def gap_of(view: View) -> Gap | None:
         num_bad_late=bad_late,
         num_fine_late=fine_late,
     )
+
+
+def metrics_of_gap(view: View) -> tuple[str, ...]:
+    """The metrics of the gap that are listened to; none where nothing of it was logged."""
+    gap = gap_of(view)
+    return gap.metrics if gap is not None else ()
 
 
 def _telling(parts: list[Series], among: list[int], stands: list[bool]) -> list[int]:
@@ -296,6 +302,6 @@ def _level_at(view: View, metric: str, at: NDArray[np.intp]) -> float:
 
 
 def _steadiness(values: Series) -> float:
-    known = values[np.isfinite(values)]
+    known = finite(values)
     smooth = running_median(known, 7)
     return spearman(smooth, np.arange(len(smooth), dtype=np.float64))

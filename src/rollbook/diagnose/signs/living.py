@@ -42,8 +42,6 @@ class Unreturned:
     idx: int
     early: float
     late: float
-    used: str
-    """The series of those in use."""
     in_use: float
 
 
@@ -53,12 +51,12 @@ def unreturned(view: View) -> Unreturned | None:
     told = _told(view)
     for living, used in ((LIVING, IN_USE), (LIVING, LEASED), (IN_USE, LEASED)):
         values, uses = (told.get(m, view.values.get(m)) for m in (living, used))
-        if values is not None and uses is not None and (found := _grows_apart(living, values, used, uses)):
+        if values is not None and uses is not None and (found := _grows_apart(living, values, uses)):
             return found
     return None
 
 
-def _grows_apart(living: str, values: Series, used: str, uses: Series) -> Unreturned | None:
+def _grows_apart(living: str, values: Series, uses: Series) -> Unreturned | None:
     known = np.flatnonzero(np.isfinite(values) & np.isfinite(uses))
     if len(known) < LEAST_COUNTS:
         return None
@@ -81,7 +79,7 @@ def _grows_apart(living: str, values: Series, used: str, uses: Series) -> Unretu
     if known[top] - known[foot] < LEAST_CLIMB * (known[-1] - known[0]):
         return None
     idx = foot_of_climb(values) if len(known) >= 12 else int(known[0])
-    return Unreturned(living, idx, early, late, used, used_late)
+    return Unreturned(living, idx, early, late, used_late)
 
 
 def _told(view: View) -> Mapping[str, Series]:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.diagnose.breaks import BASELINE, Break
+from rollbook.diagnose.series import finite
 from rollbook.diagnose.spells import Spells, follow
 from rollbook.diagnose.view import View, once
 
@@ -160,7 +161,7 @@ def step_seconds(view: View, start: int = 0, end: int | None = None) -> float:
 def lost_seconds(view: View, metric: str, found: Break) -> float:
     """Seconds lost since a break of a metric of seconds: the excess over the baseline, summed over the steps after."""
     values = view.values[metric][found.idx : found.end_idx]
-    over = np.clip(values[np.isfinite(values)] - found.before, 0, None)
+    over = np.clip(finite(values) - found.before, 0, None)
     return float(over.sum()) * view.stride
 
 

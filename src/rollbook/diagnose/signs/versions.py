@@ -26,7 +26,6 @@ class Versions:
     """Metrics of staleness: mean (the largest stands for it where it is all there is), largest, smallest."""
     rise: Break | None
     """Of the mean staleness."""
-    oldest_rise: Break | None
     all_standing_since: int | None
     """Position from which every sample grows older by about a version a step."""
     some_standing_since: int | None
@@ -57,7 +56,6 @@ def versions_of(view: View) -> Versions:
         oldest=oldest,
         newest=newest,
         rise=None if rise is None else replace(rise, metric=mean or ""),
-        oldest_rise=view.rise(oldest, log=False),
         all_standing_since=all_standing,
         some_standing_since=unit_ramp(view, f"{STALENESS}/max" if view.has(f"{STALENESS}/max") else oldest),
         standing_replicas=replicas,
@@ -68,6 +66,16 @@ def versions_of(view: View) -> Versions:
 def has_ages(view: View) -> bool:
     """Whether a log says of which versions its samples are."""
     return versions_of(view).mean is not None or bool(view.family("replica/", "/weight_version"))
+
+
+def newest_follows(view: View, idx: int) -> bool:
+    """Whether the newest samples grew older too: then all stand still, or generation is slow."""
+    versions = versions_of(view)
+    if versions.all_standing_since is not None:
+        return True
+    c = view.contrast(versions.newest, idx, width=15, skip=5)
+    oldest = view.contrast(versions.oldest, idx, width=15, skip=5)
+    return c is not None and oldest is not None and c.diff >= max(1.0, 0.2 * oldest.diff) and c.score >= 4
 
 
 def _once_full(view: View, mean: str | None) -> str | None:
