@@ -14,7 +14,7 @@ from sync_engine import StepEngine
 from sync_fakes import FakeSource, fused_engine, live_digests, tiny_tensors
 from torch import Tensor
 
-from rollbook.errors import DeadlineError, SyncError
+from rollbook.errors import DeadlineError, EngineDownError, SyncError
 from rollbook.sync.bucket import SlotBuffers
 from rollbook.sync.config import SyncConfig
 from rollbook.sync.inproc import InprocPort
@@ -389,8 +389,11 @@ async def test_an_export_that_hangs_passes_its_deadline(cluster: Make) -> None:
         yield from c.source.tensors.items()
 
     c.source.export_weights = stuck  # type: ignore[method-assign]
-    with pytest.raises(DeadlineError, match="did not export bucket 0 of version 1 within 0.05 s"):
-        await c.publisher.publish(1)
+    for version in (1, 2):  # the second one waits behind the first, which hangs on
+        with pytest.raises(
+            DeadlineError, match=f"did not export bucket 0 of version {version} within 0.05 s"
+        ):
+            await c.publisher.publish(version)
     release.set()
     await asyncio.to_thread(c.publisher._export.shutdown)
     assert all("receive" not in port.calls for port in c.ports), "what comes late is sent to nobody"
@@ -558,6 +561,23 @@ async def test_a_commit_cut_off_in_the_middle_takes_the_replica_out(cluster: Mak
     await c.publisher.publish(2)
     c.check(2)
     await engine.step_once()
+
+
+async def test_an_engine_that_ends_before_its_commit_says_so_and_is_not_waited_for(cluster: Make) -> None:
+    c = cluster()
+    await c.publisher.publish(1)
+    c.source.step()
+
+    async def ends(_: Any) -> Any:
+        async def refused(_: Callable[[], Any]) -> Any:
+            raise EngineDownError("the engine of replica 0 ended", "restart it")
+
+        c.engines[0].run_between_steps = refused  # type: ignore[method-assign]
+
+    c.ports[0].faults["commit"] = ends
+    report = await c.publisher.publish(2)  # its deadline is beyond this test's
+    assert report.quarantined == {0: "the engine of replica 0 ended"}
+    assert report.committed == (1,)
 
 
 # ---- resync and deltas

@@ -178,7 +178,13 @@ class InprocPort:
                 while not labeled.wait(LABEL_POLL_S) and not loop.is_closed():
                     pass  # no step before the label is queued behind this call
 
+        def ended(swapping: asyncio.Future[None]) -> None:
+            error = None if swapping.cancelled() else swapping.exception()
+            if error is not None:  # the engine is gone: nothing was swapped, or nobody will say so
+                _fail(outcome, error)
+
         swapping = asyncio.ensure_future(self.engine.run_between_steps(swap))
+        swapping.add_done_callback(ended)
         try:
             report = await outcome
             adopting = asyncio.ensure_future(self.engine.adopt_version(version))

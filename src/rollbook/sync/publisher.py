@@ -334,6 +334,8 @@ class Publisher:
     async def _stream(self, publication: _Publication, packer: Packer) -> None:
         """The export thread packs buckets and sends them on their way; this watches that it goes on."""
         loop = asyncio.get_running_loop()
+        # From now on: the thread may still hang in an export that was given up.
+        publication.packing_ends_at_s = time.monotonic() + self.config.export_deadline_s
         streaming = loop.run_in_executor(self._export, self._send_all, publication, packer, loop)
         try:
             while not streaming.done():
