@@ -119,7 +119,7 @@ def _job(config: RunConfig, path: Path) -> Job:
 
 def _memory(config: RunConfig) -> tuple[tuple[str, str], ...]:
     """Bytes by arithmetic, with their formulas; nothing for a model whose shape is not at hand."""
-    from rollbook.diagnose.rules.wording import num
+    from rollbook.diagnose.wording import num
     from rollbook.errors import RunError
     from rollbook.ledger.model import load_model
 

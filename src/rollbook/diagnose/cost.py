@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.finding import Finding
-from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.signs.seconds import step_seconds
 from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num
 
 LEAST_COST_FRAC = 0.003
 """Share of a run's seconds below which what costs nothing but seconds is not worth a finding."""

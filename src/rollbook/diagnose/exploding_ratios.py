@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence, State
-from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num
 
 LARGEST: dict[str, float] = {"actor/pg_loss": 3.0, "actor/kl_loss": 5.0}
 """What no step reaches while ratios are near 1: normalised advantages and the KL of a token are of the order of 1."""

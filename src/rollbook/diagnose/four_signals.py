@@ -9,7 +9,6 @@ import numpy as np
 
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Signal
-from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.deaths import deaths_of
 from rollbook.diagnose.signs.gap import GAP_METRICS, far_from_start, gap_of
@@ -19,6 +18,7 @@ from rollbook.diagnose.signs.rewards import REWARD, reward_decline, reward_of
 from rollbook.diagnose.signs.seconds import excess_of, step_seconds
 from rollbook.diagnose.signs.versions import versions_of
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num
 from rollbook.observe.numbers import counted
 
 Verdict = Literal["well", "moved", "not collected"]

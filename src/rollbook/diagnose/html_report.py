@@ -9,8 +9,8 @@ import numpy as np
 
 from rollbook.diagnose.finding import Diagnosis, Evidence, Finding
 from rollbook.diagnose.report import AREA_NAMES, headline, other_run
-from rollbook.diagnose.rules.wording import in_full, num
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import in_full, num
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1f23; --paper: #ffffff; --faint: #6a7178; --line: #d5d9de;

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
 from rollbook.diagnose.finding import Diagnosis, Evidence, Finding, NotJudged, OtherRun
-from rollbook.diagnose.rules.wording import in_full, num
 from rollbook.diagnose.states import MOVES
+from rollbook.diagnose.wording import in_full, num
 from rollbook.observe.numbers import counted
 
 AREA_NAMES = {

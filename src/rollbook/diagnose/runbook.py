@@ -11,8 +11,8 @@ from typing import Any
 
 from rollbook.diagnose.manual import ENTRIES
 from rollbook.diagnose.report import AREA_NAMES
-from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.tree import AREAS
+from rollbook.diagnose.wording import num
 from rollbook.observe.alerts import ALERTS, Thresholds
 
 

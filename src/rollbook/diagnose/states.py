@@ -9,13 +9,13 @@ import numpy as np
 from rollbook.diagnose import exploding_ratios
 from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.finding import Evidence, State
-from rollbook.diagnose.rules.wording import num, of_break
 from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.gap import gap_led, gap_of
 from rollbook.diagnose.signs.lengths import length_growth
 from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.signs.rewards import REWARD, Moved, reward_decline, reward_of
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_break
 
 OF_A_WELL_SYSTEM = frozenset({"plateau", "reward_saturates", "reward_falls", "overoptimised"})
 """States that mean nothing while a fault of the system is there."""

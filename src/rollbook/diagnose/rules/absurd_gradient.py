@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding
-from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num
 
 RULE = "absurd_gradient"
 GRADIENT = "actor/grad_norm"

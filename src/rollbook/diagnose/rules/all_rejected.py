@@ -7,9 +7,9 @@ import numpy as np
 
 from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.signs.gap import metrics_of_gap
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_contrast, share
 
 RULE = "all_rejected"
 MASKED = ("rollout_corr/rollout_rs_masked_fraction", "rollout_corr/rollout_rs_seq_masked_fraction")

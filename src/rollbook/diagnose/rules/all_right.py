@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollbook.diagnose.finding import Finding, NotJudged
-from rollbook.diagnose.rules import flat_rewards
+from rollbook.diagnose.rules.parts import flat_rewards
 from rollbook.diagnose.view import View
 
 RULE = "all_right"

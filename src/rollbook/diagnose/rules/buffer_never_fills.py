@@ -12,17 +12,17 @@ import numpy as np
 
 from rollbook.diagnose.cost import is_asynchronous
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules import longer_waits
 from rollbook.diagnose.rules.filter_starvation import batch_of
-from rollbook.diagnose.rules.longer_waits import RULE
-from rollbook.diagnose.rules.lost_in_flight import lost_in_flight
-from rollbook.diagnose.rules.wording import num, of_break
+from rollbook.diagnose.rules.parts import longer_waits
+from rollbook.diagnose.rules.parts.longer_waits import RULE
+from rollbook.diagnose.rules.parts.lost_in_flight import lost_in_flight
 from rollbook.diagnose.signs.environments import failure_kinds_of
 from rollbook.diagnose.signs.seconds import excess_of, lost_seconds, stalls_at_end, waiting_of
 from rollbook.diagnose.signs.standstill import Standstill, standstill_of
 from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_break
 
 
 def judge(view: View) -> Finding | NotJudged | None:

@@ -10,9 +10,8 @@ import numpy as np
 
 from rollbook.diagnose.cost import is_asynchronous, is_worth, run_seconds
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules import memory
-from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.series import Event, Series
+from rollbook.diagnose.signs import memory
 from rollbook.diagnose.signs.seconds import (
     TRAINER_STAGES,
     is_of_the_schedule,
@@ -25,6 +24,7 @@ from rollbook.diagnose.signs.standstill import standstill_of
 from rollbook.diagnose.spells import Spells
 from rollbook.diagnose.stops import stop
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_break, of_contrast, share
 
 RULE = "collective_hang"
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.signs.environments import (
     ENV_FAILURES,
@@ -37,6 +36,7 @@ from rollbook.diagnose.signs.rewards import (
 )
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import Contrast, View
+from rollbook.diagnose.wording import num, of_break, of_contrast, share
 
 RULE = "dead_sandbox_pool"
 ACTION = "restart the sandbox pool and take failed trajectories out of the batch instead of scoring them 0"

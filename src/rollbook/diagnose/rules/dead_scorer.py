@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.every_reward_zero import every_reward_zero
-from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.rules.parts.every_reward_zero import every_reward_zero
 from rollbook.diagnose.signs.environments import failure_kinds_of
 from rollbook.diagnose.signs.rewards import sources_of
 from rollbook.diagnose.stops import stopped_by
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, share
 
 RULE = "dead_scorer"
 LEAST_FRAC = 0.1

@@ -9,13 +9,13 @@ import numpy as np
 
 from rollbook.diagnose.changes import noise_scale
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.back_at_the_start import back_at_the_start
-from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.rules.parts.back_at_the_start import back_at_the_start
 from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.signs.gap import GAP, gap_of
 from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.signs.rewards import lowest_reward, other_prompts, reward_of
 from rollbook.diagnose.view import View, spread_around
+from rollbook.diagnose.wording import num, share
 from rollbook.observe.numbers import counted
 
 RULE = "discontinuity_after_resume"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import collect_gap, gap_in_spells, num, of_contrast, share
 from rollbook.diagnose.signs.gap import GAP, accelerates, far_from_start, gap_of, usual_level
 from rollbook.diagnose.signs.gap_causes import moves_the_gap, rise_is_explained
 from rollbook.diagnose.signs.publications import publications_of
@@ -19,6 +18,7 @@ from rollbook.diagnose.signs.versions import STALENESS, has_ages
 from rollbook.diagnose.spells import tooth_of
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import collect_gap, gap_in_spells, num, of_contrast, share
 
 RULE = "engine_mismatch"
 ACTION = (

@@ -10,12 +10,12 @@ import numpy as np
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, of_break, share
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.rewards import reward_of
 from rollbook.diagnose.signs.seconds import excess_of
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_break, share
 
 RULE = "filter_starvation"
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from rollbook.diagnose.changes import foot_of_climb
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules import memory
-from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.series import finite
+from rollbook.diagnose.signs import memory
 from rollbook.diagnose.signs.seconds import lost_seconds
 from rollbook.diagnose.spells import climbs
 from rollbook.diagnose.units import BYTES, GIB
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_contrast, share
 
 RULE = "fragmentation"
 HELD = "reserved - allocated GiB"

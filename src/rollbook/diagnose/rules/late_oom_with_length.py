@@ -8,10 +8,10 @@ import numpy as np
 
 from rollbook.diagnose.changes import foot_of_climb, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules import memory
-from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.series import Series, finite
+from rollbook.diagnose.signs import memory
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, share
 
 RULE = "late_oom_with_length"
 

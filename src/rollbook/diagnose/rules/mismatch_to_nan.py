@@ -7,12 +7,12 @@ too high ends in NaN as well, but then the policy's own steps grow first and the
 from __future__ import annotations
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import collect_gap, num, of_break, share
 from rollbook.diagnose.signs.gap import gap_of
 from rollbook.diagnose.signs.gap_causes import optimizer_explains, staleness_explains
 from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.stops import stopped_by
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import collect_gap, num, of_break, share
 
 RULE = "mismatch_to_nan"
 

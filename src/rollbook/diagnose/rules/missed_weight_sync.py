@@ -13,7 +13,6 @@ import numpy as np
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import noise_scale, running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import collect_gap, gap_in_spells, num, of_contrast, share
 from rollbook.diagnose.signs.gap import GAP, Gap, begins_fine, gap_of, metrics_of_gap
 from rollbook.diagnose.signs.gap_causes import (
     is_of_old_samples,
@@ -28,6 +27,7 @@ from rollbook.diagnose.signs.rewards import reward_of
 from rollbook.diagnose.signs.versions import has_ages, versions_of
 from rollbook.diagnose.spells import tooth_of
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import collect_gap, gap_in_spells, num, of_contrast, share
 
 RULE = "missed_weight_sync"
 

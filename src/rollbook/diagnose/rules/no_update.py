@@ -6,11 +6,11 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding
-from rollbook.diagnose.rules.flat_rewards import flat
-from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.rules.parts.flat_rewards import flat
 from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.signs.rewards import REWARD
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num
 
 RULE = "no_update"
 LEAST_STEPS = 5

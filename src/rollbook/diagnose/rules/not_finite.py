@@ -4,10 +4,10 @@ written its NaN into the weights."""
 from __future__ import annotations
 
 from rollbook.diagnose.finding import Evidence, Finding
-from rollbook.diagnose.rules.wording import collect_gap
 from rollbook.diagnose.signs.gap import gap_of
 from rollbook.diagnose.signs.policy import MUST_BE_FINITE, policy_of
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import collect_gap
 
 RULE = "not_finite"
 PRINTS_NAN = ("verl-console", "slime", "trl")

@@ -9,7 +9,6 @@ import numpy as np
 
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.signs.seconds import (
     is_of_the_schedule,
     lost_in_steps,
@@ -19,6 +18,7 @@ from rollbook.diagnose.signs.seconds import (
 )
 from rollbook.diagnose.units import BYTES, GIB
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_break, of_contrast, share
 from rollbook.observe.numbers import counted
 
 RULE = "object_store_spill"

@@ -9,12 +9,12 @@ import numpy as np
 
 from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.every_reward_zero import every_reward_zero, policy_stands
-from rollbook.diagnose.rules.wording import num, of_contrast, share
+from rollbook.diagnose.rules.parts.every_reward_zero import every_reward_zero, policy_stands
 from rollbook.diagnose.series import Series, finite, runs_of
 from rollbook.diagnose.signs.environments import failures_rise
 from rollbook.diagnose.signs.rewards import held_out_of, lowest_reward, new_curriculum, reward_of, sources_of
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_contrast, share
 from rollbook.observe.numbers import counted
 
 RULE = "one_source_all_zero"

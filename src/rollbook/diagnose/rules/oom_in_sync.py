@@ -6,11 +6,11 @@ import numpy as np
 
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules import memory
-from rollbook.diagnose.rules.brim_in_sync import brim_in_sync
-from rollbook.diagnose.rules.wording import num, of_break, share
+from rollbook.diagnose.rules.parts.brim_in_sync import brim_in_sync
+from rollbook.diagnose.signs import memory
 from rollbook.diagnose.signs.seconds import lost_seconds
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_break, share
 
 RULE = "oom_in_sync"
 

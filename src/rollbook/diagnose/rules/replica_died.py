@@ -11,11 +11,11 @@ import numpy as np
 
 from rollbook.diagnose.breaks import BASELINE
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.deaths import UNNAMED, Death, deaths_of
 from rollbook.diagnose.signs.seconds import step_seconds
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, share
 
 RULE = "replica_died"
 

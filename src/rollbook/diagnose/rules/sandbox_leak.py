@@ -10,7 +10,6 @@ import numpy as np
 
 from rollbook.diagnose.changes import foot_of_climb, running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, of_break, share
 from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.signs.environments import ENV_FAILURES, SANDBOX_S, TURNS, failing_lines
 from rollbook.diagnose.signs.gap import gap_of
@@ -27,6 +26,7 @@ from rollbook.diagnose.signs.seconds import (
 from rollbook.diagnose.signs.slow_calls import CALLS, slow_calls
 from rollbook.diagnose.spells import climbs
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_break, share
 
 RULE = "sandbox_leak"
 TITLE = "sandboxes are not given back: load grows although the work does not"

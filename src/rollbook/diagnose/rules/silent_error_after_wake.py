@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, of_contrast, share
 from rollbook.diagnose.signs.environments import failures_rise
 from rollbook.diagnose.signs.gap import GAP, gap_of, metrics_of_gap
 from rollbook.diagnose.signs.policy import is_broken_update
@@ -19,6 +18,7 @@ from rollbook.diagnose.signs.seconds import validations
 from rollbook.diagnose.signs.versions import versions_of
 from rollbook.diagnose.spells import follow
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_contrast, share
 
 RULE = "silent_error_after_wake"
 BROKEN = 3.5

@@ -4,9 +4,9 @@ or a service behind them that throttles, look like. What grows ever slower is a 
 from __future__ import annotations
 
 from rollbook.diagnose.finding import Finding
-from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.signs.slow_calls import slow_calls
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num
 
 RULE = "slow_environment"
 

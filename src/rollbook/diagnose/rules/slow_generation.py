@@ -7,9 +7,9 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding
-from rollbook.diagnose.rules.wording import num, of_contrast
 from rollbook.diagnose.signs.seconds import excess_of, host_slowdown, lost_in_steps, step_seconds
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_contrast
 
 RULE = "slow_generation"
 TIMES = 2.0

@@ -6,9 +6,9 @@ import numpy as np
 
 from rollbook.diagnose.changes import best_splits
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.signs.seconds import over_the_others
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, share
 
 RULE = "slow_replica"
 SLOW = 0.4

@@ -10,13 +10,13 @@ import numpy as np
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.signs.gap import GAP, gap_of, metrics_of_gap
 from rollbook.diagnose.signs.gap_causes import follows_staleness, is_of_old_samples, is_unexplained_ramp
 from rollbook.diagnose.signs.policy import is_broken_update
 from rollbook.diagnose.signs.rewards import reward_of
 from rollbook.diagnose.signs.versions import STALENESS, newest_follows, versions_of
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_break, of_contrast, share
 
 RULE = "stale_samples"
 ACTION = (

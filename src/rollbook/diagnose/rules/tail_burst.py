@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.rare_tails import CALLS, rare_tails
-from rollbook.diagnose.rules.stretches import (
+from rollbook.diagnose.rules.parts.rare_tails import CALLS, rare_tails
+from rollbook.diagnose.rules.parts.stretches import (
     BEYOND_CHANCE_NATS,
     FAR_LONGER_NATS,
     LEAST_HITS,
@@ -20,10 +20,10 @@ from rollbook.diagnose.rules.stretches import (
     own_reach,
     stretch,
 )
-from rollbook.diagnose.rules.wording import num, share
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.seconds import beyond_lengths, is_of_the_schedule, waiting_of
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, share
 
 RULE = "tail_burst"
 TITLE = "a few very long responses hold up the steps that have them"

@@ -13,12 +13,12 @@ import numpy as np
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.gap import metrics_of_gap
 from rollbook.diagnose.signs.seconds import over_the_others
 from rollbook.diagnose.signs.versions import STALENESS, newest_follows, unit_ramp, versions_of
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, of_break, of_contrast, share
 
 RULE = "version_drift"
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.cost import run_seconds
 from rollbook.diagnose.finding import Evidence
-from rollbook.diagnose.rules.wording import num, of_break
 from rollbook.diagnose.signs.environments import SANDBOX_S, TURNS, failures_rise
 from rollbook.diagnose.signs.gap import gap_of
 from rollbook.diagnose.signs.rewards import lost_reward
 from rollbook.diagnose.signs.seconds import host_slowdown, lost_in_steps
 from rollbook.diagnose.view import View, once
+from rollbook.diagnose.wording import num, of_break
 
 CALLS = ("env/turn_s/mean", "perf/non_generation_time/mean")
 """Seconds of a call; or of a sample in which nothing is generated for it (slime): its tools, environment and score."""

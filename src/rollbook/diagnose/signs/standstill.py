@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence
-from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.signs.seconds import step_seconds
 from rollbook.diagnose.view import View, once
+from rollbook.diagnose.wording import num
 
 _TOLD_BY: tuple[tuple[str, str], ...] = (
     # rule, what its words look like; the first that fits

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from rollbook.diagnose.cost import run_seconds
 from rollbook.diagnose.finding import Evidence
-from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.seconds import validations
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num
 
 RESPONSES = ("generated/response_length/max", "response_length/max")
 CALLS = ("env/turn_s/max", "perf/non_generation_time/max")

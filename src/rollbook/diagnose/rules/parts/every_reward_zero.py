@@ -6,13 +6,13 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding
-from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.series import runs_of
 from rollbook.diagnose.signs.environments import TURNS, failures_rise
 from rollbook.diagnose.signs.gap import GAP, gap_of
 from rollbook.diagnose.signs.policy import is_broken_update
 from rollbook.diagnose.signs.rewards import REWARD, lowest_reward, other_prompts
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num
 
 
 def every_reward_zero(view: View, rule: str) -> Finding | None:

@@ -12,10 +12,10 @@ import numpy as np
 
 from rollbook.diagnose.changes import noise_scale
 from rollbook.diagnose.finding import Evidence
-from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.rewards import reward_of
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num
 
 LEAST, MOST = 4, 8
 """Steps after the restart that are compared."""

@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding
-from rollbook.diagnose.rules.wording import num
 from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.rewards import REWARD
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num
 
 LEAST_STEPS = 3
 FLAT_FRAC = 0.9

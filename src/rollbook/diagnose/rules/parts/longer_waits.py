@@ -10,12 +10,12 @@ from rollbook.diagnose.changes import foot_of_climb
 from rollbook.diagnose.cost import is_asynchronous
 from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.rules.filter_starvation import DROPPED
-from rollbook.diagnose.rules.wording import num, of_break, of_contrast, share
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.environments import ENV_FAILURES
 from rollbook.diagnose.signs.seconds import host_slowdown, is_of_the_schedule, residual_of, step_seconds
 from rollbook.diagnose.signs.versions import STALENESS
 from rollbook.diagnose.view import Contrast, View
+from rollbook.diagnose.wording import num, of_break, of_contrast, share
 
 RULE = "buffer_never_fills"
 """Whose waits these are."""

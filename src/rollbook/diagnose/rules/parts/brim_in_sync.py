@@ -7,10 +7,10 @@ import numpy as np
 
 from rollbook.diagnose.finding import Evidence
 from rollbook.diagnose.readers.words import words_of
-from rollbook.diagnose.rules import memory
-from rollbook.diagnose.rules.wording import num
+from rollbook.diagnose.signs import memory
 from rollbook.diagnose.units import BYTES, GIB, unit_of
 from rollbook.diagnose.view import View, once
+from rollbook.diagnose.wording import num
 
 IN_SYNC = "peak of the hand-over GiB"
 _OF_SYNC = frozenset(("weight", "sync", "reshard", "handover", "wake", "wakeup"))

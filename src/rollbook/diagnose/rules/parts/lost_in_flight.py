@@ -10,10 +10,10 @@ from rollbook.diagnose.changes import foot_of_climb, running_median, spearman
 from rollbook.diagnose.cost import is_asynchronous, is_worth
 from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.readers.words import pieces_of
-from rollbook.diagnose.rules.longer_waits import RULE
-from rollbook.diagnose.rules.wording import num, share
+from rollbook.diagnose.rules.parts.longer_waits import RULE
 from rollbook.diagnose.signs.seconds import lost_in_steps
 from rollbook.diagnose.view import View
+from rollbook.diagnose.wording import num, share
 
 _OF = frozenset(
     ("group", "groups", "sample", "samples", "trajectory", "trajectories", "rollouts", "episodes", "buffer")
