@@ -19,6 +19,7 @@ from rollbook.sync.bucket import SlotBuffers
 from rollbook.sync.config import SyncConfig
 from rollbook.sync.inproc import InprocPort
 from rollbook.sync.publisher import Publisher
+from rollbook.sync.quantized import QuantizedSource, Scheme
 from rollbook.sync.transaction import State
 from rollbook.sync.transport import arrived
 from rollbook.weights import Bucket, CommitReport, Digests, Manifest
@@ -410,6 +411,32 @@ async def test_a_push_that_carries_the_old_bits_is_an_error_when_the_trainer_mov
     report = await c.publisher.publish(2, moved=False)
     assert report.changed_frac == 0.0
     c.check(2, 2)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8_block"])
+async def test_a_move_that_no_code_resolves_is_published_and_an_export_that_stands_still_is_not(
+    scheme: Scheme,
+) -> None:
+    trained = FakeSource(tiny_tensors())
+    weight = trained.tensors["model.layers.0.self_attn.q_proj.weight"].view(-1)
+    weight[9] = 0  # its code stays 0 whatever follows
+    engine = StepEngine(fused_engine(is_tied=False))
+    publisher = Publisher(
+        QuantizedSource(trained, scheme), [InprocPort(engine, quantize=scheme)], SyncConfig(quantize=scheme)
+    )
+    try:
+        await publisher.publish(1)
+        weight[9] = 1e-6
+        assert (await publisher.publish(2)).changed_frac == 0
+        with pytest.raises(SyncError, match="version 3 equal version 2 bit for bit"):
+            await publisher.publish(3)
+        weight[9] = 2e-6
+        await publisher.resync(0)  # which publishes nothing: the move is still to come
+        assert (await publisher.publish(3)).committed == (0,)
+        assert engine.version == 3
+    finally:
+        publisher.close()
+        engine.close()
 
 
 async def test_bits_that_changed_without_an_update_are_an_error(cluster: Make) -> None:

@@ -20,7 +20,7 @@ from rollbook.modeling.lora import adapter_tensors, base_digest
 from rollbook.modeling.tokenizer import Tokenizer
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.sync.broadcast import BroadcastReceiver
-from rollbook.sync.quantized import EnginePort
+from rollbook.sync.inproc import InprocPort
 from rollbook.sync.remote import ReplicaServer
 from rollbook.sync.transport import Receiver
 
@@ -62,7 +62,7 @@ class ReplicaActor:
         token = secrets.token_hex(16)
         in_message_bytes = config.sync.bucket_bytes if config.sync.transport == "broadcast" else 0
         self.server = ReplicaServer(
-            EnginePort(self.engine, staging=config.sync.staging, scheme=config.sync.quantize),
+            InprocPort(self.engine, staging=config.sync.staging, quantize=config.sync.quantize),
             receiver,
             token=token,
             max_payload_bytes=in_message_bytes,

@@ -23,7 +23,7 @@ from rollbook.controller.evaluate import Evaluator
 from rollbook.controller.lending import Lending
 from rollbook.controller.loop import Controller
 from rollbook.controller.probing import Prober
-from rollbook.controller.replicas import Parts, Replica, published, start_replicas
+from rollbook.controller.replicas import Parts, Replica, start_replicas
 from rollbook.controller.rollout import Member, Rollout
 from rollbook.controller.saving import Saver
 from rollbook.controller.schedule import SCHEDULES
@@ -44,6 +44,7 @@ from rollbook.rollout.judge import Baseline, HttpJudge
 from rollbook.rollout.router import Router
 from rollbook.rollout.teacher import HttpTeacher
 from rollbook.sync.publisher import Publisher
+from rollbook.sync.quantized import as_sent
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import Group, Prompt, SamplingParams, Trajectory
 
@@ -127,7 +128,7 @@ async def _engines(parts: Parts, on_ray: RayParts | None) -> tuple[Router, Publi
         router = on_ray.pool.router = Router(on_ray.pool.engines)
         return router, on_ray.publisher, None
     replicas = await start_replicas(parts)
-    source = published(config, parts.trainer)
+    source = as_sent(parts.trainer, config.sync.quantize)
     publisher = Publisher(source, replicas.ports, config.sync, buffers=replicas.buffers)
     return Router(replicas.engines), publisher, replicas.lent
 

@@ -37,7 +37,6 @@ from rollbook.controller.begin import warm_up
 from rollbook.controller.build import build
 from rollbook.controller.config import LendingSection
 from rollbook.controller.loop import Controller
-from rollbook.controller.replicas import as_published, published
 from rollbook.controller.rollout import Member
 from rollbook.errors import ConfigError, RunError
 from rollbook.observe.recorder import Recorder
@@ -46,6 +45,7 @@ from rollbook.observe.trajectories import read_loss_masks, read_trajectories
 from rollbook.rollout.engine import GenerateRequest, Response
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.sync.digest import digests, fold
+from rollbook.sync.quantized import as_sent, as_sent_to
 from rollbook.types import Bools, Group, Trajectory, Turn
 
 MAX_DIFFERENCES = 20
@@ -416,7 +416,7 @@ class _Sampler:
     def __init__(self, engine: NativeEngine, controller: Controller) -> None:
         self.engine = engine
         self._config = controller.config
-        self._source = published(controller.config, controller.trainer)
+        self._source = as_sent(controller.trainer, controller.config.sync.quantize)
         self.recorded: dict[str, Trajectory] = {}
         self._held: dict[int, dict[str, Tensor]] = {}
         self._generate = engine.generate
@@ -439,7 +439,7 @@ class _Sampler:
     async def hold(self, version: int) -> None:
         """Put a version's weights into the engine, below its publications. Its own label only ever grows: labels are
         read from the log instead."""
-        weights = as_published(self._config, await self.engine.live_weights())
+        weights = as_sent_to(await self.engine.live_weights(), self._config.sync.quantize)
         tensors = self._held[version]
 
         @torch.no_grad()

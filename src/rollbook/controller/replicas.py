@@ -26,12 +26,12 @@ from rollbook.modeling.tokenizer import Tokenizer
 from rollbook.rollout.engine import Engine
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.sync.bucket import Buffers
-from rollbook.sync.inproc import SwapEngine
-from rollbook.sync.quantized import EnginePort, as_sent, as_sent_to
+from rollbook.sync.inproc import InprocPort, SwapEngine
+from rollbook.sync.quantized import as_sent
 from rollbook.sync.remote import RemotePort, ReplicaServer
 from rollbook.sync.transport import Receiver, Sender
 from rollbook.trainer.trainer import Trainer
-from rollbook.weights import LiveWeights, WeightPort, WeightSource
+from rollbook.weights import WeightPort
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,21 +177,11 @@ def _can_share_weights(config: RunConfig) -> bool:
     )
 
 
-def published(config: RunConfig, trainer: Trainer) -> WeightSource:
-    """What the engines are sent of the trainer's weights."""
-    return as_sent(trainer, config.sync.quantize)
-
-
-def as_published(config: RunConfig, live: LiveWeights) -> LiveWeights:
-    """An engine's weights in the terms of what it is sent."""
-    return as_sent_to(live, config.sync.quantize)
-
-
 async def _port(parts: Parts, link: Link | None, engine: SwapEngine) -> WeightPort:
     """The port of an engine of this process. Over a transport, its server listens on loopback and asks for a token that
     nobody else is told."""
     sync = parts.config.sync
-    port = EnginePort(engine, staging=sync.staging, scheme=sync.quantize)
+    port = InprocPort(engine, staging=sync.staging, quantize=sync.quantize)
     if link is None:
         return port
     token = secrets.token_hex(16)
@@ -224,7 +214,7 @@ async def _open_link(parts: Parts) -> Link | None:
         from rollbook.sync.disk import DiskReceiver, DiskSender
 
         link = Link(
-            sender=DiskSender(config.disk_dir, published(parts.config, parts.trainer).weight_specs()),
+            sender=DiskSender(config.disk_dir, as_sent(parts.trainer, config.quantize).weight_specs()),
             receivers=[DiskReceiver(config.disk_dir) for _ in range(count)],
         )
     elif config.transport == "ipc":

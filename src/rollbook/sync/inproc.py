@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from rollbook.errors import RunError, SyncError
+from rollbook.sync.quantized import Scheme, as_sent_to
 from rollbook.sync.transaction import ReplicaTransaction, Staging, State
 from rollbook.weights import Bucket, CommitReport, Digests, LiveWeights, Manifest, Receiving
 
@@ -85,12 +86,19 @@ class Copied:
 
 class InprocPort:
     """A `WeightPort` for an engine of this process. Tensors by reference (`Bucket.shared`) are not copied where the
-    trainer's tensor and the engine's are the same memory; digests and transaction stay the same."""
+    trainer's tensor and the engine's are the same memory; digests and transaction stay the same.
 
-    def __init__(self, engine: SwapEngine, *, staging: Staging = "staged") -> None:
+    Args:
+        quantize: what stands between the engine's weights and the publication (`sync.quantize`).
+    """
+
+    def __init__(
+        self, engine: SwapEngine, *, staging: Staging = "staged", quantize: Literal["none"] | Scheme = "none"
+    ) -> None:
         self.engine = engine
         self.replica_id = engine.replica_id
         self.staging = staging
+        self._quantize: Literal["none"] | Scheme = quantize
         self.transaction: ReplicaTransaction | None = None
         """Made at the first `open`; its state says whether the replica is sound."""
         self._holds_pause = False
@@ -115,7 +123,7 @@ class InprocPort:
         await self._blocked()
         if self.transaction is None:
             self.transaction = ReplicaTransaction(
-                await self.live_weights(),
+                as_sent_to(await self.engine.live_weights(), self._quantize),
                 replica_id=self.replica_id,
                 weight_version=await self.engine.weight_version(),
                 staging=self.staging,
@@ -128,10 +136,6 @@ class InprocPort:
         if self.staging == "direct":
             self._holds_pause = True
             await self.engine.pause("keep")
-
-    async def live_weights(self) -> LiveWeights:
-        """What the transaction writes and proves; another port may stand something between it and the engine."""
-        return await self.engine.live_weights()
 
     def receive(self, bucket: Bucket) -> Receiving:
         """On the caller's thread, of whose work none is handed to another; what touches live weights is left to the

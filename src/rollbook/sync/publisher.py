@@ -30,6 +30,7 @@ from rollbook.sync.config import SyncConfig
 from rollbook.sync.delta import AcknowledgedWeights
 from rollbook.sync.digest import fold
 from rollbook.sync.handshake import Handshake
+from rollbook.sync.quantized import QuantizedSource
 from rollbook.weights import Arrival, Bucket, CommitReport, Digests, Manifest, WeightPort, WeightSource
 
 Result = TypeVar("Result")
@@ -189,6 +190,8 @@ class Publisher:
         self._buffers = buffers
         self._views: PackedViews = {}
         self._digests: Digests | None = None
+        self._unrounded = ""
+        """Digest of what the newest version was rounded from; empty where it was sent as it is."""
         self._acknowledged = AcknowledgedWeights() if config.delta else None
         self._under_way: int | None = None
         self._num_attempts = 0
@@ -281,9 +284,11 @@ class Publisher:
             await self._open(publication, packer)
             publication.marks_s["open"] = time.perf_counter()
             await self._stream(publication, packer)
-            digests = await self._in_export_thread(publication, "the digests", packer.digests)
+            digests, unrounded = await self._in_export_thread(
+                publication, "the digests", lambda: (packer.digests(), self._digest_before_rounding())
+            )
             publication.marks_s["stream"] = time.perf_counter()
-            self._check_digests(version, digests, moved=moved, must_equal=is_resync)
+            self._check_digests(version, digests, unrounded, moved=moved, must_equal=is_resync)
             await self._each(
                 publication, "prove", lambda port: port.prove(digests), self.config.prove_deadline_s
             )
@@ -305,7 +310,8 @@ class Publisher:
             self._under_way = None
         report = self._report(publication, packer, digests, list(commits.values()), started_at_s)
         self.weight_version = version
-        self._digests = digests
+        if not is_resync:  # which may find the trainer moved by less than what is sent resolves
+            self._digests, self._unrounded = digests, unrounded
         if acknowledged is not None:
             acknowledged.acknowledge(version)
         return report
@@ -426,9 +432,14 @@ class Publisher:
         settling = self._settled(publication, "receive", ports, outcomes)
         asyncio.run_coroutine_threadsafe(settling, loop).result()
 
-    def _check_digests(self, version: int, digests: Digests, *, moved: bool, must_equal: bool) -> None:
+    def _digest_before_rounding(self) -> str:
+        return self.source.digest_before_rounding() if isinstance(self.source, QuantizedSource) else ""
+
+    def _check_digests(
+        self, version: int, digests: Digests, unrounded: str, *, moved: bool, must_equal: bool
+    ) -> None:
         is_same = self._digests is not None and dict(digests) == dict(self._digests)
-        if moved and is_same:
+        if moved and is_same and unrounded == self._unrounded:
             raise SyncError(
                 f"all {len(digests)} tensors of version {version} equal version {self.weight_version} bit for bit, "
                 "and the trainer says that it has moved",

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollbook.errors import SyncError
-from rollbook.sync.inproc import InprocPort, SwapEngine
-from rollbook.sync.transaction import Staging
+from rollbook.sync.bucket import DigestLedger
+from rollbook.sync.digest import fold
 from rollbook.weights import LiveWeights, TensorSpec, WeightSource
 
 Scheme = Literal["int8", "fp8_block"]
@@ -52,12 +52,15 @@ class QuantizedSource:
     def __init__(self, source: WeightSource, scheme: Scheme) -> None:
         self._source = source
         self._scheme: Scheme = scheme
+        self._exported = DigestLedger()
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return quantized_specs(self._source.weight_specs(), self._scheme)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._exported = DigestLedger()
         for name, tensor in self._source.export_weights():
+            self._exported.add(name, tensor)
             if not is_matrix(name, tuple(tensor.shape)):
                 yield name, tensor
                 continue
@@ -69,6 +72,10 @@ class QuantizedSource:
             codes, scales = quantize(tensor, self._scheme)
             yield name, codes
             yield name + SCALE_SUFFIX[self._scheme], scales
+
+    def digest_before_rounding(self) -> str:
+        """Of the weights that the last export was made of: an update may move them, and no code or scale with them."""
+        return fold(self._exported.results())
 
 
 class QuantizedWeights:
@@ -193,16 +200,3 @@ def as_sent(source: WeightSource, scheme: Literal["none"] | Scheme) -> WeightSou
 def as_sent_to(live: LiveWeights, scheme: Literal["none"] | Scheme) -> LiveWeights:
     """An engine's weights in the terms of what it is sent."""
     return live if scheme == "none" else QuantizedWeights(live, scheme)
-
-
-class EnginePort(InprocPort):
-    """Of an engine that may be sent other tensors than it holds."""
-
-    def __init__(
-        self, engine: SwapEngine, *, staging: Staging = "staged", scheme: Literal["none"] | Scheme = "none"
-    ) -> None:
-        super().__init__(engine, staging=staging)
-        self._scheme: Literal["none"] | Scheme = scheme
-
-    async def live_weights(self) -> LiveWeights:
-        return as_sent_to(await super().live_weights(), self._scheme)
