@@ -10,15 +10,17 @@
                                                    # cores; started again, it goes on where it was
     python bench/diagnose.py --runs FOLDER         # also runs of your own: FOLDER/<fault>-<anything>/
 
-Logs come from four generators with different assumptions (`synthetic_runs.py`, `described_runs.py`, `unseen_runs.py`,
-`reported_runs.py`) in verl's JSON lines and console format and in our own names; `other_formats.py` writes the third as
-TRL, slime, AReaL, W&B, TensorBoard and a Prometheus server would. Prints a Markdown report; exits with 1
-when a target is missed: right cause first in 95 % of the faults, no alarm in 99 % of what is well.
+Logs come from five generators with different assumptions (`synthetic_runs.py`, `described_runs.py`, `unseen_runs.py`,
+`reported_runs.py`, `oncall_runs.py`) in verl's JSON lines and console format and in our own names; `other_formats.py`
+writes the third as TRL, slime, AReaL, W&B, TensorBoard and a Prometheus server would, and the fifth as SkyRL, slime,
+AReaL and TRL. The fifth puts in stories, several of one fault. Prints a Markdown report; exits with 1 when a target is
+missed: right cause first in 95 % of the faults, no alarm in 99 % of what is well.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import platform
 import sys
 import tempfile
@@ -29,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import described_runs
+import oncall_runs
 import other_formats
 import reported_runs
 import synthetic_runs
@@ -41,16 +44,20 @@ NO_ALARMS = ("well", "not_judged")
 """Verdicts that wake nobody: a run that logs little may be well without anybody being able to tell."""
 STATES = sorted(synthetic_runs.STATES)
 FAULTS = sorted({*synthetic_runs.FAULTS, *unseen_runs.FAULTS, *reported_runs.FAULTS})
+EXPECTS = {name: (name,) for name in FAULTS} | oncall_runs.EXPECTS
+"""What is wrong -> the verdicts that are right."""
 NAMES = [
-    *FAULTS,
+    *EXPECTS,
     "healthy",
     *STATES,
     *(n for n in {**unseen_runs.WELL, **reported_runs.WELL} if n not in ("healthy", *STATES)),
+    *oncall_runs.WELL,
 ]
 
 _OF_MECHANISM = frozenset({*synthetic_runs.FAULTS, "healthy", *synthetic_runs.STATES})
 _OF_UNSEEN = frozenset({*unseen_runs.FAULTS, *unseen_runs.WELL})
 _OF_REPORTED = frozenset({*reported_runs.FAULTS, *reported_runs.WELL})
+_OF_ONCALL = frozenset({*oncall_runs.FAULTS, *oncall_runs.WELL})
 
 Writer = Callable[[str, int, Path], Path | None]
 """Write one log; None where this generator has no such run, or nothing of the fault would be in the log."""
@@ -101,6 +108,9 @@ SUITES: dict[str, tuple[Writer, frozenset[str]]] = {
     "unseen, verl console": (_unseen_console, _OF_UNSEEN),
     "reported, verl file": (_reported_file, _OF_REPORTED),
     "reported, verl console": (_reported_console, _OF_REPORTED),
+} | {
+    f"oncall, {format}": (functools.partial(oncall_runs.write, format), _OF_ONCALL)
+    for format in oncall_runs.TELLS
 }
 
 
@@ -116,11 +126,11 @@ class Tally:
     def right(self, name: str) -> tuple[int, int]:
         """(right verdicts, all): of what is well every verdict that is no alarm is right."""
         counts = self.verdicts.get(name, Counter())
-        right = counts[name] if name in FAULTS else sum(counts[verdict] for verdict in NO_ALARMS)
+        right = sum(counts[verdict] for verdict in EXPECTS.get(name, NO_ALARMS))
         return right, sum(counts.values())
 
     def total(self, *, faults: bool) -> tuple[int, int]:
-        pairs = [self.right(name) for name in self.verdicts if (name in FAULTS) == faults]
+        pairs = [self.right(name) for name in self.verdicts if (name in EXPECTS) == faults]
         return sum(r for r, _ in pairs), sum(n for _, n in pairs)
 
 
@@ -170,7 +180,8 @@ def table(tallies: dict[str, Tally]) -> Iterator[str]:
             right, total = tally.right(name)
             cells.append(f"{right}/{total}" if total else "")
             other.update(tally.verdicts.get(name, Counter()))
-        other.pop(name if name in FAULTS else "well", None)
+        for verdict in EXPECTS.get(name, ("well",)):
+            other.pop(verdict, None)
         said = ", ".join(f"{verdict} {count}" for verdict, count in other.most_common())
         if any(cells):
             yield f"| {name} | " + " | ".join(cells) + f" | {said} |"

@@ -15,13 +15,17 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 import unseen_runs
 from rollbook.diagnose.readers.table import load
 from rollbook.diagnose.tree import diagnose
 from unseen_runs import Run
 
+Array = NDArray[np.float64]
 Rows = list[tuple[int, dict[str, float]]]
+Lines = list[tuple[int, str]]
+"""(after which row, text)"""
 
 _STALE = "training/off_policy/trajectory_staleness/"
 TRL = {
@@ -69,6 +73,7 @@ SLIME = {
         "actor/lr": "train/lr-pg_0",
     },
 }
+_OF_ROLLOUT = frozenset(SLIME["rollout"].values())
 AREAL = {
     "critic/rewards/mean": "ppo_actor/task_reward/avg",
     "critic/rewards/max": "ppo_actor/task_reward/max",
@@ -96,6 +101,31 @@ AREAL = {
     "timing_s/update_weights": "timeperf/update_weights",
 }
 
+SKYRL = {
+    "critic/rewards/mean": "reward/avg_raw_reward",
+    "response_length/mean": "generate/avg_num_tokens",
+    "response_length/max": "generate/max_num_tokens",
+    "response_length/min": "generate/min_num_tokens",
+    "actor/entropy": "policy/policy_entropy",
+    "actor/grad_norm": "policy/raw_grad_norm",
+    "actor/pg_loss": "policy/final_loss",
+    "actor/pg_clipfrac": "policy/ppo_clip_ratio",
+    "actor/ppo_kl": "policy/ppo_approx_kl",
+    "actor/lr": "policy/policy_lr",
+    "training/epoch": "trainer/epoch",
+    "training/global_step": "trainer/global_step",
+    "timing_s/gen": "timing/generate",
+    "timing_s/old_log_prob": "timing/fwd_logprobs_values_reward",
+    "timing_s/adv": "timing/compute_advantages_and_returns",
+    "timing_s/update_actor": "timing/policy_train",
+    "timing_s/update_weights": "timing/sync_weights",
+    "timing_s/save_checkpoint": "timing/save_checkpoints",
+    "timing_s/testing": "timing/eval",
+    "timing_s/step": "timing/step",
+    "training/rollout_probs_diff_mean": "policy/rollout_train_prob_diff_mean",
+    "training/rollout_probs_diff_max": "policy/rollout_train_prob_diff_max",
+}
+
 _ENGINE = {"missed_weight_sync", "engine_mismatch", "silent_error_after_wake", "mismatch_to_nan"}
 _REWARD = {"all_wrong", "all_right", "discontinuity_after_resume"}
 _ASYNC = {"stale_samples", "version_drift"}
@@ -119,56 +149,62 @@ TELLS: dict[str, frozenset[str]] = {
 """Format -> what can be told from it."""
 
 
-def _gap_nats(run: Run) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+GAP = {"TRL": "sampling/sampling_logp_difference/mean", "slime": "train/train_rollout_logprob_abs_diff"}
+"""Format -> its mean difference of the logprobs of engine and trainer, where it logs one."""
+
+
+def gap_nats(probs_diff: Array) -> Array:
     """The mean difference of logprobs that goes with the difference of probabilities: about one and a half times it."""
-    return 1.5 * run.table["training/rollout_probs_diff_mean"]
+    return 1.5 * probs_diff
 
 
-def trl(run: Run, path: Path) -> Path:
+def renamed(rows: Rows, names: dict[str, str], own: tuple[str, ...] = ()) -> Rows:
+    """Rows in another system's names; what it has no name for is lost, unless its prefix is among its owner's."""
+    return [
+        (step, {names.get(k, k): v for k, v in data.items() if k in names or k.startswith(own)})
+        for step, data in rows
+    ]
+
+
+def trl(rows: Rows, _: Lines, path: Path) -> Path:
     """`trainer_state.json`."""
-    run.table["sampling/sampling_logp_difference/mean"] = _gap_nats(run)
-    history = []
-    for step, data in unseen_runs.rows(run):
-        entry = {TRL[name]: value for name, value in data.items() if name in TRL}
-        entry |= {name: value for name, value in data.items() if name.startswith("sampling/")}
-        history.append({**entry, "step": step})
+    history = [{**data, "step": step} for step, data in rows]
     path = path.with_name("trainer_state.json")
     path.write_text(json.dumps({"global_step": history[-1]["step"], "log_history": history}))
     return path
 
 
-def slime(run: Run, path: Path) -> Path:
+def slime(rows: Rows, text: Lines, path: Path) -> Path:
     """The console."""
-    run.table["train/train_rollout_logprob_abs_diff"] = _gap_nats(run)
     lines = []
-    for i, (step, data) in enumerate(unseen_runs.rows(run)):
-        for kind, names in SLIME.items():
-            entry = {names[name]: value for name, value in data.items() if name in names}
-            if kind == "step":
-                entry |= {name: value for name, value in data.items() if name.startswith("train/")}
+    for i, (step, data) in enumerate(rows):
+        kinds: dict[str, dict[str, float]] = {"rollout": {}, "perf": {}, "step": {}}
+        for name, value in data.items():
+            kind = "step" if name.startswith("train/") else "rollout" if name in _OF_ROLLOUT else "perf"
+            kinds[kind][name] = value
+        for kind, entry in kinds.items():
             lines.append(f"\x1b[36m(Actor pid=88)\x1b[0m [2026-10-30] log.py:11 - {kind} {step}: {entry!r}")
-        lines += [f"(Actor pid=88) {line}" for at, line in run.text if at == i]
+        lines += [line if line[0] == "(" else f"(Actor pid=88) {line}" for at, line in text if at == i]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
-def areal(run: Run, path: Path) -> Path:
+def areal(rows: Rows, text: Lines, path: Path) -> Path:
     """The console, with its tables."""
     lines = []
-    for i, (step, data) in enumerate(unseen_runs.rows(run, has_gap=True)):
+    for i, (step, data) in enumerate(rows):
         lines.append(
             f"20261030-10:11:12.123 StatsLogger INFO: Epoch 1/9 Step {step}/999 Train step {step}/9999 done."
         )
-        cells = [f"{AREAL[name]} │ {value:.4e}" for name, value in data.items() if name in AREAL]
+        cells = [f"{name} │ {value:.4e}" for name, value in data.items()]
         lines += ["│ " + " │ ".join(cells[k : k + 2]) + " │" for k in range(0, len(cells), 2)]
-        lines += [line for at, line in run.text if at == i]
+        lines += [line for at, line in text if at == i]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
-def wandb(run: Run, path: Path) -> Path:
+def wandb(rows: Rows, _: Lines, path: Path) -> Path:
     """A history as CSV."""
-    rows = unseen_runs.rows(run)
     names = sorted({name for _, data in rows for name in data})
     path = path.with_suffix(".csv")
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -180,11 +216,11 @@ def wandb(run: Run, path: Path) -> Path:
     return path
 
 
-def tensorboard(run: Run, path: Path) -> Path:
+def tensorboard(rows: Rows, _: Lines, path: Path) -> Path:
     """An event file, record by record."""
     path = path.with_name("events.out.tfevents.1700000000.host.1.0")
     with path.open("wb") as file:
-        for step, data in unseen_runs.rows(run):
+        for step, data in rows:
             summary = b"".join(
                 _field(1, 2, _field(1, 2, name.encode()) + _field(2, 5, struct.pack("<f", value)))
                 for name, value in data.items()
@@ -210,13 +246,31 @@ def _varint(value: int) -> bytes:
     return bytes([*out, value])
 
 
-WRITERS: dict[str, Callable[[Run, Path], Path]] = {
+NAMES = {
+    "TRL": TRL,
+    "slime": {k: v for part in SLIME.values() for k, v in part.items()},
+    "AReaL": AREAL,
+    "SkyRL": SKYRL,
+}
+"""Format -> verl's name -> its own. What is not here takes verl's."""
+WRITERS: dict[str, Callable[[Rows, Lines, Path], Path]] = {
     "TRL": trl,
     "slime": slime,
     "AReaL": areal,
     "W&B": wandb,
     "TensorBoard": tensorboard,
+    "SkyRL": wandb,
 }
+
+
+def told(format: str, run: Run, path: Path) -> Path:
+    """One of the runs as this format's system would have logged it."""
+    if format in GAP:
+        run.table[GAP[format]] = gap_nats(run.table["training/rollout_probs_diff_mean"])
+    rows = unseen_runs.rows(run, has_gap=format == "AReaL")
+    if format in NAMES:
+        rows = renamed(rows, NAMES[format], tuple(GAP.values()))
+    return WRITERS[format](rows, run.text, path)
 
 
 @contextmanager
@@ -263,7 +317,7 @@ def verdict(format: str, name: str, seed: int, folder: Path) -> str | None:
     if name in unseen_runs.FAULTS and run.only_words and format not in ("slime", "AReaL"):
         return None
     if format != "Prometheus":
-        return diagnose(load(str(WRITERS[format](run, folder / "run.log")))).verdict
+        return diagnose(load(str(told(format, run, folder / "run.log")))).verdict
     run.back = 0  # a scrape has one value a time
     with prometheus(run) as url:
         return diagnose(load(url)).verdict

@@ -309,11 +309,13 @@ class Log:
             self.plus(prefix + "min", np.floor(np.asarray(extra) * 0.6))
 
 
-def base(seed: int, recipes: tuple[str, ...] = tuple(RECIPES)) -> Log:
-    """A healthy run of one of the recipes."""
-    rng = np.random.default_rng([90_417, seed])
+def base(
+    seed: int, recipes: tuple[str, ...] = tuple(RECIPES), *, stream: int = 90_417, most_steps: int = 5000
+) -> Log:
+    """A healthy run of one of the recipes; `stream` keeps the draws of one generator from those of another."""
+    rng = np.random.default_rng([stream, seed])
     recipe = RECIPES[str(rng.choice(list(recipes)))]
-    n = int(np.exp(rng.uniform(*np.log(recipe.steps))))
+    n = min(int(np.exp(rng.uniform(*np.log(recipe.steps)))), most_steps)
     log = Log(rng, recipe, n, at=int(n * rng.uniform(0.3, 0.7)), end=n)
     log.is_v1 = recipe.is_async or log.coin(0.6)
     log.share = 1.0 if log.coin(0.4) else log.uni(0.3, 0.9)
