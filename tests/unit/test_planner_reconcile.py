@@ -14,8 +14,9 @@ from rollbook.cli.main import main
 from rollbook.errors import ConfigError, DataError
 from rollbook.ledger.hardware import load_accelerator
 from rollbook.planner.expected import Expectation, Expected, expectation_of_request, expectation_of_run
+from rollbook.planner.measured import means_of
 from rollbook.planner.options import PlanOptions, read_options
-from rollbook.planner.reconcile import means_of, reconcile
+from rollbook.planner.reconcile import reconcile
 
 PLANNED = {"rollout": (40.0, 2e12), "proximal": (5.0, 2e12), "train": (20.0, 6e12), "sync": (2.0, 0.0)}
 """Seconds and FLOPs; 67 s a step, 1e13 FLOPs."""
@@ -173,10 +174,10 @@ def test_a_separated_rollout_side_loses_peak_that_no_stage_times() -> None:
 def test_warm_up_steps_are_left_out_of_longer_runs() -> None:
     steps = np.arange(8)
     seconds = np.array([100.0, 50.0, 10, 10, 10, 10, 10, 10])
-    means, first, last, count = means_of(steps, {"timing_s/step": seconds}, first=None, last=None)
-    assert (means["timing_s/step"], first, last, count) == (10.0, 2, 7, 6)
-    means, first, _, count = means_of(steps, {"timing_s/step": seconds}, first=0, last=1)
-    assert (means["timing_s/step"], first, count) == (75.0, 0, 2)
+    of = means_of(steps, {"timing_s/step": seconds}, first=None, last=None)
+    assert (of.means["timing_s/step"], of.first_step, of.last_step, of.num_steps) == (10.0, 2, 7, 6)
+    of = means_of(steps, {"timing_s/step": seconds}, first=0, last=1)
+    assert (of.means["timing_s/step"], of.first_step, of.num_steps) == (75.0, 0, 2)
 
 
 def test_a_stage_of_some_steps_only_counts_as_zero_in_the_others() -> None:
@@ -185,7 +186,7 @@ def test_a_stage_of_some_steps_only_counts_as_zero_in_the_others() -> None:
         "timing_s/step": np.full(4, 10.0),
         "timing_s/save_checkpoint": np.array([np.nan, np.nan, np.nan, 8.0]),
     }
-    means, *_ = means_of(steps, values, first=0, last=None)
+    means = means_of(steps, values, first=0, last=None).means
     assert means["timing_s/save_checkpoint"] == 2.0
 
 
@@ -290,7 +291,7 @@ def test_a_run_of_ours_is_compared_with_one_plan_at_a_time(
 def test_reconcile_json_names_every_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, out, _ = run(capsys, str(run_directory(tmp_path, num_steps=12)), "--json")
     data: dict[str, Any] = json.loads(out)
-    assert data["steps"] == {"first": 2, "last": 11, "count": 10}
+    assert data["steps"] == {"first": 2, "last": 11, "count": 10, "left_out": []}
     assert {s["stage"] for s in data["stages"]} == {"rollout", "proximal", "train", "sync", "other"}
     assert data["step"]["measured_s"] == pytest.approx(92.0)
     assert len(data["deserve_work"]) == 3
@@ -461,10 +462,10 @@ def test_steps_that_took_no_time_are_no_timed_steps(step_s: float) -> None:
     steps = np.arange(1, 4)
     with pytest.raises(DataError, match="above 0"):
         means_of(steps, {"timing_s/step": np.full(3, step_s)}, first=1, last=None)
-    means, *_, num_steps = means_of(
-        steps, {"timing_s/step": np.array([2.0, step_s, 4.0])}, first=1, last=None
-    )
-    assert (means["timing_s/step"], num_steps) == (3.0, 2)
+    of = means_of(steps, {"timing_s/step": np.array([2.0, step_s, 4.0])}, first=1, last=None)
+    assert (of.means["timing_s/step"], of.num_steps) == (3.0, 2)
+    assert of.left_out == (() if np.isnan(step_s) else (2,))  # NaN: a line without a step
+    assert len(of.notes) == len(of.left_out)
 
 
 def test_a_workload_file_must_be_toml_and_name_a_model(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rollbook.cli.main import main
+from rollbook.planner.measured import means_of
 from rollbook.planner.two_kinds import two_kinds
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.float64]]
@@ -18,7 +19,7 @@ Draw = Callable[[np.random.Generator, int], NDArray[np.float64]]
 
 def notes(step_s: NDArray[np.float64], **others: NDArray[np.float64]) -> tuple[str, ...]:
     values = {"timing_s/step": step_s} | {f"timing_s/{name}": series for name, series in others.items()}
-    return two_kinds(np.arange(len(step_s)), values, first=0, last=len(step_s) - 1)
+    return two_kinds(np.arange(len(step_s)), values)
 
 
 def scattered(generator: np.random.Generator, count: int, frac: float = 0.03) -> NDArray[np.float64]:
@@ -76,7 +77,8 @@ def test_a_checkpoint_that_is_timed_apart_makes_no_second_kind() -> None:
 
 def test_steps_that_are_left_out_make_no_kind() -> None:
     step_s = np.r_[np.full(5, 300.0), np.full(20, 100.0)]
-    assert two_kinds(np.arange(25), {"timing_s/step": step_s}, first=5, last=24) == ()
+    assert means_of(np.arange(25), {"timing_s/step": step_s}, first=5, last=24).notes == ()
+    assert means_of(np.arange(25), {"timing_s/step": step_s}, first=0, last=24).notes != ()
 
 
 def test_reconcile_says_so_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def command(
     from rollbook.errors import PlanError
     from rollbook.planner.ending import ending_of, require_finished_step
     from rollbook.planner.expected import expectation_of_run
-    from rollbook.planner.reconcile import means_of, reconcile
-    from rollbook.planner.two_kinds import two_kinds
+    from rollbook.planner.measured import means_of
+    from rollbook.planner.reconcile import reconcile
 
     require_number("--first", first, least=-1, remedy="give a step, or -1: after the warm-up")
     require_number("--last", last, least=-1, remedy="give a step, or -1: the last of the log")
@@ -58,13 +58,13 @@ def command(
         raise PlanError("--assume has no effect: the run has its plan", "leave it out, or give --workload")
     require_finished_step(Path(run))
     series = load(run, format=format or None)
-    means, first_step, last_step, num_steps = means_of(
+    measured = means_of(
         series.steps,
         series.values,
         first=first if first >= 0 else None,
         last=last if last >= 0 else None,
     )
-    for_work: Expectation | None = None
+    means, for_work = measured.means, None
     if workload is None and series.format != "rollbook":
         raise PlanError(
             f"{run} is a log of {series.format}, which holds no plan",
@@ -86,12 +86,12 @@ def command(
         means,
         source=series.source,
         for_work=for_work,
-        first_step=first_step,
-        last_step=last_step,
-        num_steps=num_steps,
+        first_step=measured.first_step,
+        last_step=measured.last_step,
+        num_steps=measured.num_steps,
+        left_out=measured.left_out,
     )
-    kinds = two_kinds(series.steps, series.values, first=first_step, last=last_step)
-    result = replace(result, notes=(*kinds, *result.notes))
+    result = replace(result, notes=(*measured.notes, *result.notes))
     ending = ending_of(Path(run))
     if ending is not None and ending.why:
         result = replace(

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollbook.planner.expected import Expected
-from rollbook.planner.reconcile import BUSY, NO_RANGE, NONE_PLANNED, Reconciliation, StageResult
+from rollbook.planner.reconciliation import BUSY, NO_RANGE, NONE_PLANNED, Reconciliation, StageResult
 from rollbook.planner.words import counted, percent, seconds, seconds_range
 
 _STYLES = {
@@ -41,7 +41,8 @@ def show_reconciliation(result: Reconciliation, console: Console) -> None:
         )
     )
     which = f"{result.first_step} to {result.last_step}" if result.num_steps > 1 else f"{result.first_step}"
-    steps = f"{counted(result.num_steps, 'step')}, {which}"
+    without = f" ({len(result.left_out)} left out)" if result.left_out else ""
+    steps = f"{counted(result.num_steps, 'step')}, {which}{without}"
     console.print(
         Text(f"Means of {steps}, of {result.source} against {result.expectation.source}.", style="dim")
     )

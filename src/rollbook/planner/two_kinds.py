@@ -17,15 +17,13 @@ _LEAST_RATIO = 1.25
 """Between the medians of both kinds."""
 
 
-def two_kinds(
-    steps: NDArray[np.int64], values: Mapping[str, NDArray[np.float64]], *, first: int, last: int
-) -> tuple[str, ...]:
-    """A note with the medians of both kinds of step from `first` to `last`, where there clearly are two: without
-    checkpoints that are timed apart."""
+def two_kinds(steps: NDArray[np.int64], values: Mapping[str, NDArray[np.float64]]) -> tuple[str, ...]:
+    """A note with the medians of both kinds of `steps`, where there clearly are two: without checkpoints that are timed
+    apart."""
     step_s = values["timing_s/step"]
     # What a log times apart is told in the table of stages.
     step_s = step_s - np.nan_to_num(values.get("timing_s/save_checkpoint", np.zeros(1)))
-    keep = (steps >= first) & (steps <= last) & np.isfinite(step_s) & (step_s > 0)
+    keep = np.isfinite(step_s) & (step_s > 0)
     steps, step_s = steps[keep], step_s[keep]
     most_short_s = _valley(step_s)
     if most_short_s is None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from rollbook.ledger.quantity import format_bytes
 from rollbook.observe.numbers import counted
 
+_MOST_HOURS = 100
+"""Beyond which a person counts days."""
+
 
 def seconds(value: float) -> str:
     """Three digits, in the unit a person would use.
 
-    >>> seconds(0.0215), seconds(46.63), seconds(810.1), seconds(7421.0), seconds(7199.0)
-    ('21.5 ms', '46.6 s', '810 s', '2 h 04 min', '2 h 00 min')
+    >>> seconds(0.0215), seconds(46.63), seconds(810.1), seconds(7421.0), seconds(7199.0), seconds(1e9)
+    ('21.5 ms', '46.6 s', '810 s', '2 h 04 min', '2 h 00 min', '11,574 days')
     """
+    if value >= _MOST_HOURS * 3600:
+        return f"{value / 86400:,.{1 if value < 100 * 86400 else 0}f} days"
     if value < 1e-3:
         return f"{value * 1e6:.0f} µs"
     if value < 1:
