@@ -24,7 +24,7 @@ import torch
 
 from cluster_faults import KillInGeneration, small_ray
 from rollbook.cli.main import main
-from rollbook.controller import calibrate
+from rollbook.controller import calibrate, contention
 from rollbook.controller.loop import Controller
 from rollbook.controller.replay import replay_run
 from rollbook.errors import (
@@ -239,8 +239,8 @@ def test_codes_and_scales_are_made_of_the_gathered_rows_of_two_ranks(tmp_path: P
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A calibration whose numbers nobody reads."""
     monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
-    monkeypatch.setattr(calibrate, "WINDOW_S", 0.05)
-    monkeypatch.setattr(calibrate, "CONTENTION_ROUNDS", 1)
+    monkeypatch.setattr(contention, "WINDOW_S", 0.05)
+    monkeypatch.setattr(contention, "CONTENTION_ROUNDS", 1)
 
 
 def test_a_run_on_ray_is_calibrated_in_its_actors_and_its_numbers_stay_the_same(

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from rollbook.algos.config import AlgorithmConfig
-from rollbook.controller import calibrate, expectation
-from rollbook.controller.calibrate import Rehearsal, TypicalWork
+from rollbook.controller import calibrate, contention, expectation, plan, rehearsal
+from rollbook.controller.calibrate import TypicalWork
 from rollbook.controller.evaluate import Evaluator
 from rollbook.controller.objective import PolicyObjective
+from rollbook.controller.rehearsal import Rehearsal
 from rollbook.ledger.fit import fit_call, fit_decode, fit_pass, fit_train
 from rollbook.ledger.hardware import MachineSpec, PassFit, TrainFit
 from rollbook.observe.run_dir import read_json_lines
@@ -201,7 +202,7 @@ def test_a_line_through_all_and_few_splits_the_host_into_base_and_share() -> Non
         published_bytes=10_000_000,
     )
     slow = replace(one, pack_s=(1.0, 1.0), sync_s=5.0)
-    made = calibrate.with_rehearsals(MACHINE, [one, slow, one], reports_every=1)
+    made = rehearsal.with_rehearsals(MACHINE, [one, slow, one], reports_every=1)
     assert made.host is not None
     assert (made.host.pack_base_s, made.host.pack_s) == pytest.approx((1e-3, 1e-5))
     assert (made.host.advantage_base_s, made.host.advantage_s) == pytest.approx((0.0, 1e-5), abs=1e-9)
@@ -212,13 +213,13 @@ def test_a_line_through_all_and_few_splits_the_host_into_base_and_share() -> Non
 def test_texts_of_new_tokens_are_planned_as_they_become_fewer() -> None:
     """Each rehearsal, half a step, leaves nine tenths of what it met: a step writes for 0.19 s, the next 0.15."""
     rehearsed_s = [0.1 * 0.9**n for n in range(4)]
-    planned_s = calibrate.mean_texts_s(rehearsed_s, step_frac=0.5, steps=range(2, 5), every=1)
+    planned_s = rehearsal.mean_texts_s(rehearsed_s, step_frac=0.5, steps=range(2, 5), every=1)
     assert planned_s == pytest.approx(0.19 * (0.81**2 + 0.81**3 + 0.81**4) / 3)
     # Every second step has a file: steps 2 and 4 of these three, with the second and the third file.
-    seldom_s = calibrate.mean_texts_s(rehearsed_s, step_frac=0.5, steps=range(2, 5), every=2)
+    seldom_s = rehearsal.mean_texts_s(rehearsed_s, step_frac=0.5, steps=range(2, 5), every=2)
     assert seldom_s == pytest.approx(0.19 * (0.81 + 0.81**2) / 3)
-    assert calibrate.mean_texts_s([0.0, 0.0], step_frac=1.0, steps=range(2), every=1) == 0
-    assert 0 < calibrate.mean_texts_s([0.1, 0.2], step_frac=1.0, steps=range(2), every=1) <= 0.1
+    assert rehearsal.mean_texts_s([0.0, 0.0], step_frac=1.0, steps=range(2), every=1) == 0
+    assert 0 < rehearsal.mean_texts_s([0.1, 0.2], step_frac=1.0, steps=range(2), every=1) <= 0.1
 
 
 def test_each_forward_is_scaled_by_its_own_rehearsal() -> None:
@@ -248,12 +249,12 @@ def test_host_work_is_measured_at_the_sizes_that_filters_leave(
 
     def with_rehearsals(machine: MachineSpec, rehearsals: list[Rehearsal], **keywords: Any) -> MachineSpec:
         seen.extend(rehearsals)
-        return calibrate.with_rehearsals(machine, rehearsals, **keywords)
+        return rehearsal.with_rehearsals(machine, rehearsals, **keywords)
 
     monkeypatch.setattr(expectation, "with_rehearsals", with_rehearsals)
     monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
     tiny_run(num_steps=1, **{"plan.is_on": True, "run.groups_per_step": 8})
-    assert {rehearsal.num_sequences for rehearsal in seen} == {(16, 4)}
+    assert {each.num_sequences for each in seen} == {(16, 4)}
 
 
 def test_rehearsals_tell_of_every_group_that_a_filter_leaves_out_and_write_a_token_once(
@@ -266,7 +267,7 @@ def test_rehearsals_tell_of_every_group_that_a_filter_leaves_out_and_write_a_tok
     events: list[dict[str, Any]] = []
     folders: set[Any] = set()
     written: list[int] = []
-    plain = calibrate.rehearse
+    plain = rehearsal.rehearse
 
     async def rehearse(controller: Any, groups: Any, recorder: Any) -> Rehearsal | None:
         found = await plain(controller, groups, recorder)
@@ -320,11 +321,13 @@ def test_held_out_prompts_are_asked_before_they_are_planned(
         controllers.append(controller)
         monkeypatch.setattr(Evaluator, "answer", answered)
         monkeypatch.setattr(expectation, "time", Clock)
-        monkeypatch.setattr(expectation, "rollout_of", lambda *_: (1.0, 0.5))
+        for module in (expectation, plan):
+            monkeypatch.setattr(module, "rollout_of", lambda *_: (1.0, 0.5))
         made = await evaluate(controller, *args)
         monkeypatch.setattr(Evaluator, "answer", answer)
         found.append(made[0])
-        monkeypatch.setattr(expectation, "rollout_of", plain)
+        for module in (expectation, plan):
+            monkeypatch.setattr(module, "rollout_of", plain)
         monkeypatch.setattr(expectation, "time", time)
         assert made[1].seconds == pytest.approx(3.0)
         return made
@@ -349,8 +352,8 @@ def test_engines_are_as_slow_as_their_own_clock_says_and_the_rest_of_a_sample_is
 
     monkeypatch.setattr(expectation, "_sample", sample)
     monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
-    monkeypatch.setattr(calibrate, "WINDOW_S", 0.05)
-    monkeypatch.setattr(calibrate, "CONTENTION_ROUNDS", 1)
+    monkeypatch.setattr(contention, "WINDOW_S", 0.05)
+    monkeypatch.setattr(contention, "CONTENTION_ROUNDS", 1)
     overrides: dict[str, Any] = {"run.schedule": schedule, "plan.is_on": True}
     if schedule == "separate_async":
         overrides["buffer.max_staleness_steps"] = 1
@@ -517,18 +520,18 @@ async def test_engines_are_given_a_step_with_each_pass_and_no_more_than_the_boun
             controller.decode()
             await plain(0)
 
-    async def publish(controller: Any) -> tuple[float, float, int]:
-        return 1e-3, 1e-3, 0
+    async def publish(controller: Any) -> float:
+        return 2e-3
 
-    monkeypatch.setattr(calibrate, "time", clock)
-    monkeypatch.setattr(calibrate, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
-    monkeypatch.setattr(calibrate, "_publish", publish)
+    monkeypatch.setattr(contention, "time", clock)
+    monkeypatch.setattr(contention, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    monkeypatch.setattr(contention, "_published_s", publish)
     monkeypatch.setattr(calibrate, "_sequences", lambda *_: [])
-    found = await calibrate.measure_contention(controller, WORK, controller.answer)  # type: ignore[arg-type]
+    found = await contention.measure_contention(controller, WORK, controller.answer)  # type: ignore[arg-type]
     assert found.trainer == pytest.approx(1.5)
     assert found.engine == pytest.approx(2.0)
     assert found.publication == 1.0
-    rounds = calibrate.CONTENTION_ROUNDS
+    rounds = contention.CONTENTION_ROUNDS
     assert controller.num_asked <= controller.num_passes + rounds * (2 + 101), (
         "one step a pass, and the first"
     )
@@ -555,19 +558,19 @@ async def test_a_pass_waits_for_answers_where_the_engines_are_as_far_ahead_as_th
         finally:
             controller.num_running -= 1
 
-    async def publish(controller: Any) -> tuple[float, float, int]:
-        return 1e-3, 1e-3, 0
+    async def publish(controller: Any) -> float:
+        return 2e-3
 
     async def sleep(seconds: float, plain: Any = asyncio.sleep) -> None:
         clock.now_s += seconds
         await plain(0)
 
-    monkeypatch.setattr(calibrate, "time", clock)
-    monkeypatch.setattr(calibrate, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
-    monkeypatch.setattr(calibrate, "_publish", publish)
+    monkeypatch.setattr(contention, "time", clock)
+    monkeypatch.setattr(contention, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    monkeypatch.setattr(contention, "_published_s", publish)
     monkeypatch.setattr(calibrate, "_sequences", lambda *_: [])
-    monkeypatch.setattr(calibrate, "CONTENTION_ROUNDS", 1)
-    await calibrate.measure_contention(controller, WORK, answer)  # type: ignore[arg-type]
+    monkeypatch.setattr(contention, "CONTENTION_ROUNDS", 1)
+    await contention.measure_contention(controller, WORK, answer)  # type: ignore[arg-type]
     assert controller.most_ahead == 2 < answered
 
 

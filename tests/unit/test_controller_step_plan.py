@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.controller.expectation import Plan
+from rollbook.controller.plan import Plan
 from rollbook.controller.step_plan import StepPlan
 from rollbook.ledger.hardware import Contention, DecodeFit, MachineSpec, TrainFit
 from rollbook.ledger.lengths import LengthDistribution

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollbook.controller import calibrate
+from rollbook.controller import calibrate, expectation, rehearsal
 from rollbook.controller.loop import Controller
 from rollbook.controller.startable import unstartable
 from rollbook.errors import ConfigError
@@ -106,10 +106,12 @@ def test_a_rehearsed_move_is_expected_to_take_what_it_took_and_to_move_the_ledge
     assert all(0 < span["expected_s"] < 100 for span in moves)
 
 
-def test_a_hand_over_is_rehearsed_with_what_updates_leave_behind_and_changes_nothing(
-    tmp_path: Path, plain: RunResult, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("sleep_level", [1, 2])
+def test_a_hand_over_is_rehearsed_with_what_stands_around_it_in_a_step_and_changes_nothing(
+    sleep_level: int, tmp_path: Path, plain: RunResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Giving back what a step's updates had held took 60 ms on an H200, and 14 where nothing had been trained."""
+    """Giving back what a step's updates had held took 60 ms on an H200, and 14 where nothing had been trained; a
+    publication after it takes longer than one whose memory is still at hand, and is expected to."""
     seen: list[str] = []
 
     def watched(controller: Controller) -> None:
@@ -121,13 +123,20 @@ def test_a_hand_over_is_rehearsed_with_what_updates_leave_behind_and_changes_not
             (controller.trainer, "update"),
             (controller.router, "sleep"),
             (controller.router, "wake"),
+            (controller.publisher, "resync"),
         ):
             monkeypatch.setattr(owner, name, partial(noted, getattr(owner, name)))
 
-    monkeypatch.setattr(calibrate, "ROUNDS_S", 0.1)
-    moves = {"memory.sleep_level": 1, "memory.offload": True, "plan.is_on": True}
+    rates = iter([1.0, 5.0])  # of rehearsals, then of the hand-overs' publications
+    monkeypatch.setattr(rehearsal, "publication_rate", lambda _: next(rates))
+    monkeypatch.setattr(expectation, "publication_rate", lambda _: next(rates))
+    monkeypatch.setattr(calibrate, "ROUNDS_S", 0.0)
+    moves = {"memory.sleep_level": sleep_level, "memory.offload": True, "plan.is_on": True}
     run = run_tiny(tmp_path, num_steps=3, faults=[watched], **BF16, **moves)
-    assert seen[seen.index("sleep") :] == ["sleep", "update", "wake"] * (2 + 3)
+    rehearsed, step = ["sleep", "update", "wake", "resync"], ["sleep", "update", "wake"]
+    assert seen[seen.index("sleep") :] == rehearsed * (1 + calibrate.FEW_REPEATS) + step * 3
+    plan = json.loads((run.folder / "plan.json").read_text())
+    assert plan["machine"]["coefficients"]["digest_bytes_per_s"] == 5.0
     for name, tensor in plain.parameters.items():
         assert torch.equal(tensor, run.parameters[name]), name
 

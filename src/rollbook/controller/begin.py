@@ -13,7 +13,8 @@ import gc
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rollbook.controller.expectation import Plan, make_plan
+from rollbook.controller.expectation import make_plan
+from rollbook.controller.plan import Plan
 from rollbook.controller.preflight import preflight
 from rollbook.controller.step_plan import StepPlan
 from rollbook.controller.warmup import answer_sequences, warmup_lr

@@ -2,11 +2,10 @@
 
 Ceilings (`trainer/ceilings.py`): GEMM rate by dtype, copy rate, the time of one small operation. Coefficients
 (`measure_model`): decode steps at several batch sizes and contexts, prefill, passes of the trainer over micro batches
-from one group to the run's largest, one optimizer update; where engines go on while the trainer works, what that
-costs either. `rehearse`: a step without its updates, for the publication and for what the interpreter does in
-between. The real engine and trainer do the work, in this process or in others: they are asked through the same
-methods, and what a call of another process costs is measured besides. Weights and optimizer state are put back bit for
-bit.
+from one group to the run's largest, one optimizer update. Whole steps without their updates are `rehearsal.py`'s, both
+sides at once `contention.py`'s. The real engine and trainer do the work, in this process or in others: they are asked
+through the same methods, and what a call of another process costs is measured besides. Weights and optimizer state are
+put back bit for bit.
 
 Every size is measured several times, in turn with the others, and its median counts: a burst of other work on the
 machine then touches one measurement of each size instead of all of one.
@@ -16,22 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import tempfile
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.algos.config import AlgorithmConfig
-from rollbook.algos.filters import train_sequences
-from rollbook.buffer.buffer import Eviction, Taken
 from rollbook.controller.objective import PolicyObjective, ValueObjective
 from rollbook.ledger.fit import (
     BatchPoint,
@@ -42,13 +34,12 @@ from rollbook.ledger.fit import (
     fit_pass,
     fit_train,
 )
-from rollbook.ledger.hardware import Contention, HostFit, MachineSpec
+from rollbook.ledger.hardware import MachineSpec
 from rollbook.modeling.load import ModelFacts
-from rollbook.observe.recorder import Recorder
 from rollbook.rollout.engine import Engine, EngineStats, GenerateRequest
 from rollbook.trainer.ceilings import wait_for
 from rollbook.trainer.trainer import Trainer
-from rollbook.types import Group, SamplingParams, TrainBatch, TrainSequence
+from rollbook.types import SamplingParams, TrainBatch, TrainSequence
 
 if TYPE_CHECKING:
     from rollbook.controller.loop import Controller
@@ -58,9 +49,6 @@ MANY_REPEATS = 9
 """Of what takes longer than an operation: decode steps, updates, publications. At least and at most, as many as fit
 into ROUNDS_S: a median over a longer time has seen more of what the machine does besides."""
 ROUNDS_S = 3.0
-WINDOW_S = 1.0
-"""For which each side is watched, alone and beside the other, CONTENTION_ROUNDS times."""
-CONTENTION_ROUNDS = 3
 Size = TypeVar("Size")
 
 
@@ -126,7 +114,7 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
     trainer = controller.trainer
     announce(controller, "forward, backward and optimizer")
     others = _other_passes(controller)
-    objective = _objective(controller)
+    objective = plain_objective(controller)
     points = await controller.compute(lambda: _train_points(trainer, work, others, objective))
     return replace(
         machine,
@@ -144,19 +132,19 @@ async def measure_model(controller: Controller, machine: MachineSpec, work: Typi
 def train_once(controller: Controller, work: TypicalWork) -> None:
     """A step's updates, undone: what stays of them is how they left the device's memory."""
     trainer = controller.trainer
-    batch = _step_batch(trainer, work)
-    objective = _objective(controller)
+    batch = step_batch(trainer, work)
+    objective = plain_objective(controller)
     trainer.keep_state()
     trainer.update(batch, objective, lr=0.0)
     trainer.put_back_state()
 
 
-def _objective(controller: Controller) -> PolicyObjective:
+def plain_objective(controller: Controller) -> PolicyObjective:
     """Of updates that are measured: a plain one, with the logprobs that the run's own has to have."""
     return PolicyObjective(AlgorithmConfig(), proximal_is_current=not controller.needs_proximal)
 
 
-def _step_batch(trainer: Trainer, work: TypicalWork) -> TrainBatch:
+def step_batch(trainer: Trainer, work: TypicalWork) -> TrainBatch:
     """As many groups as a step has."""
     num_groups = max(work.num_sequences // work.group_size, 1)
     return trainer.make_batch(_sequences(trainer, work, num_groups), step=0, weight_version=0)
@@ -173,295 +161,6 @@ def _other_passes(controller: Controller) -> dict[str, Callable[[TrainBatch], ob
         passes["values"] = trainer.fill_values
         passes["critic"] = lambda batch: trainer.update_critic(batch, objective)
     return passes
-
-
-async def measure_contention(
-    controller: Controller, work: TypicalWork, answer: Callable[[int], Awaitable[object]]
-) -> Contention:
-    """How much longer engine and trainer take while the other one works than alone.
-
-    Both do what they do in the run. The trainer makes a step's forward and update again and again; with each of them
-    the engines are given another step's worth of prompts, no more ahead than the staleness bound admits, so that rows
-    come and go, requests are made and responses scored. Engines alone get as many prompts at the same pace.
-
-    Args:
-        answer: has the engines answer about a step's worth of prompts; its argument is another one each time.
-    """
-    trainer = controller.trainer
-    batch = _step_batch(trainer, work)
-    await controller.compute(trainer.keep_state)
-    objective = _objective(controller)
-    most_ahead = controller.config.buffer.max_staleness_steps
-    numbers = itertools.count()
-
-    async def train() -> float:
-        began_s = time.perf_counter()
-        await controller.compute(lambda: trainer.fill_proximal(batch))
-        await controller.compute(lambda: trainer.update(batch, objective, lr=0.0))
-        return time.perf_counter() - began_s
-
-    async def alone() -> tuple[float, float]:
-        """Seconds of a pass, and of a publication with its probe, while the engines stand idle."""
-        passes: list[float] = []
-        while sum(passes) < WINDOW_S:
-            passes.append(await train())
-        sync_s, probe_s, _ = await _publish(controller)
-        return float(np.mean(passes)), sync_s + probe_s
-
-    async def generating(make_pass: Callable[[], Awaitable[float]]) -> tuple[float, float, float]:
-        """Engine seconds of a token, seconds of a pass, and of a publication, while steps are generated."""
-        asked: deque[asyncio.Future[object]] = deque()
-        try:
-            passes: list[float] = []
-            before = await _used(controller)
-            while sum(passes[1:]) < WINDOW_S:
-                asked.append(asyncio.ensure_future(answer(next(numbers))))
-                if len(asked) > most_ahead:
-                    await asked.popleft()
-                passes.append(await make_pass())
-                if len(passes) == 1:  # until then the engines fill
-                    before = await _used(controller)
-            after = await _used(controller)
-            busy_s, num_tokens = after[0] - before[0], after[1] - before[1]
-            sync_s, probe_s, _ = await _publish(controller)
-            return busy_s / max(num_tokens, 1), float(np.mean(passes[1:])), sync_s + probe_s
-        finally:
-            for each in asked:
-                each.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
-
-    async def stand_by(seconds: float) -> float:
-        await asyncio.sleep(seconds)
-        return seconds
-
-    await train()  # warm-up
-    ratios = []
-    for _ in range(CONTENTION_ROUNDS):
-        alone_s, publication_s = await alone()
-        token_beside_s, beside_s, publication_beside_s = await generating(train)
-        token_s, _, _ = await generating(
-            partial(stand_by, beside_s)
-        )  # at that pace as many rows share a decode step
-        ratios.append(
-            (
-                token_beside_s / max(token_s, 1e-9),
-                beside_s / alone_s,
-                publication_beside_s / max(publication_s, 1e-6),
-            )
-        )
-        if alone_s > ROUNDS_S:
-            break  # a long pass is steady enough, and takes long enough
-    await controller.compute(trainer.put_back_state)
-    of_engine, of_trainer, of_publication = np.maximum(np.median(ratios, axis=0), 1.0).tolist()
-    return Contention(engine=of_engine, trainer=of_trainer, publication=of_publication)
-
-
-async def _used(controller: Controller) -> tuple[float, int]:
-    """Seconds that the engines computed so far, and the tokens that they decoded."""
-    stats = [await engine.stats() for engine in controller.router.engines]
-    return sum(held.busy_s for held in stats), sum(held.decode_tokens for held in stats)
-
-
-async def _publish(controller: Controller) -> tuple[float, float, int]:
-    """Seconds of publishing to every replica, seconds of probing them all, and the bytes published."""
-    wait_for(controller.trainer.model.device)
-    began_s = time.perf_counter()
-    reports = [await controller.publisher.resync(engine.replica_id) for engine in controller.router.engines]
-    sync_s = time.perf_counter() - began_s
-    probe_s = await as_after_publication(controller)
-    return sync_s, probe_s, sum(report.num_bytes for report in reports)
-
-
-async def as_after_publication(controller: Controller) -> float:
-    """The engines remember of earlier prompts what they do under new weights: the probe, whose first tokens may be
-    those of other prompts too. Returns the seconds of the probe."""
-    await forget_prefixes(controller)
-    began_s = time.perf_counter()
-    for engine in controller.router.engines if controller.probes else ():
-        await controller.prober.check(engine, controller.weight_version, controller.compute)
-    return time.perf_counter() - began_s
-
-
-async def forget_prefixes(controller: Controller) -> None:
-    """What the engines remember of earlier prompts: a step finds nothing of it under new weights."""
-    for engine in controller.router.engines:
-        await engine.reset_prefix_cache()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsal:
-    """Seconds of the stages of a step that the host pays, in the order of a step: after groups were generated, before
-    any weight moves."""
-
-    num_scored: int
-    num_sequences: tuple[int, int]
-    """That were trained: of all groups, and of a quarter, as few as filters may leave. The first few sequences cost
-    more than the others: a line from one group would say that a quarter costs less than it does."""
-    pack_s: tuple[float, float]
-    """With all groups, and with a quarter."""
-    forwards_s: dict[str, float]
-    """Each forward pass before the update, over all groups, by stage."""
-    advantage_s: tuple[float, float]
-    report_s: tuple[float, float]
-    """What lies between the stages and after them. All groups were generated in both."""
-    texts_s: float
-    """Of the texts of tokens that no rehearsal before had."""
-    sync_s: float
-    probe_s: float
-    published_bytes: int
-
-
-async def rehearse(controller: Controller, groups: Sequence[Group], recorder: Recorder) -> Rehearsal | None:
-    """Everything of a step on `groups`, fresh from the run's engine, but generation and updates, by the loop's own
-    methods and spans. None where no group can be trained.
-
-    Args:
-        recorder: of a scratch folder; what is reported goes there. The same one for every rehearsal: what a run writes
-            once (the text of a token) becomes less from one to the next, as in its first steps.
-    """
-    unfiltered = controller.config.algorithm.filter.model_copy(update={"drop_flat": False})
-    trainable = [group for group in groups if train_sequences([group], unfiltered)]
-    if not trainable:
-        return None
-    forwards = [stage for stage, _ in controller.forward_passes()]
-    numbers: list[int] = []
-    pack_s, advantage_s, report_s = [], [], []
-    forwards_s: dict[str, float] = {}
-    sync_s = probe_s = 0.0
-    num_bytes = 0
-    with _reporting_to(controller, recorder):
-        began_s = time.perf_counter()
-        recorder.write_texts([trajectory for group in groups for trajectory in group.scored])
-        texts_s = time.perf_counter() - began_s
-        for step, trained in enumerate((trainable, trainable[: max(len(trainable) // 4, 1)])):
-            taken = _taken(groups, trained)
-            published_s = 0.0
-            with recorder.step(step) as span:
-                batch = await controller.prepare(taken, 0, group_filter=unfiltered)
-                assert batch is not None
-                for sequence in batch.sequences:  # on the shortcut the update notes them, before the report
-                    if sequence.proximal_logprobs is None:
-                        sequence.proximal_logprobs = sequence.behavior_logprobs
-                recorder.metrics(controller.gap(batch, taken, ()))
-                if step == 0:
-                    sync_s, probe_s, num_bytes = await _publish(controller)
-                    published_s = sync_s + probe_s
-                await controller.report(taken, batch, step=0)
-            assert span.duration_s is not None
-            pack_s.append(recorder.seconds_of(["pack"]))
-            advantage_s.append(recorder.seconds_of(["adv"]))
-            forwards_s = forwards_s or {stage: recorder.seconds_of([stage]) for stage in forwards}
-            stages_s = recorder.seconds_of(["pack", *forwards, "adv"]) + published_s
-            report_s.append(span.duration_s - stages_s)
-            numbers.append(len(batch.sequences))
-    return Rehearsal(
-        num_scored=sum(len(group.scored) for group in groups),
-        num_sequences=(numbers[0], numbers[1]),
-        pack_s=(pack_s[0], pack_s[1]),
-        forwards_s=forwards_s,
-        advantage_s=(advantage_s[0], advantage_s[1]),
-        report_s=(report_s[0], report_s[1]),
-        texts_s=texts_s,
-        sync_s=sync_s,
-        probe_s=probe_s,
-        published_bytes=num_bytes,
-    )
-
-
-def with_rehearsals(
-    machine: MachineSpec, rehearsals: Sequence[Rehearsal], *, reports_every: int, texts_s: float = 0.0
-) -> MachineSpec:
-    """`machine` with the medians of what the host paid.
-
-    Args:
-        reports_every: steps between two files of trajectories.
-        texts_s: of a step, for the texts of new tokens.
-    """
-    first = rehearsals[0]
-    (num_all, num_few) = first.num_sequences
-
-    def line(name: str) -> tuple[float, float]:
-        """Seconds of a sequence, and what is paid whatever their number."""
-        whole_s, few_s = np.median([getattr(r, name) for r in rehearsals], axis=0)
-        each_s = max((whole_s - few_s) / (num_all - num_few), 0.0) if num_all > num_few else whole_s / num_all
-        return float(each_s), max(float(few_s - each_s * num_few), 0.0)
-
-    (pack_s, pack_base_s), (advantage_s, advantage_base_s) = line("pack_s"), line("advantage_s")
-    report_trained_s, report_base_s = line("report_s")
-    return replace(
-        machine,
-        host=HostFit(
-            pack_s=pack_s,
-            pack_base_s=pack_base_s,
-            advantage_s=advantage_s,
-            advantage_base_s=advantage_base_s,
-            report_s=report_base_s / first.num_scored / reports_every,
-            report_trained_s=report_trained_s,
-            texts_s=texts_s,
-        ),
-        digest_bytes_per_s=first.published_bytes
-        / max(float(np.median([r.sync_s for r in rehearsals])), 1e-6),
-        sync_base_s=float(np.median([r.probe_s for r in rehearsals])),
-    )
-
-
-def mean_texts_s(
-    rehearsed_s: Sequence[float], *, step_frac: float, steps: Sequence[int], every: int
-) -> float:
-    """Seconds of a step for texts of tokens that none before had, in the mean of `steps`.
-
-    Args:
-        rehearsed_s: of rehearsals one after the other. Each leaves the same share of what it met for the next one.
-        step_frac: of a step that one rehearsal is.
-        steps: numbers of the run's steps.
-        every: steps between two files of trajectories.
-    """
-    before_s = sum(rehearsed_s[:-1])
-    left = min(sum(rehearsed_s[1:]) / before_s, 0.99) if before_s > 0 else 0.0
-    left_by_step = float(left ** (1 / step_frac))
-    first_s = rehearsed_s[0] * (1 - left_by_step) / (1 - left)
-    written = (first_s * left_by_step ** (step // every) for step in steps if step % every == 0)
-    return sum(written) / max(len(steps), 1)
-
-
-def _taken(groups: Sequence[Group], trained: Sequence[Group]) -> Taken:
-    """A step that trains some of its groups; the others are told of one by one, as filters' are."""
-    ids = {group.group_id for group in trained}
-    dropped = [group for group in groups if group.group_id not in ids]
-    return Taken(
-        groups=list(trained),
-        staleness_steps=[0] * len(trained),
-        evictions=[
-            Eviction(group.group_id, "flat", 0, sum(t.num_response_tokens for t in group.trajectories))
-            for group in dropped
-        ],
-        num_refills=0,
-        dropped=dropped,
-        prompts_done=[],
-    )
-
-
-@contextmanager
-def scratch_recorder(controller: Controller) -> Iterator[Recorder]:
-    """A recorder whose run directory is thrown away afterwards."""
-    held = controller.recorder
-    with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(Path(folder) / "trial", num_gpus=held.num_gpus, decode=held.decode)
-        try:
-            yield recorder
-        finally:
-            recorder.close()
-
-
-@contextmanager
-def _reporting_to(controller: Controller, recorder: Recorder) -> Iterator[None]:
-    """Whatever the controller reports goes to `recorder`, and what it says once it will still say."""
-    held, has_said = controller.recorder, controller.has_said_rejection
-    controller.recorder = recorder
-    try:
-        yield
-    finally:
-        controller.recorder, controller.has_said_rejection = held, has_said
 
 
 async def _decode_points(

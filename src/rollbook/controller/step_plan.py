@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypedDict
 
 from rollbook.controller.evaluate import response_lengths
-from rollbook.controller.expectation import Plan
+from rollbook.controller.plan import Plan
 from rollbook.ledger.entry import Entry
 from rollbook.observe.values import Values
 from rollbook.observe.whole_step import Work

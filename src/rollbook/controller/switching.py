@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from rollbook.checkpoint.checkpoint import Written
 from rollbook.config.run_config import RunConfig
+from rollbook.controller.calibrate import rounds
 from rollbook.errors import ConfigError
 from rollbook.ledger.assumptions import load_assumptions
 from rollbook.ledger.hardware import Cluster, load_accelerator
@@ -30,6 +32,7 @@ from rollbook.ledger.switch import hand_over as expected_moves
 from rollbook.memory.handover import (
     Expectation,
     Move,
+    MoveReport,
     after_publication,
     before_publication,
     hand_over,
@@ -99,22 +102,30 @@ class DeviceSwitch:
     async def rehearse(
         self, *, train: Callable[[], Awaitable[object]], publish: Callable[[], Awaitable[object]]
     ) -> None:
-        """Carry out a hand-over and back twice, unrecorded. What a move took the second time is expected of it from
-        then on: the first time pins buffers and maps memory.
+        """Carry out a hand-over and back, several times and unrecorded. What a move took in the median is expected of
+        it from then on, without the first time, which pins buffers and maps memory.
 
         Args:
-            train: leaves the device's memory as a step's updates do, which takes long to give back.
-            publish: gives every engine its weights, where a sleep dropped them.
+            train: leaves the device's memory as a step's updates do, which takes long to give back. This and the
+                publication are left out where no memory moves.
+            publish: gives every engine its weights.
         """
-        device, deadline_s = self.device, self.config.memory.move_deadline_s
-        for _ in range(2):
+        took: dict[Half, list[list[MoveReport]]] = {half: [] for half in HALVES}
+        for _ in rounds([None], warm_up=None):
             for half in HALVES:
-                if half == "make_room":
+                if self.config.memory.moves_anything and half == "make_room":
                     await train()
-                if half == "to_engine" and self.config.memory.sleep_level == 2:
+                if self.config.memory.moves_anything and half == "to_engine":
                     await publish()
-                reports = await hand_over(self._moves(half), device, deadline_s=deadline_s)
-                self._measured[half] = [Expectation(r.num_bytes, r.seconds) for r in reports]
+                moves, deadline_s = self._moves(half), self.config.memory.move_deadline_s
+                took[half].append(await hand_over(moves, self.device, deadline_s=deadline_s))
+        self._measured = {
+            half: [
+                Expectation(move[-1].num_bytes, median(report.seconds for report in move))
+                for move in zip(*reports[1:], strict=True)
+            ]
+            for half, reports in took.items()
+        }
 
     def expected(self, half: Half) -> Expectation | None:
         """Of all moves of a half together; None before `rehearse`."""
