@@ -192,8 +192,8 @@ def brim_before_the_end(seed: int) -> Log:
     log.end = min(log.n, log.at + int(log.rng.integers(1, 3)))
     gb, used = log.recipe.device_gb, log.m["perf/max_memory_allocated_gb"]
     if log.coin():
-        log.m["memory/switch/allocated_bytes"] = (
-            np.where(log.on, gb * log.uni(0.96, 0.99), used * 0.9) * 2**30
+        log.m["memory/switch/allocated_bytes"] = 2**30 * log.noisy(
+            np.where(log.on, gb * log.uni(0.96, 0.985), used * 0.9), 0.003
         )
         drop(log, "perf/max_memory")
         return log
@@ -363,16 +363,16 @@ CALLS = {f"{TOOL}{stat}": f"env/call_s/{stat}" for stat in ("mean", "max", "min"
 """verl's name -> what an owner calls it elsewhere."""
 
 _WORDS = frozenset({"spill_in_words", "hang_in_a_dump"})
-_BY_NAMES_OF_ITS_OWN = frozenset(
+_BY_OWN_NAMES = frozenset(
     {"lost_in_flight", "leak_by_count", "half_a_pool", "rare_call", "drift_by_replica", "drift_in_two_humps"}
 )
 _OF_SAMPLES = frozenset({"rare_tail", "moments_lost", "missed_without_versions"})
 TELLS: dict[str, frozenset[str]] = {
     "verl file": frozenset({*FAULTS, *WELL} - _WORDS),
     "verl console": frozenset({*FAULTS, *WELL}),
-    "SkyRL": frozenset(_OF_SAMPLES | _BY_NAMES_OF_ITS_OWN | set(WELL)),
-    "slime": frozenset(_OF_SAMPLES | _BY_NAMES_OF_ITS_OWN | _WORDS | set(WELL)),
-    "AReaL": frozenset(_OF_SAMPLES | _BY_NAMES_OF_ITS_OWN | _WORDS | {"spill_in_every_stage"} | set(WELL)),
+    "SkyRL": frozenset(_OF_SAMPLES | _BY_OWN_NAMES | {"spill_in_every_stage"} | set(WELL)),
+    "slime": frozenset(_OF_SAMPLES | _BY_OWN_NAMES | _WORDS | set(WELL)),
+    "AReaL": frozenset(_OF_SAMPLES | _BY_OWN_NAMES | {"spill_in_every_stage"} | _WORDS | set(WELL)),
     "TRL": frozenset({*_OF_SAMPLES, *WELL} - {"slow_evaluation", "waits_in_spells"}),
 }
 """Format -> the stories that can be told in it."""
