@@ -9,6 +9,7 @@ from collections.abc import Callable
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Evidence
 from rollbook.diagnose.signs.gap import metrics_of_gap
+from rollbook.diagnose.signs.rewards import Moved
 from rollbook.diagnose.spells import Spells
 from rollbook.diagnose.view import Contrast, View
 from rollbook.observe.catalogue import lookup
@@ -55,6 +56,11 @@ def of_contrast(view: View, contrast: Contrast, idx: int, says: str = "") -> Evi
         after=contrast.after,
         says=f"{text}{_and(says)}",
     )
+
+
+def of_moved(moved: Moved, says: str) -> Evidence:
+    """Evidence of a level that went over the run from one value to another."""
+    return Evidence(metric=moved.metric, step=moved.step, before=moved.before, after=moved.after, says=says)
 
 
 def gap_in_spells(view: View, spells: Spells, most: int, says: Callable[[Contrast], str]) -> list[Evidence]:

@@ -12,14 +12,14 @@ import numpy as np
 
 from rollbook.diagnose.cost import is_asynchronous
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.filter_starvation import batch_of
 from rollbook.diagnose.rules.parts import longer_waits
 from rollbook.diagnose.rules.parts.longer_waits import RULE
 from rollbook.diagnose.rules.parts.lost_in_flight import lost_in_flight
+from rollbook.diagnose.signs.dropped import batch_of
 from rollbook.diagnose.signs.environments import failure_kinds_of
 from rollbook.diagnose.signs.seconds import excess_of, lost_seconds, stalls_at_end, waiting_of
 from rollbook.diagnose.signs.standstill import Standstill, standstill_of
-from rollbook.diagnose.signs.versions import STALENESS
+from rollbook.diagnose.signs.versions import EVICTED, STALENESS
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, of_break
@@ -148,9 +148,6 @@ def _deadlines(view: View) -> Finding | None:
         "deadline of a group so that a step does not wait for it",
         next_check="do the same prompts hang again? Then it is the prompt or its environment, else the replica",
     )
-
-
-EVICTED = "training/off_policy/evicted_samples"
 
 
 def _evicts_most(view: View) -> Finding | None:

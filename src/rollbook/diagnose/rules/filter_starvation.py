@@ -11,6 +11,7 @@ from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.series import Series
+from rollbook.diagnose.signs.dropped import BATCHES, DROPPED, FLAT_GROUPS, batch_of
 from rollbook.diagnose.signs.rewards import reward_of
 from rollbook.diagnose.signs.seconds import excess_of
 from rollbook.diagnose.stops import Stop, stopped_by
@@ -19,10 +20,6 @@ from rollbook.diagnose.wording import num, of_break, share
 
 RULE = "filter_starvation"
 
-BATCHES = "train/num_gen_batches"
-DROPPED = ("training/filter_groups/evicted_samples", "filter/flat/num_groups", BATCHES)
-EVICTED = "evicted/flat/num_groups"
-"""Groups that our own filter dropped; logged in the steps that have some."""
 KEPT = ("filter/kept_frac", "batch/effective_frac")
 
 MOSTLY_RIGHT = 0.6
@@ -196,10 +193,10 @@ def _asks_for_no_more(view: View, idx: int) -> bool:
 
 def _evicted(view: View) -> str | None:
     """Name of the groups dropped a step, 0 in the steps that say nothing of it; None where none was ever dropped."""
-    values = view.values.get(EVICTED)
+    values = view.values.get(FLAT_GROUPS)
     if values is None or view.n < 3:
         return None
-    return view.derive(f"{EVICTED}, all steps", np.nan_to_num(values))
+    return view.derive(f"{FLAT_GROUPS}, all steps", np.nan_to_num(values))
 
 
 MOSTLY = 0.55
@@ -276,13 +273,3 @@ def _counts_groups(view: View, dropped: str) -> bool:
         and bool(np.all(np.abs(some - np.round(some)) < 1e-6))
         and int(np.gcd.reduce(whole)) == 1
     )
-
-
-def batch_of(view: View, dropped: str) -> float:
-    """What a step trains on, in the unit of what is dropped; NaN when it cannot be told."""
-    batch = view.last("batch/num_groups" if dropped.startswith(EVICTED) else "batch/num_sequences")
-    if np.isfinite(batch):
-        return batch
-    length, prompt = view.last("response_length/mean"), view.last("prompt_length/mean")
-    tokens = view.last("perf/total_num_tokens")
-    return tokens / (length + (prompt if np.isfinite(prompt) else 0.0))

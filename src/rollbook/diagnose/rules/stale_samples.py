@@ -14,7 +14,7 @@ from rollbook.diagnose.signs.gap import GAP, gap_of, metrics_of_gap
 from rollbook.diagnose.signs.gap_causes import follows_staleness, is_of_old_samples, is_unexplained_ramp
 from rollbook.diagnose.signs.policy import is_broken_update
 from rollbook.diagnose.signs.rewards import reward_of
-from rollbook.diagnose.signs.versions import STALENESS, newest_follows, versions_of
+from rollbook.diagnose.signs.versions import EVICTED, STALENESS, newest_follows, versions_of
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, of_break, of_contrast, share
 
@@ -153,7 +153,7 @@ def _harm(view: View, idx: int, skip: int) -> list[Evidence]:
         ("rollout_corr/chi2_token", 1, 1.5),
         ("rollout_corr/rollout_is_std", 1, 1.3),
         ("actor/pg_clipfrac", 1, 1.4),
-        ("training/off_policy/evicted_samples", 1, 2.0),
+        (EVICTED, 1, 2.0),
     ):
         c = view.contrast(metric, idx, width=20)
         if (

@@ -16,7 +16,7 @@ from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.gap import metrics_of_gap
 from rollbook.diagnose.signs.seconds import over_the_others
-from rollbook.diagnose.signs.versions import STALENESS, newest_follows, unit_ramp, versions_of
+from rollbook.diagnose.signs.versions import EVICTED, STALENESS, newest_follows, unit_ramp, versions_of
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, of_break, of_contrast, share
 
@@ -116,7 +116,6 @@ _STANDS = (
 """What it is called, what to do, and what to look at next."""
 
 
-EVICTED = "training/off_policy/evicted_samples"
 EVICTED_AGE = f"{EVICTED}_staleness/max"
 
 

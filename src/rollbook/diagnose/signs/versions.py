@@ -14,6 +14,8 @@ from rollbook.diagnose.signs.deaths import deaths_of
 from rollbook.diagnose.view import View, once
 
 STALENESS = "training/off_policy/trajectory_staleness"
+EVICTED = "training/off_policy/evicted_samples"
+"""Samples that were too old to be trained."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import foot_of_climb
 from rollbook.diagnose.cost import is_asynchronous
 from rollbook.diagnose.finding import Evidence, Finding
-from rollbook.diagnose.rules.filter_starvation import DROPPED
 from rollbook.diagnose.series import Series
+from rollbook.diagnose.signs.dropped import DROPPED
 from rollbook.diagnose.signs.environments import ENV_FAILURES
 from rollbook.diagnose.signs.seconds import host_slowdown, is_of_the_schedule, residual_of, step_seconds
-from rollbook.diagnose.signs.versions import STALENESS
+from rollbook.diagnose.signs.versions import EVICTED, STALENESS
 from rollbook.diagnose.view import Contrast, View
 from rollbook.diagnose.wording import num, of_break, of_contrast, share
 
@@ -90,7 +90,7 @@ WAITS_FRAC, LOST_FRAC = 0.35, 0.2
 
 def _evicted_since(view: View, idx: int) -> Contrast | None:
     """Evicted samples, where they are many more from a position on."""
-    evicted = view.contrast("training/off_policy/evicted_samples", idx)
+    evicted = view.contrast(EVICTED, idx)
     if evicted is None or evicted.after < 2 * evicted.before + 3 or evicted.score < 4:
         return None
     return evicted
