@@ -32,7 +32,8 @@ from rollbook.checkpoint.checkpoint import list_checkpoints, load_checkpoint
 from rollbook.config.loading import to_toml
 from rollbook.config.run_config import RunConfig
 from rollbook.controller.entry import start_run
-from rollbook.controller.loop import MAX_FRESH, Controller
+from rollbook.controller.gap import MAX_FRESH
+from rollbook.controller.loop import Controller
 from rollbook.controller.plan import Plan
 from rollbook.ledger.hardware import Contention
 from rollbook.ledger.lengths import LengthDistribution

@@ -267,7 +267,7 @@ class RunConfig(Section):
         if not memory.moves_anything:
             return
         asked = f"memory.sleep_level is {memory.sleep_level} and memory.offload {str(memory.offload).lower()}"
-        if not SCHEDULES[self.run.schedule].shares_device:
+        if not SCHEDULES[self.run.schedule].pauses_for_training:
             yield (
                 f"{asked}, and run.schedule '{self.run.schedule}' never hands a device over",
                 "use sync or colocate_async, or leave [memory] at its defaults",
@@ -298,7 +298,7 @@ class RunConfig(Section):
         if not self.lending.is_on:
             return
         asked = "lending.is_on is true"
-        if SCHEDULES[self.run.schedule].shares_device:
+        if SCHEDULES[self.run.schedule].pauses_for_training:
             yield (
                 f"{asked}, and run.schedule '{self.run.schedule}' gives the engines the trainer's device in any case",
                 "use separate_async, or leave [lending] out",

@@ -80,7 +80,7 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
                 trainer=trainer,
                 tokenizer=tokenizer,
                 stack=stack,
-                in_turn=schedule.shares_device,
+                in_turn=schedule.pauses_for_training,
             )
             router, publisher, lent = await _engines(parts, on_ray)
         router.on_quarantine = lambda who, why: recorder.event("quarantined", replica_id=who, why=why)
@@ -199,7 +199,7 @@ async def _on_ray(config: RunConfig, recorder: Recorder, stack: AsyncExitStack) 
         return None
     from rollbook.cluster.ray import start_on_ray
 
-    shares_device = SCHEDULES[config.run.schedule].shares_device
+    shares_device = SCHEDULES[config.run.schedule].pauses_for_training
     return await start_on_ray(
         config, recorder, stack, _trainer_arguments(config), shares_device=shares_device
     )

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,12 +24,13 @@ import torch
 
 from rollbook.algos.advantage import estimate_advantages
 from rollbook.algos.config import FilterConfig
-from rollbook.algos.correction import correct, mismatch
-from rollbook.algos.filters import fresh_sequences, train_sequences
-from rollbook.algos.gap import logprob_gap
+from rollbook.algos.correction import correct
+from rollbook.algos.filters import train_sequences
 from rollbook.buffer.buffer import Taken
 from rollbook.config.run_config import RunConfig
+from rollbook.controller.engine_readings import EngineReadings
 from rollbook.controller.evaluate import Evaluator, evaluation_values
+from rollbook.controller.gap import fresh_scorer, gap_values
 from rollbook.controller.lending import Lending
 from rollbook.controller.objective import PolicyObjective, ValueObjective
 from rollbook.controller.probing import Prober
@@ -40,8 +40,6 @@ from rollbook.controller.schedule import Schedule
 from rollbook.controller.step_metrics import (
     batch_values,
     buffer_values,
-    engine_values,
-    idle_values,
     staleness_values,
     teacher_values,
     trajectory_values,
@@ -53,8 +51,8 @@ from rollbook.envs.rewards.scorer import Scorer
 from rollbook.errors import CheckpointError, EngineError, SyncError
 from rollbook.observe.recorder import Recorder
 from rollbook.observe.spans import Span
-from rollbook.observe.values import Last, Peak, Ratio, Total, Values
-from rollbook.rollout.engine import Engine, EngineStats
+from rollbook.observe.values import Last, Peak, Total, Values
+from rollbook.rollout.engine import Engine
 from rollbook.rollout.router import Router
 from rollbook.rollout.teacher import HttpTeacher
 from rollbook.sync.publisher import PublicationReport, Publisher
@@ -62,8 +60,6 @@ from rollbook.trainer.trainer import Trainer
 from rollbook.types import Prompt, TrainBatch, TrainSequence
 
 Result = TypeVar("Result")
-MAX_FRESH = 16
-"""Responses a step that are scored for the gap alone, when the batch holds none of the trainer's own version."""
 FillBatch = Callable[[TrainBatch], Awaitable[Values]]
 """A forward pass that writes what it found into the batch."""
 
@@ -105,10 +101,9 @@ class Controller:
     """Set by Ctrl-C: the loop ends after the step in progress, with a checkpoint."""
     _waited_at_s: float | None = None
     """When the last wait for a step's groups ended."""
-    _engine_stats: dict[int, EngineStats] = field(default_factory=dict)
-    _engine_stats_at_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        self._readings = EngineReadings(self.router)
         num_threads = self.config.trainer.num_threads or torch.get_num_threads()
         self._thread = ThreadPoolExecutor(
             1, "trainer", initializer=torch.set_num_threads, initargs=(num_threads,)
@@ -118,7 +113,7 @@ class Controller:
     async def run(self) -> None:
         """Every step of the run. On an error the run directory stays whole and resumable."""
         self.is_stepping = True
-        self._engine_stats, self._engine_stats_at_s = await self._read_engines(), time.monotonic()
+        await self._readings.begin()
         try:
             first = self.num_steps_done
             for step in range(first, self.config.run.num_steps):
@@ -131,7 +126,7 @@ class Controller:
                     batch = await self.prepare(taken, step)
                     if batch is not None:
                         await self._train(batch, taken)
-                    await self._publish(step, has_batch=batch is not None)
+                    await self._publish_if_due(step, has_batch=batch is not None)
                     await self.report(taken, batch, step)
                     await self.evaluate(step)
                     await self._save(step)
@@ -263,7 +258,7 @@ class Controller:
         """Every optimizer update of the step."""
         objective = PolicyObjective(self.config.algorithm, proximal_is_current=not self.needs_proximal)
         fresh: list[TrainSequence] = []
-        before_step = self._fresh_scorer(batch, taken, fresh)
+        before_step = fresh_scorer(self, batch, taken, fresh)
         with self.recorder.span("train", **self.expected.of("train")) as span:
             values = await self.compute(
                 lambda: self.trainer.update(batch, objective, before_step=before_step)
@@ -279,9 +274,9 @@ class Controller:
         for idx in batch.mini_batches[0]:  # the others were seen by weights that had moved already
             if idx in objective.noted:
                 batch.sequences[idx].proximal_logprobs = objective.noted[idx]
-        self.recorder.metrics(await self.compute(lambda: self.gap(batch, taken, fresh)))
+        self.recorder.metrics(await self.compute(lambda: gap_values(self, batch, taken, fresh)))
 
-    async def _publish(self, step: int, *, has_batch: bool) -> None:
+    async def _publish_if_due(self, step: int, *, has_batch: bool) -> None:
         """Prove the step's weights on every replica; then they, and only they, serve. Where engine and trainer own the
         device in turn, it changes hands around this."""
         schedule, buffer, is_due = self.schedule, self.rollout.buffer, self._is_publication_due(step)
@@ -495,84 +490,16 @@ class Controller:
     def _is_publication_due(self, step: int) -> bool:
         return self._is_last(step) or (step + 1) % self.config.sync.every_steps == 0
 
-    def _fresh_scorer(
-        self, batch: TrainBatch, taken: Taken, fresh: list[TrainSequence]
-    ) -> Callable[[], None] | None:
-        """What fills `fresh` once the gradients of the first update are there, and the weights are still those that
-        began the step: responses that the engines finished under these weights meanwhile, with the trainer's logprobs.
-
-        None where the batch itself holds such responses, or the trainer is elsewhere.
-        """
-        ages = {taken.staleness(s.oldest_version) for s in batch.sequences}
-        if 0 in ages or self.schedule.pauses_for_training or self.config.cluster.kind != "inproc":
-            return None
-        loop = asyncio.get_running_loop()
-
-        async def finished() -> list[TrainSequence]:
-            buffer = self.rollout.buffer
-            if buffer.serving_step != taken.step:  # the trainer has moved on from what the engines hold
-                return []
-            return fresh_sequences(
-                buffer.finished(),
-                self.config.algorithm.filter,
-                weight_version=batch.weight_version,
-                most=MAX_FRESH,
-            )
-
-        def score() -> None:
-            found = asyncio.run_coroutine_threadsafe(finished(), loop).result()
-            if found:
-                beside = self.trainer.make_batch(found, step=batch.step, weight_version=batch.weight_version)
-                self.trainer.fill_proximal(beside)
-                fresh.extend(found)
-
-        return score
-
-    def gap(self, batch: TrainBatch, taken: Taken, fresh: Sequence[TrainSequence]) -> Values:
-        """Trainer against engine on the step's tokens; with proximal = "behavior" and several updates, on those of the
-        first, which alone saw the weights that began the step. Where no forward gave the trainer's logprobs before the
-        updates, their mismatch is known, and reported, only now."""
-        sequences = [s for s in batch.sequences if s.proximal_logprobs is not None]
-        algorithm = self.config.algorithm
-        values: Values = {} if self.needs_proximal else mismatch(sequences, algorithm.correction)
-        report = logprob_gap(
-            sequences,
-            staleness=taken.staleness,
-            fresh=fresh,
-            clip_eps_low=algorithm.clip_eps_low,
-            clip_eps_high=algorithm.clip_eps_high,
-        )
-        return values if report is None else values | report.values()
-
     def _of_switch(self, half: Half) -> Expected:
         return as_expected(self.switch.expected(half))
 
-    async def _read_engines(self) -> dict[int, EngineStats]:
-        return {engine.replica_id: await engine.stats() for engine in self.router.engines}
-
     async def _engine_values(self) -> Values:
-        now_s = time.monotonic()
-        now = await self._read_engines()
-        values = engine_values(
-            self._engine_stats,
-            now,
-            elapsed_s=now_s - self._engine_stats_at_s,
-            out_of_service=self.router.out_of_service,
+        stages = ["proximal", "reference", "values", "train", "critic"]
+        if self.remote_teacher is None:
+            stages.append("teacher")
+        return await self._readings.since_last(
+            computed_s=self.recorder.seconds_of(stages),
+            shares_device=self.schedule.pauses_for_training,
+            runs_ahead=self.runs_ahead,
+            num_lent_tokens=0 if self.lending is None else self.lending.pop_tokens(),
         )
-        computes = ["proximal", "reference", "values", "train", "critic"]
-        values |= idle_values(
-            values,
-            computed_s=self.recorder.seconds_of(
-                computes if self.remote_teacher is not None else [*computes, "teacher"]
-            ),
-            elapsed_s=now_s - self._engine_stats_at_s,
-            shares_device=self.schedule.shares_device,
-        )
-        if self.lending is not None:
-            sampled = Total(values["generated/num_tokens"].result() + self.lending.pop_tokens())
-            values["generated/num_tokens"] = sampled
-        if self.runs_ahead:
-            rate = Ratio(values["generated/num_tokens"].result(), now_s - self._engine_stats_at_s)
-            values["perf/tokens_per_s/gen"] = rate  # of the whole step: it is how long the engines had
-        self._engine_stats, self._engine_stats_at_s = now, now_s
-        return values

@@ -17,6 +17,7 @@ import numpy as np
 
 from rollbook.algos.filters import train_sequences
 from rollbook.buffer.buffer import Eviction, Taken
+from rollbook.controller.gap import gap_values
 from rollbook.ledger.hardware import HostFit, MachineSpec
 from rollbook.observe.recorder import Recorder
 from rollbook.trainer.ceilings import wait_for
@@ -104,7 +105,7 @@ async def rehearse(controller: Controller, groups: Sequence[Group], recorder: Re
                 for sequence in batch.sequences:  # on the shortcut the update notes them, before the report
                     if sequence.proximal_logprobs is None:
                         sequence.proximal_logprobs = sequence.behavior_logprobs
-                recorder.metrics(controller.gap(batch, taken, ()))
+                recorder.metrics(gap_values(controller, batch, taken))
                 if step == 0:
                     sync_s, num_bytes = await publish_everywhere(controller)
                     probe_s = await as_after_publication(controller)
