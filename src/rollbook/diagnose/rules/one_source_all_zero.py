@@ -1,23 +1,28 @@
 """The rewards of one data source are all zero, at once, in spells, or ever since it is there, while the others go on:
-its scorer or its data broke."""
+its scorer or its data broke.
+
+Told apart from a policy that unlearned (the others fall as well, or it faded before), from harder tasks (a curriculum's
+next level) and from bad luck: so few answers that none being right is chance.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.parts.every_reward_zero import every_reward_zero, policy_stands
+from rollbook.diagnose.rules.parts.every_reward_zero import every_reward_zero
+from rollbook.diagnose.rules.parts.unnamed_source import HARD, OTHERS_SOLVE, RULE, part_of_the_reward_gone
 from rollbook.diagnose.series import Series, finite, runs_of
-from rollbook.diagnose.signs.environments import failures_rise
-from rollbook.diagnose.signs.rewards import held_out_of, lowest_reward, new_curriculum, reward_of, sources_of
+from rollbook.diagnose.signs.rewards import lowest_reward, new_curriculum, reward_of, sources_of
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, of_contrast, share
-from rollbook.observe.numbers import counted
 
-RULE = "one_source_all_zero"
+CHECK = "score the reference answers of ten of its rows, in the worker that scores during training"
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -25,7 +30,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         {s: m for s, m in group.items() if not _PENALTY.search(s)} for group in sources_of(view)
     )
     if not train and not held_out:
-        return _cliff(view) or NotJudged(
+        return part_of_the_reward_gone(view) or NotJudged(
             rule=RULE,
             missing=("reward/<source>/mean", "reward/<source>/zero_frac"),
             lacks="rewards by source",
@@ -34,68 +39,83 @@ def judge(view: View) -> Finding | NotJudged | None:
         )
     if (every := every_reward_zero(view, RULE)) is not None:
         return every
-    best: tuple[float, int, str, str] | None = None
-    for group, least in ((train, 4), (held_out, 1)):
-        living = [s for s, m in group.items() if view.last(m, 3) > lowest_reward(view) + 1e-6]
-        for source, metric in group.items():
-            others = [m for s, m in group.items() if s != source]
-            since = _zero_since(view, metric, least)
-            if since is None and group is held_out:
-                since = _zero_while_others_go_on(view, metric, others)
-            if since is None:
-                since = _outage(view, metric) if group is train else _zero_now_and_then(view, metric)
-            if since is None or not (living or group is held_out) or _is_unlearned(view, metric, since):
-                continue
-            if _others_fall(view, since, others):
-                continue  # the policy changed: this one is only the first to reach zero
-            past = np.flatnonzero(np.isfinite(view.values[metric][:since]))
-            if len(past) and new_curriculum(view, int(past[-1]), since):
-                continue  # the tasks became harder
-            confidence = 0.95 if group is train else 0.85
-            if len(living) < (len(group) - 1) / 2:
-                confidence -= 0.2  # several at once: more likely what they share
-            if best is None or confidence > best[0]:
-                best = (confidence, since, source, metric)
-    if best is None:
+    found = [*_at_zero(view, train, is_held_out=False), *_at_zero(view, held_out, is_held_out=True)]
+    if not found:
         return _never_right(view, train) or _never_right(view, held_out)
-    confidence, idx, source, metric = best
-    before, rest = view.level(metric, 0, idx), view.values[metric][idx:]
-    floor = float(finite(rest)[0])  # held-out scores come every few steps
+    surest = max(found, key=lambda zero: zero.confidence)
+    others = [m for s, m in (*train.items(), *held_out.items()) if s != surest.source]
+    return _finding(view, surest, others[:3])
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """A source whose rewards are all that of a wrong answer since a position."""
+
+    confidence: float
+    idx: int
+    source: str
+    metric: str
+
+
+def _at_zero(view: View, group: dict[str, str], *, is_held_out: bool) -> Iterator[Zero]:
+    """The sources of a group that came to zero while others go on, under a policy and tasks that did not change."""
+    living = [s for s, m in group.items() if view.last(m, 3) > lowest_reward(view) + 1e-6]
+    for source, metric in group.items():
+        others = [m for s, m in group.items() if s != source]
+        since = _held_out_since(view, metric, others) if is_held_out else _trained_since(view, metric)
+        if since is None or not (living or is_held_out) or _is_unlearned(view, metric, since):
+            continue
+        if _others_fall(view, since, others):
+            continue  # the policy changed: this one is only the first to reach zero
+        past = np.flatnonzero(np.isfinite(view.values[metric][:since]))
+        if len(past) and new_curriculum(view, int(past[-1]), since):
+            continue  # the tasks became harder
+        several = len(living) < (len(group) - 1) / 2  # at once: more likely what they share
+        yield Zero((0.85 if is_held_out else 0.95) - 0.2 * several, since, source, metric)
+
+
+def _trained_since(view: View, metric: str) -> int | None:
+    since = _zero_since(view, metric, 4)
+    return _outage(view, metric) if since is None else since
+
+
+def _held_out_since(view: View, metric: str, others: list[str]) -> int | None:
+    since = _zero_since(view, metric, 1)
+    since = _zero_while_others_go_on(view, metric, others) if since is None else since
+    return _zero_now_and_then(view, metric) if since is None else since
+
+
+def _finding(view: View, zero: Zero, others: list[str]) -> Finding:
+    idx, source, metric = zero.idx, zero.source, zero.metric
+    step, before, rest = view.step_at(idx), view.level(metric, 0, idx), finite(view.values[metric][idx:])
+    floor = float(rest[0])  # held-out scores come every few steps
     ended = _until(view, metric, idx)
-    until = f", until step {ended}" if ended is not None else ""
-    num_zero = int((np.abs(finite(rest) - floor) <= 1e-9).sum())
-    until += f", {num_zero} times in all" if ended is not None else ""
-    evidence = [
-        Evidence(
-            metric=metric,
-            step=view.step_at(idx),
-            before=before,
-            after=floor,
-            says=f"{num(before)} before, exactly {num(floor)} since step {view.step_at(idx)}{until}",
-        )
-    ]
-    others = [m for s, m in (*train.items(), *held_out.items()) if s != source][:3]
-    for other in others:
-        c = view.contrast(other, idx)
-        if c is not None:
-            evidence.append(of_contrast(view, c, idx, "goes on"))
+    num_zero = int((np.abs(rest - floor) <= 1e-9).sum())
+    until = f", until step {ended}, {num_zero} times in all" if ended is not None else ""
+    says = f"{num(before)} before, exactly {num(floor)} since step {step}{until}"
+    evidence = [Evidence(metric=metric, step=step, before=before, after=floor, says=says)]
+    beside = (view.contrast(other, idx) for other in others)
+    evidence += [of_contrast(view, c, idx, "goes on") for c in beside if c is not None]
     c = view.contrast(reward_of(view).metric, idx)
     if c is not None and c.score < -3:
         evidence.append(of_contrast(view, c, idx))
+    is_out = (
+        f"take {source!r} out of the mix until its scorer gives full marks to its own reference answers again"
+    )
+    was_out = (
+        f"its scorer was down: take the run up from before step {step}, or know that the updates until step {ended} "
+        "learned from zeros; let a scorer that fails fail its trajectory instead of scoring it 0"
+    )
     return Finding(
         rule=RULE,
-        title=f"all rewards of source {source!r} "
-        + ("are zero" if ended is None else f"were zero until step {ended}"),
+        title=f"all rewards of source {source!r} {'are zero' if ended is None else f'were zero until step {ended}'}",
         area="data",
-        confidence=share(confidence),
-        step=view.step_at(idx),
+        confidence=share(zero.confidence),
+        step=step,
         evidence=tuple(evidence),
         cost_reward=max(0.0, -c.diff) if c is not None else None,
-        action=f"take {source!r} out of the mix until its scorer gives full marks to its own reference answers again"
-        if ended is None
-        else f"its scorer was down: take the run up from before step {view.step_at(idx)}, or know that the updates "
-        f"until step {ended} learned from zeros; let a scorer that fails fail its trajectory instead of scoring it 0",
-        next_check="score the reference answers of ten of its rows, in the worker that scores during training",
+        action=is_out if ended is None else was_out,
+        next_check=CHECK,
         until_step=ended,
     )
 
@@ -215,12 +235,6 @@ def _zero_now_and_then(view: View, metric: str) -> int | None:
 
 LEAST_ANSWERS = 1000
 """Answers of one source, all of them wrong, from which on it is no luck, whatever its difficulty."""
-OTHERS_SOLVE = 0.2
-"""Share of right answers of every other source from which on a source without one stands out."""
-_HARD = re.compile(r"aime|hmmt|olymp|imo\b|usamo|putnam|frontier|humanity|hle\b|arc.?agi", re.IGNORECASE)
-"""Benchmarks of which a small model may solve nothing at all."""
-
-
 _PENALTY = re.compile(r"penalt|overlong|too_?long|repetit|malus|deduct", re.IGNORECASE)
 """What only takes away: it is zero where there is nothing to take away for."""
 _FORM = re.compile(r"format|xml|tag|strict|soft|length|style|count|boxed", re.IGNORECASE)
@@ -235,7 +249,7 @@ def _never_right(view: View, group: dict[str, str]) -> Finding | None:
     group = {s: m for s, m in group.items() if not form.search(s)}
     levels = {s: view.level(m) - _floor_of(view, m) for s, m in group.items()}
     top = {s: float(np.nanmax(view.values[m])) - _floor_of(view, m) for s, m in group.items()}
-    dead = [s for s in group if top[s] <= 1e-9 and not _HARD.search(s)]
+    dead = [s for s in group if top[s] <= 1e-9 and not HARD.search(s)]
     others = [s for s in group if top[s] > 1e-9]
     if len(dead) != 1 or not others or min(levels[s] for s in others) < OTHERS_SOLVE:
         return None
@@ -247,15 +261,8 @@ def _never_right(view: View, group: dict[str, str]) -> Finding | None:
     begin = int(known[0])
     earliest = min(int(np.flatnonzero(np.isfinite(view.values[group[s]]))[0]) for s in others)
     is_new = begin >= earliest + 5
-    evidence = [
-        Evidence(
-            metric=metric,
-            step=view.step_at(begin),
-            after=0.0,
-            says=f"not one right answer in {len(known)} scores"
-            + (", ever since it is there" if is_new else ""),
-        )
-    ]
+    says = f"not one right answer in {len(known)} scores" + (", ever since it is there" if is_new else "")
+    evidence = [Evidence(metric=metric, step=view.step_at(begin), after=0.0, says=says)]
     for other in others[:3]:
         says = f"{num(view.level(group[other]))}, in the same scores"
         evidence.append(
@@ -278,7 +285,7 @@ def _never_right(view: View, group: dict[str, str]) -> Finding | None:
         cost_reward=cost,
         action=f"take {source!r} out of the mix until its scorer gives full marks to its own reference answers: its "
         "parser may expect another format, or its reference answers may be of other rows",
-        next_check="score the reference answers of ten of its rows, in the worker that scores during training",
+        next_check=CHECK,
     )
 
 
@@ -333,58 +340,6 @@ def _at_floor_since(view: View, metric: str, floor: float, least: int) -> int | 
 
 BEYOND_SCATTER = 2.5
 """Standard errors of two medians by which a source that scatters must have fallen."""
-STEEP = 8.0
-"""Standard errors by which the mean reward falls at once, where nothing else tells whose scorer broke."""
-
-
-def _cliff(view: View) -> Finding | None:
-    """The mean reward falls at one step and stays there, while the answers, the prompts and the policy do not move: a
-    part of it is no longer given. The log names no source, so it cannot say whose."""
-    reward = reward_of(view)
-    fall = reward.fall
-    if fall is None or reward.metric is None or fall.end_idx is not None or view.run.seams:
-        return None
-    c = view.contrast(reward.metric, fall.idx, width=10)
-    dead = _dead_in_a_validation(view, fall.idx)
-    logged = view.has("response_length/mean", "actor/entropy", "prompt_length/mean") or dead is not None
-    if c is None or c.score > -STEEP or not c.is_at_once or not logged:
-        return None
-    if not policy_stands(view, fall.idx) or failures_rise(view, fall.idx):
-        return None
-    says = f"{num(reward.drop_frac)} of it lost at one step, to the end; what the policy writes stands"
-    evidence = (of_contrast(view, c, fall.idx, says), *(dead[1:] if dead else ()))
-    title = "a part of the rewards is gone at once while the answers did not change"
-    return Finding(
-        rule=RULE,
-        title=f"{title}: source {dead[0]!r} has no right answer since" if dead else title,
-        area="data",
-        confidence=0.8 if dead else 0.6,
-        step=fall.step,
-        evidence=evidence,
-        cost_reward=-c.diff,
-        action=f"log the mean reward by source, and look at rewards of zero from step {fall.step} on: the scorer of "
-        "one source broke, or the mix of prompts changed there",
-        next_check="score ten reference answers of every source, in the worker that scores during training",
-    )
-
-
-def _dead_in_a_validation(view: View, since: int) -> tuple[str, Evidence] | None:
-    """The one source that has no right answer in any validation since a step, be it a single one, and had some before;
-    all others have."""
-    late = {
-        s: (m, values) for s, m in held_out_of(view).items() if len(values := finite(view.values[m][since:]))
-    }
-    dead = [s for s, (_, values) in late.items() if not np.any(np.abs(values) > 1e-9) and not _HARD.search(s)]
-    if len(dead) != 1 or len(late) < 2:
-        return None
-    metric, zeros = late[dead[0]]
-    lives = all(float(np.median(values)) >= OTHERS_SOLVE for s, (_, values) in late.items() if s != dead[0])
-    if not lives or np.any(np.abs(finite(view.values[metric][:since])) <= 1e-9):
-        return None
-    says = (
-        f"exactly 0 in {counted(len(zeros), 'validation')} since, where every other source has right answers"
-    )
-    return dead[0], Evidence(metric=metric, step=view.step_at(since), after=0.0, says=says)
 
 
 def _others_fall(view: View, since: int, others: list[str]) -> bool:

@@ -1,57 +1,54 @@
 """A few responses run on to the limit, in bursts, and each step that has one waits for it with idle GPUs.
 
-The longest response and the seconds of generation jump together; the mean length hardly moves.
+The longest response and the seconds of generation jump together; the mean length hardly moves. Three ways to see it: a
+stretch in which such steps are frequent (`parts/bursts.py`), spells in which more answers are cut off, and few steps
+far apart (`parts/rare_tails.py`). Longer answers, a slow host and deadlines make steps wait as well.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.rules.parts.rare_tails import CALLS, rare_tails
-from rollbook.diagnose.rules.parts.stretches import (
-    BEYOND_CHANCE_NATS,
-    FAR_LONGER_NATS,
-    LEAST_HITS,
-    is_own_scatter,
-    own_reach,
-    stretch,
+from rollbook.diagnose.rules.parts.bursts import (
+    LEAST_GROWTH,
+    PACE,
+    TOKENS,
+    Bursts,
+    bursts_of,
+    has_a_beginning,
+    long_ones_cost,
 )
+from rollbook.diagnose.rules.parts.rare_tails import CALLS, rare_tails
+from rollbook.diagnose.rules.parts.stretches import own_reach
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.seconds import beyond_lengths, is_of_the_schedule, waiting_of
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, share
 
 RULE = "tail_burst"
-TITLE = "a few very long responses hold up the steps that have them"
 ACTION = (
     "cap the response length or penalise overlong answers, continue unfinished responses in the next step, or "
     "train on what has finished (asynchronous schedule)"
 )
 CHECK = "read the longest responses of one such step: repetition, or honest reasoning cut short?"
+_finding = partial(
+    Finding,
+    rule=RULE,
+    title="a few very long responses hold up the steps that have them",
+    area="implementation",
+    action=ACTION,
+    next_check=CHECK,
+)
 TAIL = "rollout/tail_s"
-PACE = "seconds of the tail beyond length"
-"""Derived: seconds in which a tail shows, over what mean lengths explain, as a multiple of its own median."""
 TURNS = "num_turns/max"
 """Turns of the longest trajectory: one that is stuck goes round until the limit."""
-CLEARLY_APART = 1.6
-"""Seconds of the steps with long responses over those of the steps without, from which on it does not matter that
-something else made all of them slower."""
-TOKENS = (
-    "response_length/max",
-    "response_length/p99",
-    "generated/response_length/max",
-    "generated/response_length/p99",
-)
-CLEARLY_LONGER = 4.0
-"""Growth of the longest responses from which on their tokens say more than the seconds of a host that swings."""
-LEAST_GROWTH = 1.5
-"""Growth of the longest responses from which on they are long."""
-LEAST_RATE = 0.12
-"""Share of the steps of a stretch that must have one, where the longest of so many may be as long by themselves."""
+CLIP = "response_length/clip_ratio"
 LASTING = 0.9
 """Share of the steps that are hit from which a stretch is a new level and no row of bursts."""
 
@@ -81,19 +78,14 @@ def _far_apart(view: View, waiting: str) -> Finding | None:
     if found is None:
         return None
     evidence, cost_s = found
-    is_call = evidence[0].metric in CALLS
-    return Finding(
-        rule=RULE,
-        title="a few very long calls hold up the steps that have them" if is_call else TITLE,
-        area="implementation",
-        confidence=0.8,
-        step=evidence[0].step,
-        evidence=evidence,
-        cost_s=cost_s,
-        action="put a deadline on every call, below the seconds of a step, and score what runs into it as it is"
-        if is_call
-        else ACTION,
-        next_check="which tool, with which arguments, took so long, and on which host?" if is_call else CHECK,
+    told = _finding(confidence=0.8, step=evidence[0].step, evidence=evidence, cost_s=cost_s)
+    if evidence[0].metric not in CALLS:
+        return told
+    return replace(
+        told,
+        title="a few very long calls hold up the steps that have them",
+        action="put a deadline on every call, below the seconds of a step, and score what runs into it as it is",
+        next_check="which tool, with which arguments, took so long, and on which host?",
     )
 
 
@@ -106,8 +98,7 @@ CUT_OFF = 0.003
 def _in_spells(view: View, gen: str) -> Finding | None:
     """Stretches in which a few responses run to the limit and all wait for them, beside steps in which none does. One
     wait swings so much that no single step tells; the stretches together do."""
-    clip = "response_length/clip_ratio"
-    spells = view.spells(clip, log=False, least=CUT_OFF)
+    spells = view.spells(CLIP, log=False, least=CUT_OFF)
     if spells is None or spells.median_length < LEAST_STRETCH or is_of_the_schedule(view, spells):
         return None
     waits, longest = view.beside(gen, spells), view.beside("response_length/max", spells)
@@ -121,179 +112,55 @@ def _in_spells(view: View, gen: str) -> Finding | None:
     if train is not None and train.score >= 4 and waits.ratio < 1.2 * train.ratio:
         return None  # everything is slow in those steps
     hit = np.flatnonzero(spells.hit & np.isfinite(view.values[gen]))
-    quiet = view.values[clip][~spells.hit]
+    quiet = view.values[CLIP][~spells.hit]
     before, step = float(np.nanmedian(quiet)), view.step_at(spells.first)
-    evidence = (
-        Evidence(
-            metric=clip,
-            step=step,
-            before=before,
-            after=spells.inside,
-            says=f"{num(spells.inside)} in {len(spells.stretches)} stretches, {num(before)} beside them",
-        ),
-        Evidence(
-            metric=gen,
-            step=step,
-            before=waits.before,
-            after=waits.after,
-            says=f"{num(waits.before)} s in steps without them, {num(waits.after)} s in those steps",
-        ),
-    )
-    return Finding(
-        rule=RULE,
-        title=TITLE,
-        area="implementation",
+    says = f"{num(spells.inside)} in {len(spells.stretches)} stretches, {num(before)} beside them"
+    longer = f"{num(waits.before)} s in steps without them, {num(waits.after)} s in those steps"
+    return _finding(
         confidence=0.78,
         step=step,
-        evidence=evidence,
+        evidence=(
+            Evidence(metric=CLIP, step=step, before=before, after=spells.inside, says=says),
+            Evidence(metric=gen, step=step, before=waits.before, after=waits.after, says=longer),
+        ),
         cost_s=float(np.clip(view.values[gen][hit] - waits.before, 0, None).sum()) * view.stride,
-        action=ACTION,
-        next_check=CHECK,
     )
 
 
-def _tails(view: View, longest: str) -> list[tuple[str, Series, float]]:
+def _tails(view: View, longest: str) -> Iterator[tuple[str, Series, float]]:
     """(metric, length of the tail relative to the mean, least growth) for every series that shows the tail."""
-    out = []
     mean = view.values.get("response_length/mean")
-    for metric in dict.fromkeys(
-        (longest, "response_length/p99", "generated/response_length/p99", "rollout/tail_s")
-    ):
-        values = view.values.get(metric)
-        if values is not None and np.isfinite(values).sum() >= 12:
-            relative = values / mean if mean is not None and metric != TAIL else values
-            out.append((metric, relative, LEAST_GROWTH))
-            if metric in TOKENS and (reach := own_reach(relative)) > LEAST_GROWTH:
-                out.append((metric, relative, reach))
-    turns = view.values.get(TURNS)
-    if turns is not None and np.isfinite(turns).sum() >= 12 and view.level(TURNS) > 2:
-        out.append((TURNS, turns, 2.0))
-    clip = view.values.get("response_length/clip_ratio")
-    if clip is not None and np.isfinite(clip).sum() >= 12:
-        out.append(("response_length/clip_ratio", clip + 0.004, 2.0))
-    return out
+    shows = (longest, "response_length/p99", "generated/response_length/p99", TAIL)
+    for metric in dict.fromkeys(m for m in shows if view.count(m) >= LEAST_VALUES):
+        values = view.values[metric]
+        relative = values / mean if mean is not None and metric != TAIL else values
+        yield metric, relative, LEAST_GROWTH
+        if metric in TOKENS and (reach := own_reach(relative)) > LEAST_GROWTH:
+            yield metric, relative, reach
+    if view.count(TURNS) >= LEAST_VALUES and view.level(TURNS) > 2:
+        yield TURNS, view.values[TURNS], 2.0
+    if view.count(CLIP) >= LEAST_VALUES:
+        yield CLIP, view.values[CLIP] + FEW, 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Bursts:
-    """The stretch of a series in which its bursts are most frequent, over the steps that have all that it takes."""
-
-    metric: str
-    least: float
-    """Growth of a tail over its quiet level from which on it is long."""
-    at: NDArray[np.intp]
-    """Positions of those steps; the arrays below are over them."""
-    tail: Series
-    pace: Series
-    """Seconds over what the lengths explain, as multiples of the quiet ones."""
-    least_long: float
-    long: NDArray[np.bool_]
-    slow: NDArray[np.bool_]
-    by_tokens: bool
-    """Whether the responses are so much longer that they must take time, whatever the host does."""
-    begin: int
-    end: int
-    nats: float
-    """How sure it is that they are more frequent there, beyond chance."""
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether the responses are longer than the longest of so many ever are by themselves."""
-        return self.metric in TOKENS and self.least > LEAST_GROWTH
-
-    @property
-    def both(self) -> NDArray[np.bool_]:
-        return self.long & self.slow
-
-    @property
-    def inside(self) -> slice:
-        return slice(self.begin, self.end)
-
-    @property
-    def hit(self) -> NDArray[np.intp]:
-        """Positions of the steps of the stretch that have one."""
-        return self.at[self.inside][self.both[self.inside]]
-
-    @property
-    def rate(self) -> float:
-        return float(self.both[self.inside].mean())
-
-    @property
-    def rate_outside(self) -> float:
-        outside = np.concatenate([self.both[: self.begin], self.both[self.end :]])
-        return float(outside.mean()) if len(outside) else 0.0
+LEAST_VALUES = 12
+FEW = 0.004
+"""Share of the responses that one or two are."""
 
 
 def _judge_tail(view: View, waiting: str, metric: str, tail: Series, least: float) -> Finding | None:
-    bursts = _bursts(view, metric, tail, least)
-    if bursts is None or not _has_a_beginning(bursts) or not _long_ones_cost(bursts):
+    bursts = bursts_of(view, metric, tail, least)
+    if bursts is None or not has_a_beginning(bursts) or not long_ones_cost(bursts):
         return None
     if _is_explained(view, waiting, bursts):
         return None
     return _found(view, waiting, bursts)
 
 
-def _bursts(view: View, metric: str, tail: Series, least: float) -> _Bursts | None:
-    """Where steps with a long tail that are slow as well are most frequent; None where there are hardly any."""
-    gen = view.values[PACE]
-    known = np.isfinite(tail) & np.isfinite(gen)
-    if known.sum() < 20:
-        return None
-    at = np.flatnonzero(known)
-    tail, gen = tail[at], gen[at]
-    quiet_tail, quiet_gen = _quiet(tail), _quiet(gen)
-    least_long = quiet_tail * max(least, _beyond_noise(tail, quiet_tail))
-    long = tail >= least_long
-    pace = gen / quiet_gen
-    slow = pace >= max(1.25, _beyond_noise(gen, quiet_gen))
-    by_tokens = bool(metric in TOKENS and long.any() and np.median(tail[long]) >= CLEARLY_LONGER * quiet_tail)
-    if by_tokens:  # where the host swings, the steps beside them tell how much time they took
-        pace = _beside_others(pace, long)
-        slow = pace >= 1.25
-    if (long & slow).sum() < LEAST_HITS:
-        return None
-    counted = long if by_tokens else long & slow  # the tokens begin, whatever the host's seconds do
-    return _Bursts(metric, least, at, tail, pace, least_long, long, slow, by_tokens, *stretch(counted))
-
-
-def _has_a_beginning(bursts: _Bursts) -> bool:
-    """Whether they are frequent in the stretch, were not before it, and chance makes no such stretch."""
-    if bursts.begin < 4 or len(bursts.hit) < LEAST_HITS:
-        return False
-    if not bursts.is_foreign and bursts.rate < max(LEAST_RATE, 3 * bursts.rate_outside + 0.05):
-        return False
-    if bursts.nats < (FAR_LONGER_NATS if bursts.by_tokens else BEYOND_CHANCE_NATS):
-        return False  # the longest of a heavy tail come in clusters now and then
-    # The longest of so many are that long now and then, and were before.
-    return not (
-        bursts.metric in TOKENS and is_own_scatter(bursts.tail, bursts.least_long, bursts.begin, bursts.end)
-    )
-
-
-def _long_ones_cost(bursts: _Bursts) -> bool:
-    """Whether the steps of the stretch that have a long tail are slow, by more than those beside them, and both came
-    within few steps."""
-    long, slow, pace = bursts.long[bursts.inside], bursts.slow[bursts.inside], bursts.pace[bursts.inside]
-    slow_share = float(slow[long].mean())
-    if slow_share < 0.6:
-        return False  # long tails do not cost seconds here
-    others = pace[~long]
-    apart = float(np.median(pace[long])) / float(np.median(others)) if len(others) >= 4 else np.inf
-    by_chance = float(slow[~long].mean()) if len(others) >= 4 else 0.0
-    if apart < 1.2 or (apart < CLEARLY_APART and slow_share < 2.0 * by_chance):
-        return False  # steps without long responses are as slow, or slow as often
-    hit, begin = bursts.both[bursts.inside], bursts.begin
-    just_before = float(np.median(bursts.tail[max(0, begin - 20) : begin]))
-    if float(np.median(bursts.tail[bursts.inside][hit])) < bursts.least * just_before:
-        return False  # it grew there slowly: longer responses, not a burst
-    slow_before = float(np.median(bursts.pace[max(0, begin - 12) : begin]))
-    return float(np.median(pace[hit])) >= 1.2 * slow_before  # else as slow before there was a tail
-
-
-def _is_explained(view: View, waiting: str, bursts: _Bursts) -> bool:
+def _is_explained(view: View, waiting: str, bursts: Bursts) -> bool:
     """Whether longer answers, a new level, a slow host or deadlines are what there is instead."""
     metric, hit, start = bursts.metric, bursts.hit, int(bursts.at[bursts.begin])
-    is_clip = metric == "response_length/clip_ratio"
+    is_clip = metric == CLIP
     if bursts.rate >= LASTING and not _step_together(view, waiting, metric, start, bursts.least):
         return True  # no burst but a level: then both must have come to it at once
     grown = view.contrast("response_length/mean", start, width=20)
@@ -313,7 +180,7 @@ def _is_explained(view: View, waiting: str, bursts: _Bursts) -> bool:
     return is_small or (metric == TAIL and _ends_at_deadlines(view, start, hit))
 
 
-def _found(view: View, waiting: str, bursts: _Bursts) -> Finding | None:
+def _found(view: View, waiting: str, bursts: Bursts) -> Finding | None:
     metric, hit, start = bursts.metric, bursts.hit, int(bursts.at[bursts.begin])
     seconds = view.values[waiting]
     before, after = view.level(metric, 0, start), float(np.median(view.values[metric][hit]))
@@ -327,10 +194,7 @@ def _found(view: View, waiting: str, bursts: _Bursts) -> Finding | None:
     step, steps = view.step_at(start), bursts.end - bursts.begin
     says = f"{num(before)} before, {num(after)} in {len(hit)} of {steps} steps since"
     waits = f"{num(usual)} s in steps without them, {num(slow_gen)} s in those steps"
-    return Finding(
-        rule=RULE,
-        title=TITLE,
-        area="implementation",
+    return _finding(
         confidence=share(0.65 + 0.25 * min(1.0, bursts.rate) + 0.1 * (bursts.rate_outside == 0)),
         step=step,
         evidence=(
@@ -338,21 +202,7 @@ def _found(view: View, waiting: str, bursts: _Bursts) -> Finding | None:
             Evidence(metric=waiting, step=step, before=usual, after=slow_gen, says=waits),
         ),
         cost_s=float(np.clip(seconds[hit] - usual, 0, None).sum()) * view.stride,
-        action=ACTION,
-        next_check=CHECK,
     )
-
-
-def _beside_others(pace: Series, long: NDArray[np.bool_]) -> Series:
-    """Seconds over the median of up to four steps without long responses on either side; as they are where there are
-    not three of them."""
-    out = pace.copy()
-    for i in range(len(pace)):
-        near = np.arange(max(0, i - 4), min(len(pace), i + 5))
-        near = near[~long[near] & (near != i)]
-        if len(near) >= 3:
-            out[i] = pace[i] / max(float(np.median(pace[near])), 1e-12)
-    return out
 
 
 def _ends_at_deadlines(view: View, start: int, hit: NDArray[np.intp]) -> bool:
@@ -380,16 +230,14 @@ def _grew(view: View, start: int, hit: NDArray[np.intp]) -> bool:
 def _step_together(view: View, waiting: str, metric: str, start: int, least: float) -> bool:
     """Whether tail and seconds rise within a few steps of a position, the tail by as much as a burst."""
     slack = max(4, view.n // 40)
-    tail = max((_ratio_at(view, metric, i) for i in range(max(3, start - slack), start + slack)), default=1.0)
-    slow = max(
-        (_ratio_at(view, waiting, i) for i in range(max(3, start - slack), start + slack)), default=1.0
-    )
+    near = range(max(3, start - slack), start + slack)
+    tail, slow = (max((_ratio_at(view, m, i) for i in near), default=1.0) for m in (metric, waiting))
     return tail >= 0.8 * least and slow >= 1.25
 
 
 def _ratio_at(view: View, metric: str, idx: int) -> float:
     c = view.contrast(metric, idx, width=6)
-    few = 0.004 if metric.endswith("clip_ratio") else 0.0  # a response or two
+    few = FEW if metric == CLIP else 0.0
     return 1.0 if c is None else (c.after + few) / max(c.before + few, 1e-12)
 
 
@@ -405,15 +253,3 @@ def _host_is_slow(view: View, seconds: Series, hit: NDArray[np.intp]) -> bool:
     slower = float(np.median(inside)) / float(np.median(train[others]))
     longer = float(np.median(seconds[hit])) / float(np.nanmedian(seconds[others]))
     return slower >= 1.2 and longer < 1.3 * slower
-
-
-def _beyond_noise(values: Series, quiet: float) -> float:
-    """Factor over the quiet level that noise alone seldom reaches; told from below it, where bursts have no part."""
-    low = quiet - values[values <= quiet]
-    return 1.0 + 3.5 * 1.4826 * float(np.median(low)) / max(quiet, 1e-12) if len(low) else 1.0
-
-
-def _quiet(values: Series) -> float:
-    """Level without bursts: median of the first quarter, or of the lower half where that is lower."""
-    first = float(np.median(values[: max(5, len(values) // 4)]))
-    return min(first, float(np.median(np.sort(values)[: max(5, len(values) // 2)])) * 1.15)
