@@ -207,6 +207,28 @@ def test_the_death_of_the_lent_engine_loses_nothing(tiny_run: TinyRun, after_ste
     assert len(run.events_of("lent")) == len(run.events_of("taken_back"))
 
 
+@pytest.mark.parametrize("call", ["wake", "resume", "pause", "sleep"])
+def test_a_lent_engine_that_does_not_answer_is_not_waited_for(tiny_run: TinyRun, call: str) -> None:
+    def stands_still(controller: Controller) -> None:
+        lending = the(controller)
+        plain = lending._serve
+
+        async def never(*_: Any) -> None:
+            await asyncio.Event().wait()
+
+        async def serve() -> None:
+            lending._deadline_s = 0.05
+            setattr(lending.engine, call, never)
+            await plain()
+
+        lending._serve = serve  # type: ignore[method-assign]
+
+    run = tiny_run(num_steps=3, faults=[stands_still], **LENT)
+    (failed,) = run.events_of("lending_failed")
+    assert f"was asked to {call} and did not within 0.05 s" in failed["why"]
+    assert len(run.metrics) == 3
+
+
 def test_weights_that_do_not_arrive_lend_nothing(tiny_run: TinyRun) -> None:
     """The transaction refuses them by name, and the run goes on without."""
 

@@ -3,8 +3,9 @@ engine by any transport."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from rollbook.controller import calibrate, expectation, rehearsal
+from rollbook.controller import calibrate, expectation, rehearsal, switching
 from rollbook.controller.loop import Controller
 from rollbook.controller.startable import unstartable
-from rollbook.errors import ConfigError
-from rollbook.memory.handover import Expectation
+from rollbook.errors import ConfigError, DeadlineError
+from rollbook.memory.handover import Expectation, Move, MoveReport, hand_over
 from tiny_run import RunResult, resume_tiny, run_tiny, tiny_config
 
 BF16 = {"model.dtype": "bfloat16", "rollout.dtype": "float32"}
@@ -139,6 +140,44 @@ def test_a_hand_over_is_rehearsed_with_what_stands_around_it_in_a_step_and_chang
     assert plan["machine"]["coefficients"]["digest_bytes_per_s"] == 5.0
     for name, tensor in plain.parameters.items():
         assert torch.equal(tensor, run.parameters[name]), name
+
+
+@pytest.mark.parametrize("call", ["pause", "resume"])
+def test_engines_that_do_not_answer_are_named_also_where_nothing_moves(call: str, tmp_path: Path) -> None:
+    def stuck(controller: Controller) -> None:
+        async def never(*_: object) -> None:
+            await asyncio.Event().wait()
+
+        setattr(controller.router, call, never)
+
+    with pytest.raises(
+        DeadlineError, match=f"the move '{call}' of a hand-over of cpu took longer than 0.05 s"
+    ):
+        run_tiny(tmp_path, num_steps=1, faults=[stuck], **{"memory.move_deadline_s": 0.05})
+
+
+def test_engines_that_drain_have_as_long_as_a_response_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, float] = {}
+
+    async def noted(moves: Sequence[Move], device: torch.device, *, deadline_s: float) -> list[MoveReport]:
+        given[moves[0].name] = deadline_s
+        return await hand_over(moves, device, deadline_s=deadline_s)
+
+    monkeypatch.setattr(switching, "hand_over", noted)
+    drains = {
+        "run.schedule": "colocate_async",
+        "buffer.max_staleness_steps": 1,
+        "rollout.pause_mode": "drain",
+    }
+    run_tiny(
+        tmp_path,
+        num_steps=1,
+        **drains,
+        **{"memory.move_deadline_s": 100.0, "rollout.response_deadline_s": 700.0},
+    )
+    assert given == {"pause": 800.0, "resume": 100.0}
 
 
 def test_nothing_is_planned_or_measured_where_no_plan_is_wanted(plain: RunResult) -> None:

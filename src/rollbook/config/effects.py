@@ -131,7 +131,8 @@ ONLY_WITH: Mapping[str, Needs] = {
     "cluster.step_deadline_s": RAY,
     "cluster.max_restarts": RAY,
     "memory.move_deadline_s": Needs(
-        "memory.sleep_level above 0 or memory.offload = true", lambda c: c.memory.moves_anything
+        "engines that stand still for the trainer (run.schedule = 'sync' or 'colocate_async') or lending.is_on = true",
+        lambda c: SCHEDULES[c.run.schedule].pauses_for_training or c.lending.is_on,
     ),
     "plan.hardware": PLANS,
     "plan.response_tokens": PLANS,

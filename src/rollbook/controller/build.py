@@ -142,6 +142,7 @@ def _lend(controller: Controller, lent: Replica, prompts: Prompts) -> None:
         publisher=controller.publisher,
         probe=controller.probe_one,
         recorder=controller.recorder,
+        deadline_s=controller.config.memory.move_deadline_s,
     )
 
 

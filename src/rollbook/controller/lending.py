@@ -27,7 +27,7 @@ from typing import TypeVar
 from rollbook.controller.config import LendingSection
 from rollbook.controller.lending_trial import LendingTrial, Verdict
 from rollbook.controller.replicas import Replica
-from rollbook.errors import RunError, SyncError
+from rollbook.errors import DeadlineError, RunError, SyncError
 from rollbook.observe.recorder import Recorder
 from rollbook.observe.values import Last, Total, Values
 from rollbook.rollout.engine import Engine
@@ -58,6 +58,7 @@ class Lending:
     Args:
         replica: the lent engine, awake, and the port of its weights. It belongs to no router and no publisher yet.
         probe: why an engine does not give the trainer's logprobs, or nothing.
+        deadline_s: longest wait for the engine to wake, resume, pause or sleep.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Lending:
         publisher: Publisher,
         probe: Callable[[Engine], Awaitable[str]],
         recorder: Recorder,
+        deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert isinstance(replica.engine, NativeEngine)
@@ -93,6 +95,7 @@ class Lending:
         self._port = replica.port
         self._router, self._publisher = router, publisher
         self._probe, self._recorder, self._clock = probe, recorder, clock
+        self._deadline_s = deadline_s
         self._own: Sequence[Engine] = list(router.engines)
         self._said: bool | None = None
         """Whether it pays, as was said last."""
@@ -106,7 +109,7 @@ class Lending:
         Raises:
             RunError: it cannot be done.
         """
-        await self.engine.sleep(2)
+        await self._answered("sleep", self.engine.sleep(2))
         for _ in range(2):
             began_at_s = self._clock()
             await self._bring_up()
@@ -183,10 +186,10 @@ class Lending:
 
     async def _bring_up(self) -> None:
         """Raises RunError where it does not hold the newest version, proven."""
-        await self.engine.wake()
+        await self._answered("wake", self.engine.wake())
         self._publisher.join(self._port)
         await self._publisher.resync(self.replica_id)
-        await self.engine.resume()
+        await self._answered("resume", self.engine.resume())
         if why := await self._probe(self.engine):
             raise SyncError(why, "sync.probe = false goes on regardless")
 
@@ -281,8 +284,19 @@ class Lending:
 
     async def _put_away(self) -> None:
         self._publisher.leave(self.replica_id)
-        await self.engine.pause("abort")
-        await self.engine.sleep(2)
+        await self._answered("pause", self.engine.pause("abort"))
+        await self._answered("sleep", self.engine.sleep(2))
+
+    async def _answered(self, what: str, call: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await call
+        except TimeoutError:
+            raise DeadlineError(
+                f"the lent engine, replica {self.replica_id}, was asked to {what} and did not within "
+                f"{self._deadline_s:g} s",
+                "a step of it does not end; memory.move_deadline_s is how long it may take",
+            ) from None
 
     def _count_tokens(self, now: tuple[int, int]) -> None:
         """Of the time in which it served."""

@@ -10,7 +10,7 @@ With `[memory]` at its defaults nothing moves: the engine pauses and resumes. Th
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -79,7 +79,7 @@ class DeviceSwitch:
     async def to_trainer(self) -> None:
         """The trainer has the device, with all of its state."""
         if not self.config.memory.moves_anything:
-            await self._engines.pause()
+            await self._hand_over("to_trainer", self._moves("to_trainer"))
             return
         await self._carry_out("to_trainer")
         self._is_asleep = self.config.memory.sleep_level > 0
@@ -94,7 +94,7 @@ class DeviceSwitch:
         """The engine decodes."""
         self._is_asleep = False
         if not self.config.memory.moves_anything:
-            await self._engines.resume()
+            await self._hand_over("to_engine", self._moves("to_engine"))
             return
         await self._carry_out("to_engine")
         self._read("rollout")
@@ -117,8 +117,7 @@ class DeviceSwitch:
                     await train()
                 if self.config.memory.moves_anything and half == "to_engine":
                     await publish()
-                moves, deadline_s = self._moves(half), self.config.memory.move_deadline_s
-                took[half].append(await hand_over(moves, self.device, deadline_s=deadline_s))
+                took[half].append(await self._hand_over(half, self._moves(half)))
         self._measured = {
             half: [
                 Expectation(move[-1].num_bytes, median(report.seconds for report in move))
@@ -232,7 +231,14 @@ class DeviceSwitch:
             self._recorded(move, self._expected_of(half, place, move.name))
             for place, move in enumerate(self._moves(half))
         ]
-        await hand_over(recorded, self.device, deadline_s=self.config.memory.move_deadline_s)
+        await self._hand_over(half, recorded)
+
+    async def _hand_over(self, half: Half, moves: Sequence[Move]) -> list[MoveReport]:
+        """Within the deadline of each move; engines that drain have as long as a response may take."""
+        deadline_s, rollout = self.config.memory.move_deadline_s, self.config.rollout
+        if half == "to_trainer" and rollout.pause_mode == "drain":
+            deadline_s += rollout.response_deadline_s
+        return await hand_over(moves, self.device, deadline_s=deadline_s)
 
     def _recorded(self, move: Move, wanted: Expectation | None) -> Move:
         """The move inside a span of its name, with the bytes and seconds expected of it."""

@@ -19,7 +19,7 @@ class MemoryConfig(Section):
     """While the engine generates, the trainer's master weights, moments, reference, critic and teacher wait in pinned
     host memory."""
     move_deadline_s: float = Field(300.0, gt=0)
-    """Longest one move of a hand-over may take."""
+    """Longest one move of a hand-over may take, a pause or a resume without any other move as well."""
 
     @property
     def moves_anything(self) -> bool:
