@@ -121,6 +121,7 @@ WHERE: dict[str, dict[str, Any]] = {
     "buffer.on_starvation": {"buffer.refill_failed": False},
     "rollout.page_tokens": {"rollout.engine": "vllm", "rollout.page_tokens": 32},
     "buffer.max_running_groups": {"run.groups_per_step": 1},
+    "memory.move_deadline_s": {"run.schedule": "separate_async"},
 }
 """A run that does not read them, where the tiny synchronous run does."""
 
