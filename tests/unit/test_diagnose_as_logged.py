@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rollbook.diagnose.readers import names
+from rollbook.diagnose.readers.renamer import Renamer
 from rollbook.diagnose.readers.table import load
 from rollbook.diagnose.report import to_text
 from rollbook.diagnose.series import Row
@@ -107,7 +108,7 @@ def test_json_keeps_the_name_of_the_catalogue_beside_the_name_in_the_log(tmp_pat
 
 
 def test_a_share_logged_the_other_way_round_says_so_and_a_family_is_named_by_its_first() -> None:
-    renamer = names.Renamer((names.TRL, names.SLIME))
+    renamer = Renamer((names.TRL, names.SLIME))
     row = {
         "frac_reward_zero_std": 0.25,
         "rollout/dynamic_filter/drop_zero_std_0.0": 3.0,

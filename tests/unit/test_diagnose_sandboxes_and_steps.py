@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from diagnose_runs import DIFF, KL, PEARSON, Array, noisy, run_of
-from rollbook.diagnose.readers.names import SLIME, Renamer
+from rollbook.diagnose.readers.names import SLIME
+from rollbook.diagnose.readers.renamer import Renamer
 from rollbook.diagnose.series import Event, Row
 from rollbook.diagnose.tree import diagnose
 

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from rollbook.diagnose.finding import Diagnosis
 from rollbook.diagnose.readers.assemble import assemble
-from rollbook.diagnose.readers.names import VERL, Renamer
+from rollbook.diagnose.readers.names import VERL
+from rollbook.diagnose.readers.renamer import Renamer
 from rollbook.diagnose.series import Event, Row
 from rollbook.diagnose.tree import diagnose
 

@@ -63,6 +63,10 @@ def of_moved(moved: Moved, says: str) -> Evidence:
     return Evidence(metric=moved.metric, step=moved.step, before=moved.before, after=moved.after, says=says)
 
 
+def until_now(moved: Moved) -> Evidence:
+    return of_moved(moved, f"{num(moved.before)} until step {moved.step}, {num(moved.after)} now")
+
+
 def gap_in_spells(view: View, spells: Spells, most: int, says: Callable[[Contrast], str]) -> list[Evidence]:
     """Evidence of at most so many measures of the gap, in the steps of its spells against those beside them."""
     step = view.step_at(spells.first)

@@ -28,6 +28,7 @@ from rollbook.diagnose.readers import (
 )
 from rollbook.diagnose.readers.assemble import WHEN_EMPTY, assemble
 from rollbook.diagnose.readers.endings import ENDING_BYTES, died_before_a_step, holds_an_error
+from rollbook.diagnose.readers.renamer import Renamer
 from rollbook.diagnose.series import Event, Row, RunSeries
 from rollbook.errors import DataError, nearest_name
 from rollbook.observe.run_dir import EVENTS, METRICS
@@ -169,10 +170,7 @@ def load(
             "give it as http://localhost:9090, say; to read a file leave --format out",
         )
     if is_url:
-        from rollbook.diagnose.readers import prometheus
-
-        rows = prometheus.read(where, hours=hours)
-        return assemble(rows, source=where, format="prometheus", run_idx=run_idx)
+        return _load_from_a_server(where, run_idx, hours)
     path, notes = Path(where), []
     if not path.exists():
         raise DataError(
@@ -186,7 +184,7 @@ def load(
     if_empty = WHEN_EMPTY if format is None else _without_a_format(found[0][0])
     path, format = found[0]
     reader = READERS[format]
-    renamer = names.Renamer((*reader.names, names.VERL), by_words=reader.by_words)
+    renamer = Renamer((*reader.names, names.VERL), by_words=reader.by_words)
     rows = renamer.rows(reader.read(path))
     run = assemble(
         rows,
@@ -211,6 +209,12 @@ def load(
         )
     run.notes.extend(event.text for event in run.events if event.kind in ("damaged", "note"))
     return run
+
+
+def _load_from_a_server(url: str, run_idx: int | None, hours: float) -> RunSeries:
+    from rollbook.diagnose.readers import prometheus
+
+    return assemble(prometheus.read(url, hours=hours), source=url, format="prometheus", run_idx=run_idx)
 
 
 def _without_a_format(path: Path) -> str:
