@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.diagnose.readers.endings import _DEATHS
+from rollbook.diagnose.readers.ending_words import DEATHS
 from rollbook.diagnose.readers.trouble import _STAGES, _TROUBLE
 
 
 @pytest.mark.parametrize(
     ("needles", "pattern"),
-    [pytest.param(*entry[1:], id=entry[0]) for entry in (*_DEATHS, *_TROUBLE, *_STAGES)],
+    [pytest.param(*entry[1:], id=entry[0]) for entry in (*DEATHS, *_TROUBLE, *_STAGES)],
 )
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.ending_words import ENDING_BYTES
 from rollbook.diagnose.readers.text import BLOCK_BYTES, TROUBLE_BYTES, _Sieve, lines
 from rollbook.diagnose.readers.trouble import TroubleWatcher
 

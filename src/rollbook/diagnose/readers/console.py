@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollbook.diagnose.readers.bars import Bars
-from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.ending_words import ENDING_BYTES
+from rollbook.diagnose.readers.entries import STEP_KEYS, Entry
 from rollbook.diagnose.readers.line_watcher import LineWatcher
-from rollbook.diagnose.readers.records import STEP_KEYS, Entry, rows
+from rollbook.diagnose.readers.records import rows
 from rollbook.diagnose.readers.text import (
     NUMBER,
     TROUBLE_BYTES,

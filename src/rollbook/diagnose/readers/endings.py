@@ -2,7 +2,7 @@
 
 A process that is killed leaves no traceback: the kernel, Ray, NCCL or the shell write a line, and then nothing comes.
 Such a line means the end only if no step follows; and words that the run got over before without a restart (a sandbox
-that prints "Segmentation fault" for a model's program) mean nothing at the end either.
+that prints "Segmentation fault" for a model's program) mean nothing at the end either. The words: `ending_words.py`.
 """
 
 from __future__ import annotations
@@ -12,165 +12,42 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
+from rollbook.diagnose.readers.ending_words import (
+    AT_ITS_END,
+    BARE_ERROR,
+    BEGINS_ANEW,
+    CAUSED,
+    DEATHS,
+    ERROR_LINE,
+    FAILED,
+    FATAL,
+    FRAME,
+    GUESSES,
+    LOGGED,
+    OF_A_GROUP,
+    OF_A_JOB,
+    OF_A_PROGRAM,
+    OF_A_SHUTDOWN,
+    OF_SURROUNDINGS,
+    OTHER_ERROR,
+    PASSED_ON,
+    RANK,
+    WORD,
+)
 from rollbook.diagnose.readers.floods import ANY_NUMBER
 from rollbook.diagnose.readers.text import plain
-from rollbook.diagnose.readers.trouble import OUT_OF_MEMORY, OUT_OF_MEMORY_WORDS, is_got_over
+from rollbook.diagnose.readers.trouble import is_got_over
 from rollbook.diagnose.series import Event
-
-_DEATHS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
-    (cause, tuple(needles.split("|")), re.compile(pattern))
-    for cause, needles, pattern in (
-        # what says most comes first; the last is what others write when a process has gone
-        (
-            "host_memory",
-            "due to|OutOfMemoryError|low on memory|OOM|oom|Out of memory: Kill",
-            r"killed due to (?:the node running low on )?memory|ray\.exceptions\.OutOfMemoryError"
-            r"|node (?:was |is )?running low on memory|OOM-?[Kk]ill|oom[-_]kill|Out of memory: Kill",
-        ),
-        (
-            "device_memory",
-            "|".join(OUT_OF_MEMORY_WORDS),
-            OUT_OF_MEMORY,
-        ),
-        (
-            "collective",
-            "atchdog|NCCL|Timed out waiting|[c10d]",
-            r"Watchdog caught collective operation timeout|NCCL (?:operation|error|timeout).{0,80}time[d ]?out"
-            r"|watchdog got stuck|NCCL watchdog hang|\[c10d\] .{0,200}timed out after \d+ ?ms"
-            r"|Timed out waiting .{0,60}(?:all_?reduce|broadcast|barrier|all_?gather)",
-        ),
-        (
-            "device",
-            "CUDA|device-side assert|STATUS_|Xid|illegal memory|uncorrectable",
-            r"CUDA [Ee]rror: |device-side assert|CUDA_ERROR_|CUBLAS_STATUS_|CUDNN_STATUS_|NVRM: Xid"
-            r"|illegal memory access|uncorrectable (?:NVLink|ECC) error",
-        ),
-        (
-            "network",
-            "nccl|NCCL|watchdog thread|eartbeat monitor|process down",
-            r"nccl(?:Remote|System|Internal|UnhandledCuda)Error|NCCL communicator (?:was|encountered)"
-            r"|watchdog thread terminated|[Hh]eartbeat monitor timed out|taking the (?:entire )?process down",
-        ),
-        ("shared_memory", "us error|SIGBUS", r"[Bb]us error|\bSIGBUS\b"),
-        (
-            "crash",
-            "egmentation fault|SIGSEGV|SIGABRT|terminate called|Aborted|Fatal Python",
-            r"[Ss]egmentation fault|\bSIGSEGV\b|terminate called|\bSIGABRT\b|^Aborted\b|Fatal Python error",
-        ),
-        (
-            "scheduler",
-            "slurmstepd|CANCELLED AT|DUE TO",
-            r"slurmstepd: error|CANCELLED AT .{0,40}|DUE TO (?:TIME LIMIT|PREEMPTION)",
-        ),
-        (
-            "killed",
-            "illed|SIGKILL|exit|return|SIGTERM",
-            r"^Killed\b|\*\*\* SIGTERM received|^Received SIGTERM|(?:^|\s)line \d+:\s+\d+ Killed\b|\bSIGKILL\b"
-            r"|[Kk]illed by signal"
-            r"|exit ?code\s*[:=]?\s+(?:-\d+|13[4-9])\b|return ?code ?= ?-\d+",
-        ),
-        (
-            "process_gone",
-            "Error|The actor |worker died|Worker unexpectedly",
-            r"ActorDiedError|ActorUnavailableError|RayActorError|WorkerCrashedError|NodeDiedError|OwnerDiedError"
-            r"|The actor (?:died|is dead|is temporarily unavailable)|worker died or was killed"
-            r"|Worker unexpectedly exits|ChildFailedError",
-        ),
-    )
-)
-_FATAL = re.compile(
-    r"Error executing job with overrides|RayTaskError\(|(?:^|(?:s/it|it/s)\]\s*)Traceback \(most recent call last\)"
-)
-_NAME = r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)"
-_ERROR_LINE = re.compile(rf"^{_NAME}(?:\([^)]*\))?: .+")
-_BARE_ERROR = re.compile(rf"^(?:{_NAME}|KeyboardInterrupt|Stop(?:Async)?Iteration):?$")
-_OTHER_ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)+[A-Z]\w*(?:: .+)?$")
-"""What a traceback ends with, where it has no words, or a name that does not say that it is an error."""
-_FRAME = re.compile(r'^\s*File "(<(?!frozen)[^>]*>)?[^"]*", line \d+')
-"""A frame of a traceback; of a program that was given as a text if its file is `<string>` or so."""
-_OF_A_GROUP = re.compile(r"^\s*(?:[|+]\s+)+")
-_RANK = re.compile(r"^\[rank\d+\]:\s?")
-_LOGGED = re.compile(
-    rf"^.{{0,80}}\b(?:ERROR|CRITICAL|FATAL)\b.{{0,120}}?[\]:|-]\s+(?=Traceback \(|{_NAME}\b|\S*OutOfMemoryError)"
-)
-_FAILED = re.compile(
-    r"\b(?:[Tt]raining|[Rr]un|[Jj]ob|[Ee]xperiment|[Mm]ain|[Pp]rogram|[Ff]atal)\b.{0,30}\b(?:failed|error|crashed|aborted)"
-    r"\b(?: with)?(?: error| exception)?\s*:\s*(.*)$"
-    r"|^\S+\.py: error: (.+)$|^(?:\S*bash|\S*sh|\S+\.sh|srun|slurmstepd): (?:error: |line \d+: )?"
-    r"(.*(?:command not found|No such file or directory|Permission denied|[Uu]nable to .+|[Ii]nvalid .+))$"
-)
-"""What a program says that catches its own error, and the error behind it or in the line below."""
-_PASSED_ON = re.compile(
-    r"RayTaskError\(|ChildFailedError|CalledProcessError|Process(?:Raised|Exited)Exception|BrokenProcessPool|EngineDeadError"
-    r"|[Ee]ngine core initialization failed|[Ss]ee root cause above|SupervisionError|ExceptionGroup|BrokenPipeError"
-    r"|ConnectionResetError|EOFError|Connection (?:reset|closed) by peer|KeyboardInterrupt|SystemExit"
-)
-"""Errors that pass on another one, or follow from it: they stand only where nothing else was said."""
-_OF_SURROUNDINGS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("disk", re.compile(r"No space left on device|Disk quota exceeded|disk is full", re.IGNORECASE)),
-    (
-        "library",
-        re.compile(
-            r"^ModuleNotFoundError|^ImportError|No module named|undefined symbol|requires the .{1,40} library"
-            r"|GLIBCXX?_[\d.]+' not found|PackageNotFoundError"
-        ),
-    ),
-    ("port", re.compile(r"[Aa]ddress already in use|EADDRINUSE|[Pp]ort \d+ is (?:already )?in use")),
-    (
-        "access",
-        re.compile(
-            r"GatedRepoError|\b40[13] Client Error|Unauthorized|[Pp]ermission denied|[Ii]nvalid (?:API|api) key"
-            r"|[Aa]uthentication|[Nn]o API key|[Aa][Pp][Ii][_ ]key not configured|not logged in"
-        ),
-    ),
-    ("file", re.compile(r"^FileNotFoundError|No such file or directory")),
-    ("interrupted", re.compile(r"^KeyboardInterrupt")),
-)
-"""Causes that lie around the job: a key of `stops.CAUSES`, and the words of the error."""
-_GUESSES = "There are some potential root causes"
-"""Ray lists there what may have ended a worker: none of it is known."""
-_CAUSED = "The above exception was the direct cause of the following exception"
-_OF_A_SHUTDOWN = re.compile(rf"{_PASSED_ON.pattern}|Cancelled|SystemExit|Actor|ProcessGroup|destroy|Timeout")
-_AT_ITS_END = re.compile(
-    r"Final validation metrics|Final checkpoint|Training Progress: 100%|'train_runtime'|Job '\S+' succeeded"
-    r"|[Tt]raining (?:is |was |has |run )?(?:finished|completed?|done)\b(?!.{0,40}(?:epoch|error|fail|exit|stage))"
-    r"|[Ff]inished training\b(?!.{0,40}(?:epoch|error|stage))"
-)
 
 
 def passes_on(text: str) -> bool:
     """Whether the words of an error pass on another one, or follow from it."""
-    return _PASSED_ON.search(text) is not None
+    return PASSED_ON.search(text) is not None
 
 
 def is_proper_end(line: str) -> bool:
     """Whether a line says that the run is over as it should be."""
-    return _AT_ITS_END.search(line) is not None
-
-
-_BEGINS_ANEW = re.compile(
-    r"[Rr]esum(?:ing|ed) |Setting global step to|Load(?:ed)? (?:from )?checkpoint|local Ray instance"
-)
-ENDING_BYTES = (
-    b"illed", b"egmentation", b"us error", b"SIG", b"xit code", b"xitcode", b"returncode", b"CUDA", b"nccl", b"NCCL",
-    b"Xid", b"terminate called", b"Aborted", b"Fatal", b"slurm", b"CANCELLED", b"DUE TO", b"navailable",
-    b"process down", b"STATUS_", b"rogress: 100%", b"train_runtime", b"succeeded", b"local Ray", b"ssert", b"illegal",
-    b"raining finished", b"raining complete", b"raining done", b"raining is ", b"raining was ", b"raining has ",
-    b"raining run ", b"inished training", b"eartbeat", b"unexpectedly", b"[c10d]", b"ailed",
-    b"crashed:", b"aborted:", b"nterrupt",
-)  # fmt: skip
-"""Beside `text.TROUBLE_BYTES`: every line that tells how a log ends holds one of both."""
-
-_OF_A_JOB = re.compile(
-    r"^(?:\x1b\[[0-9;]*m)*\(\w+ pid=\d+|^\[rank\d+\]:"
-    r"|local Ray instance|existing Ray cluster|^Error executing job with overrides: \["
-    r"|^\+? ?(?:\S*/)?python3? .*main_ppo"
-)
-_WORD = re.compile(r"""["'(*>-]*[A-Za-z][a-z'-]*[,.;:!?)"']*""")
-
-
-_OF_A_PROGRAM = re.compile(rf"{_ERROR_LINE.pattern}|{_FATAL.pattern}|\S/\S+:\d+\b|\bpid=\d+")
-"""Errors, and places in a source or a process."""
+    return AT_ITS_END.search(line) is not None
 
 
 def _is_prose(line: str, *, least: float = 0.8) -> bool:
@@ -180,9 +57,9 @@ def _is_prose(line: str, *, least: float = 0.8) -> bool:
         least: share of what stands between blanks that must be words.
     """
     words = line.split()
-    if line[:1].isspace() or line[:1] == "[" or len(words) < 4 or _OF_A_PROGRAM.search(line):
+    if line[:1].isspace() or line[:1] == "[" or len(words) < 4 or OF_A_PROGRAM.search(line):
         return False
-    return sum(_WORD.fullmatch(word) is not None for word in words) >= least * len(words)
+    return sum(WORD.fullmatch(word) is not None for word in words) >= least * len(words)
 
 
 def holds_an_error(told: Iterable[str]) -> bool:
@@ -212,7 +89,7 @@ def died_before_a_step(head: list[str]) -> bool:
     for line in told:
         watcher.watch(plain(line))
     is_prose = not told or _is_prose(told[0]) or _is_prose(told[-1])
-    return not is_prose and watcher.event(0) is not None and any(map(_OF_A_JOB.search, told))
+    return not is_prose and watcher.event(0) is not None and any(map(OF_A_JOB.search, told))
 
 
 def _holds(text: str, needles: tuple[str, ...], pattern: re.Pattern[str]) -> bool:
@@ -264,7 +141,7 @@ class EndWatcher:
         self.wants_next = False
         """Whether the next line says what this one announced."""
         self._deaths: list[tuple[int, bool, str]] = []
-        """(rank in `_DEATHS`, whether it is a raised error, line)."""
+        """(rank in `DEATHS`, whether it is a raised error, line)."""
 
     def step(self, number: int) -> Event | None:
         """A step was logged: what failed before it was got over. If the number goes back, an earlier run may have
@@ -272,7 +149,7 @@ class EndWatcher:
         goes_back = self._newest is not None and number < self._newest
         ended = self.event(self._newest) if goes_back else None
         if not goes_back and not self._begins_anew:
-            self._survived.update({_DEATHS[rank][0] for rank, _, _ in self._deaths})
+            self._survived.update({DEATHS[rank][0] for rank, _, _ in self._deaths})
             self._survived.update({shape_of(self._words)} if self._words and self._is_fatal else ())
         self._forget()
         self._steps_after_over = self._steps_after_over + 1 if self._over else 0
@@ -284,13 +161,13 @@ class EndWatcher:
     def watch(self, line: str) -> Says | None:
         """A line, already plain, that is no step; None where it tells more than `Says` has."""
         line = self._without_prefix(line)
-        line = line.partition(_GUESSES)[0]
+        line = line.partition(GUESSES)[0]
         text = line.strip()[:300]
         if self.wants_next and text:
             self.wants_next = False
             self.error(f"{self._words} {text}"[:300] if self._words.endswith(":") else text)
             return None
-        if (frame := _FRAME.match(line)) is not None:
+        if (frame := FRAME.match(line)) is not None:
             says: Says = ("frame",) if frame.group(1) is None else ("program's frame",)
             if not self._is_ignored:
                 self.again(says)
@@ -298,9 +175,9 @@ class EndWatcher:
         if text == TRACEBACK:
             self.traceback()
             return ("traceback",)
-        is_over, begins_anew = _AT_ITS_END.search(line), _BEGINS_ANEW.search(line)
-        is_fatal = _FATAL.search(line)
-        if self._is_ignored and (is_fatal is not None or _ERROR_LINE.match(text)):
+        is_over, begins_anew = AT_ITS_END.search(line), BEGINS_ANEW.search(line)
+        is_fatal = FATAL.search(line)
+        if self._is_ignored and (is_fatal is not None or ERROR_LINE.match(text)):
             self._is_ignored = is_fatal is not None  # up to its error
             return None
         self._is_ignored = line.startswith("Exception ignored in") or (
@@ -313,12 +190,12 @@ class EndWatcher:
         if is_fatal is not None:
             self._frames, self._was_fatal = set(), self._is_fatal
         self._is_fatal |= is_fatal is not None
-        is_caused = _CAUSED in line
+        is_caused = CAUSED in line
         self._passes_on |= is_caused
-        is_error = _ERROR_LINE.match(text) is not None
+        is_error = ERROR_LINE.match(text) is not None
         is_bare = not is_error and (
-            _BARE_ERROR.match(text) is not None
-            or (self._sees_all and self._is_fatal and _OTHER_ERROR.match(text) is not None)
+            BARE_ERROR.match(text) is not None
+            or (self._sees_all and self._is_fatal and OTHER_ERROR.match(text) is not None)
         )
         if (is_error or is_bare) and self.is_in_a_sample:
             self._is_fatal, self._frames = self._was_fatal, set()
@@ -326,7 +203,7 @@ class EndWatcher:
         if is_error or (is_bare and (self._is_fatal or self._newest is None)):
             self.error(text)
             self.wants_next = self._sees_all and self._words.endswith(":")
-        elif self._newest is None and (failed := _FAILED.search(text)) is not None:
+        elif self._newest is None and (failed := FAILED.search(text)) is not None:
             self._is_fatal = True
             said = next(filter(None, failed.groups()), "")
             self.wants_next = self._sees_all and not said
@@ -334,9 +211,9 @@ class EndWatcher:
                 self.error(said)
             return None
         rank = next(
-            (i for i, (_, needles, pattern) in enumerate(_DEATHS) if _holds(text, needles, pattern)), None
+            (i for i, (_, needles, pattern) in enumerate(DEATHS) if _holds(text, needles, pattern)), None
         )
-        if rank is not None and _DEATHS[rank][0] == "device_memory" and is_got_over(text):
+        if rank is not None and DEATHS[rank][0] == "device_memory" and is_got_over(text):
             rank = None
         if rank is not None and len(self._deaths) < 1000:
             self._deaths.append((rank, is_error, text))
@@ -383,7 +260,7 @@ class EndWatcher:
 
     def stands(self, text: str) -> None:
         """The words of the error of which `again` said that they stand."""
-        self._words = _RANK.sub("", text.strip()[:300])
+        self._words = RANK.sub("", text.strip()[:300])
 
     @property
     def is_in_a_sample(self) -> bool:
@@ -395,16 +272,16 @@ class EndWatcher:
         ended it: later on they tell of what it got over."""
         line = line.removeprefix("^C")  # a terminal's echo
         if line.startswith("[rank"):
-            line = _RANK.sub("", line)
+            line = RANK.sub("", line)
         if self._newest is None and ("ERROR" in line or "CRITICAL" in line or "FATAL" in line):
-            line = _LOGGED.sub("", line)
-        return _OF_A_GROUP.sub("", line) if line.lstrip()[:2] in ("| ", "+ ") else line
+            line = LOGGED.sub("", line)
+        return OF_A_GROUP.sub("", line) if line.lstrip()[:2] in ("| ", "+ ") else line
 
     def error(self, text: str) -> None:
         """An error that was raised."""
         if text.startswith("[rank"):
-            text = _RANK.sub("", text)
-        if self._over and self._is_fatal and not _OF_A_SHUTDOWN.search(text):
+            text = RANK.sub("", text)
+        if self._over and self._is_fatal and not OF_A_SHUTDOWN.search(text):
             self._late_words = self._late_words or text
         if self._takes(passes_on(text)):
             self._words = text
@@ -419,7 +296,7 @@ class EndWatcher:
             ):  # the script that called the trainer died with what it had to write
                 return Event(kind="run_failed", step=step, text=self._late_words)
             return Event(kind="note", text=f"after the training had ended: {self._late_words}")
-        telling = [d for d in self._deaths if d[1] or _DEATHS[d[0]][0] not in self._survived]
+        telling = [d for d in self._deaths if d[1] or DEATHS[d[0]][0] not in self._survived]
         death = min(telling, key=lambda d: (d[0], "RayTaskError(" in d[2]), default=None)
         is_fatal = self._was_fatal if self.is_in_a_sample else self._is_fatal
         is_raised = is_fatal or self._newest is None
@@ -428,10 +305,10 @@ class EndWatcher:
             words = ""
         if words == "KeyboardInterrupt" and self._newest is not None:
             words = ""  # somebody had seen enough
-        follows = any(text == words for _, _, text in telling) or _PASSED_ON.search(words) is not None
+        follows = any(text == words for _, _, text in telling) or PASSED_ON.search(words) is not None
         if death is not None and (not words or follows):
-            words, fields = death[2], {"cause": _DEATHS[death[0]][0]}
+            words, fields = death[2], {"cause": DEATHS[death[0]][0]}
         if not fields:
-            cause = next((cause for cause, pattern in _OF_SURROUNDINGS if pattern.search(words)), None)
+            cause = next((cause for cause, pattern in OF_SURROUNDINGS if pattern.search(words)), None)
             fields = {"cause": cause} if cause is not None else {}
         return Event(kind="run_failed", step=step, text=words, fields=dict(fields)) if words else None

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.ending_words import ENDING_BYTES
 from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.text import (
     NUMBER,

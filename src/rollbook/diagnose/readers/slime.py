@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.ending_words import ENDING_BYTES
 from rollbook.diagnose.readers.held import note_held
 from rollbook.diagnose.readers.line_watcher import LineWatcher
 from rollbook.diagnose.readers.text import TROUBLE_BYTES, dict_pairs, lines, plain

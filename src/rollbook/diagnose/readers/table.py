@@ -27,7 +27,8 @@ from rollbook.diagnose.readers import (
     wandb,
 )
 from rollbook.diagnose.readers.assemble import WHEN_EMPTY, assemble
-from rollbook.diagnose.readers.endings import ENDING_BYTES, died_before_a_step, holds_an_error
+from rollbook.diagnose.readers.ending_words import ENDING_BYTES
+from rollbook.diagnose.readers.endings import died_before_a_step, holds_an_error
 from rollbook.diagnose.readers.renamer import Renamer
 from rollbook.diagnose.series import Event, Row, RunSeries
 from rollbook.errors import DataError, nearest_name
@@ -73,12 +74,7 @@ READERS: dict[str, Reader] = {
         "step:N - name:value",
         by_words=True,
     ),
-    "tensorboard": Reader(
-        "TensorBoard event files",
-        tensorboard.read,
-        _ALL_NAMES,
-        by_words=True,
-    ),
+    "tensorboard": Reader("TensorBoard event files", tensorboard.read, _ALL_NAMES, by_words=True),
     "trl": Reader(
         "TRL trainer state, history or console log",
         trl.read,

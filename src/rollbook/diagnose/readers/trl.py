@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollbook.diagnose.readers.endings import ENDING_BYTES
+from rollbook.diagnose.readers.ending_words import ENDING_BYTES
+from rollbook.diagnose.readers.entries import of_lines, whole_of_list
 from rollbook.diagnose.readers.line_watcher import LineWatcher
-from rollbook.diagnose.readers.records import CUT_LIST, of_lines, repeats, whole_of_list
+from rollbook.diagnose.readers.records import CUT_LIST, repeats
 from rollbook.diagnose.readers.text import (
     TROUBLE_BYTES,
     dict_pairs,

@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.diagnose.readers.records import CUT_LIST, Entry, flat, named, rows, whole_of_list
+from rollbook.diagnose.readers.entries import Entry, flat, named, whole_of_list
+from rollbook.diagnose.readers.records import CUT_LIST, rows
 from rollbook.diagnose.readers.text import lines, open_binary
 from rollbook.diagnose.series import NEXT_RUN, Event, Row
 
