@@ -122,6 +122,8 @@ class Rollout:
         self._is_stopped = False
         self._goes_on: asyncio.Handle | None = None
         """The rest of an admission that let others have their turn."""
+        self._telling: asyncio.Future[None] | None = None
+        """Wakes whoever collects, after the error of such a rest."""
 
     def admit(self) -> None:
         """Start as many groups as the buffer has places for, the first now and the rest in the next turns of the event
@@ -142,9 +144,8 @@ class Rollout:
 
     def _go_on(self) -> None:
         self._goes_on = None
-        if self._admit_beside():
-            return
-        self._telling = asyncio.ensure_future(self._tell())
+        if not self._admit_beside():
+            self._telling = asyncio.ensure_future(self._tell())
 
     def _admit_beside(self) -> bool:
         """`admit` where nobody waits for its outcome: an error of the prompts is kept for whoever collects."""

@@ -56,18 +56,8 @@ async def run_trajectory(
         while result is None:
             turn_idx = len(trajectory.turns)
             is_last_turn = turn_idx + 1 >= max_turns
-            request = GenerateRequest(
-                request_id=f"{group_id}/{member_idx}#{turn_idx}",
-                prompt_ids=context,
-                sampling=sampling,
-                seed=seed,
-                group_id=group_id,
-                member_idx=member_idx,
-                first_token_idx=trajectory.num_response_tokens,
-                is_last_turn=is_last_turn,
-            )
             on_turn(turn_idx, None)
-            response = await _sample(generate, request)
+            response = await _sample(generate, _request(trajectory, context, sampling, seed, is_last_turn))
             on_turn(turn_idx, response.replica_id)
             trajectory.replica_id = response.replica_id
             asked_at_s = clock()
@@ -89,6 +79,22 @@ async def run_trajectory(
     trajectory.reward_terms = dict(result.terms)
     trajectory.finished_at_s = clock()
     return trajectory
+
+
+def _request(
+    trajectory: Trajectory, context: Ids, sampling: SamplingParams, seed: int, is_last_turn: bool
+) -> GenerateRequest:
+    """For the next turn."""
+    return GenerateRequest(
+        request_id=f"{trajectory.group_id}/{trajectory.member_idx}#{len(trajectory.turns)}",
+        prompt_ids=context,
+        sampling=sampling,
+        seed=seed,
+        group_id=trajectory.group_id,
+        member_idx=trajectory.member_idx,
+        first_token_idx=trajectory.num_response_tokens,
+        is_last_turn=is_last_turn,
+    )
 
 
 async def _sample(generate: Generate, request: GenerateRequest) -> Response:
