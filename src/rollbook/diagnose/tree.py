@@ -142,28 +142,10 @@ def diagnose(run: RunSeries) -> Diagnosis:
     """Judge a run by every rule and put causes before consequences."""
     view = View.of(run)
     judged = [rule(view) for rule in RULES.values()]
-    found = [j for j in judged if isinstance(j, Finding) and j.confidence >= LEAST_CONFIDENCE]
-    ended = stops.stop(view)
-    if ended is not None and any(f.rule == ended.told_by for f in found):
-        found = [f for f in found if f.rule != run_stopped.RULE]
-    found = [f for f in found if f.rule != slow_generation.RULE] or found  # whose cause another one tells
     known_states = states.judge(view)
-    found = [f for f in found if not _is_of_the_algorithm(view, f, known_states)]
-    trifles = [f for f in found if cost.is_trifle(view, f)]
-    found = [f for f in found if f not in trifles]
-    found.sort(
-        key=lambda f: (-round(f.confidence, 1), not _is_of_the_end(view, f), AREAS.index(f.area), f.step)
-    )
-    causes: list[Finding] = []
-    consequences: list[Finding] = []
-    for finding in found:
-        explained = any(_explains(view, other, finding) for other in found if other is not finding)
-        (consequences if explained else causes).append(finding)
-    if not causes and consequences:
-        # Two explain each other: the surer one is the cause, of equals the rule asked first.
-        first = min(consequences, key=lambda f: (-round(f.confidence, 1), [*RULES].index(f.rule)))
-        consequences.remove(first)
-        causes.append(first)
+    standing = _standing(view, [j for j in judged if isinstance(j, Finding)], known_states)
+    trifles = [f for f in standing if cost.is_trifle(view, f)]
+    causes, consequences = _told_apart(view, [f for f in standing if f not in trifles])
     diagnosis = Diagnosis(
         source=run.source,
         format=run.format,
@@ -185,44 +167,49 @@ def diagnose(run: RunSeries) -> Diagnosis:
     return as_logged(diagnosis, view)
 
 
+def _standing(view: View, found: list[Finding], known: list[State]) -> list[Finding]:
+    """The findings that are sure enough, that no other one says better, and that are no state of the algorithm."""
+    found = [f for f in found if f.confidence >= LEAST_CONFIDENCE]
+    ended = stops.stop(view)
+    if ended is not None and any(f.rule == ended.told_by for f in found):
+        found = [f for f in found if f.rule != run_stopped.RULE]
+    found = [f for f in found if f.rule != slow_generation.RULE] or found  # whose cause another one tells
+    return [f for f in found if not _is_of_the_algorithm(view, f, known)]
+
+
+def _told_apart(view: View, found: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """(causes, consequences), each the surest first, then what the log ended in, then in the order of the tree."""
+    found = sorted(
+        found,
+        key=lambda f: (-round(f.confidence, 1), not _is_of_the_end(view, f), AREAS.index(f.area), f.step),
+    )
+    causes: list[Finding] = []
+    consequences: list[Finding] = []
+    for finding in found:
+        explained = any(_explains(view, other, finding) for other in found if other is not finding)
+        (consequences if explained else causes).append(finding)
+    if not causes and consequences:
+        # Two explain each other: the surer one is the cause, of equals the rule asked first.
+        first = min(consequences, key=lambda f: (-round(f.confidence, 1), [*RULES].index(f.rule)))
+        consequences.remove(first)
+        causes.append(first)
+    return causes, consequences
+
+
+def _is_of_the_algorithm(view: View, finding: Finding, known: list[State]) -> bool:
+    """Whether a state of the algorithm began first and brings about what the finding stands on."""
+    for state in known:
+        follows = states.BRINGS_ABOUT.get(state.name, frozenset())
+        if finding.rule in states.BY_LONGER_ANSWERS and not states.answers_grow(view, finding.step):
+            continue
+        if finding.rule in follows and state.step <= finding.step + max(8, view.n // 12):
+            return True
+    return False
+
+
 def _is_of_the_end(view: View, finding: Finding) -> bool:
     """Whether a finding stands on the words in which the log ends: what stopped it goes before what it lived with."""
     return any(item.metric == "log" and item.step >= view.step_at(view.n - 1) for item in finding.evidence)
-
-
-def _in_words(view: View, finding: Finding) -> Finding:
-    """The finding with the error that the log repeats most since it began, where no evidence is in the log's words."""
-    if any(item.metric == "log" for item in finding.evidence):
-        return finding
-    earliest = finding.step - _slack(view) - 1
-    since = [e for e in view.events(COMPLAINT) if e.step is not None and e.step >= earliest]
-    most = max(since, key=lambda event: event.fields["num"], default=None)
-    if most is None or most.step is None:
-        return finding
-    says = f"{most.fields['num']} lines since step {most.step + 1} and none before, as: {most.text[:200]}"
-    return replace(
-        finding, evidence=(*finding.evidence, Evidence(metric="log", step=most.step + 1, says=says))
-    )
-
-
-def in_short(run: RunSeries) -> OtherRun:
-    """One line of a run that stands in the same log as the one that was asked for."""
-    found = diagnose(run)
-    first = found.findings[0] if found.findings else None
-    return OtherRun(
-        run_idx=run.run_idx,
-        num_steps=run.num_steps,
-        verdict=found.verdict,
-        title=first.title if first else "",
-        step=first.step if first else None,
-    )
-
-
-def _for_framework(run: RunSeries, missing: NotJudged) -> NotJudged:
-    """Leave out how verl is told to log it where the log is known to be another's."""
-    if run.format in ("verl-file", "verl-console", "tensorboard", "wandb"):
-        return missing
-    return replace(missing, collect=re.sub(r" \(verl[^)]*\)", "", missing.collect))
 
 
 def _explains(view: View, cause: Finding, finding: Finding) -> bool:
@@ -244,12 +231,36 @@ def _slack(view: View) -> int:
     return max(6, int(0.08 * (view.steps[-1] - view.steps[0] + 1)))
 
 
-def _is_of_the_algorithm(view: View, finding: Finding, known: list[State]) -> bool:
-    """Whether a state of the algorithm began first and brings about what the finding stands on."""
-    for state in known:
-        follows = states.BRINGS_ABOUT.get(state.name, frozenset())
-        if finding.rule in states.BY_LONGER_ANSWERS and not states.answers_grow(view, finding.step):
-            continue
-        if finding.rule in follows and state.step <= finding.step + max(8, view.n // 12):
-            return True
-    return False
+def _in_words(view: View, finding: Finding) -> Finding:
+    """The finding with the error that the log repeats most since it began, where no evidence is in the log's words."""
+    if any(item.metric == "log" for item in finding.evidence):
+        return finding
+    earliest = finding.step - _slack(view) - 1
+    since = [e for e in view.events(COMPLAINT) if e.step is not None and e.step >= earliest]
+    most = max(since, key=lambda event: event.fields["num"], default=None)
+    if most is None or most.step is None:
+        return finding
+    says = f"{most.fields['num']} lines since step {most.step + 1} and none before, as: {most.text[:200]}"
+    return replace(
+        finding, evidence=(*finding.evidence, Evidence(metric="log", step=most.step + 1, says=says))
+    )
+
+
+def _for_framework(run: RunSeries, missing: NotJudged) -> NotJudged:
+    """Leave out how verl is told to log it where the log is known to be another's."""
+    if run.format in ("verl-file", "verl-console", "tensorboard", "wandb"):
+        return missing
+    return replace(missing, collect=re.sub(r" \(verl[^)]*\)", "", missing.collect))
+
+
+def in_short(run: RunSeries) -> OtherRun:
+    """One line of a run that stands in the same log as the one that was asked for."""
+    found = diagnose(run)
+    first = found.findings[0] if found.findings else None
+    return OtherRun(
+        run_idx=run.run_idx,
+        num_steps=run.num_steps,
+        verdict=found.verdict,
+        title=first.title if first else "",
+        step=first.step if first else None,
+    )
