@@ -31,7 +31,7 @@ ACTION = (
 CHECK = (
     "what the checkpoint holds against what the trainer loads: optimizer state, scheduler step, data cursor"
 )
-_finding = partial(Finding, rule=RULE, area="version", action=ACTION, next_check=CHECK)
+finding = partial(Finding, rule=RULE, area="version", action=ACTION, next_check=CHECK)
 NOT_TAKEN_UP = "the run did not take up where it had stopped"
 _STATE = (
     # metric, name in words, least relative jump, which way (0: either), what it means
@@ -62,7 +62,7 @@ def _back_at_the_start(view: View) -> Finding | None:
     for seam in view.run.seams:
         idx = view.idx_of(seam.step)
         if (evidence := back_at_the_start(view, idx, seam.replaced)) != ():
-            return _finding(
+            return finding(
                 title=f"{NOT_TAKEN_UP}: the weights are those that it began with",
                 confidence=0.85,
                 step=seam.step,
@@ -86,7 +86,7 @@ def _other_weights(view: View) -> Finding | None:
             restarted = [e.step for e in view.events("run_resumed") if e.step is not None]
             step = restarted[-1] + 1 if restarted else view.step_at(0)
             says = f"version {version} was published with digest {digest_of[version][:8]}…, and now with {digest[:8]}…"
-            return _finding(
+            return finding(
                 title=f"{NOT_TAKEN_UP}: the weights are not those of the checkpoint",
                 confidence=0.98,
                 step=step,
@@ -115,7 +115,7 @@ def _at(view: View, restart: Restart) -> Finding | None:
     reward = view.contrast(reward_of(view).metric, idx)
     mark = Evidence(metric=restart.mark, step=view.step_at(idx), says=restart.says)
     meanings = [*dict.fromkeys(change.meaning for change in changes)]
-    return _finding(
+    return finding(
         title=f"{NOT_TAKEN_UP}: {', '.join(meanings[:2])}",
         confidence=share(confidence),
         step=view.step_at(idx),

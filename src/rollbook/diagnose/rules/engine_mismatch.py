@@ -7,6 +7,8 @@ not grow with the steps since a publication, and does not follow staleness.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
@@ -26,6 +28,7 @@ ACTION = (
     "MoE; no quantised engine weights), or keep the difference and train with truncated importance weights"
 )
 CHECK = "score one short greedy prompt on both sides with the engine's own weights and find where they part"
+finding = partial(Finding, rule=RULE, area="implementation", action=ACTION, next_check=CHECK)
 TEMPERATURE = (
     "compare temperature, top-p and top-k of the engine's requests with what the trainer divides its logits by, and "
     "whether the engine returns logprobs before or after them"
@@ -74,21 +77,21 @@ def judge(view: View) -> Finding | NotJudged | None:
         )
         if not rise.is_ramp and not explained and not no_sync and rise.idx >= LEAST_PAST:
             if view.n - rise.idx < TELLS_AFTER:
-                return _finding(view, rise.idx, 0.6, "since a few steps", check=f"{TOO_EARLY}; {CHECK}")
+                return _disagree(view, rise.idx, 0.6, "since a few steps", check=f"{TOO_EARLY}; {CHECK}")
             check = CHECK if has_ages(view) else f"{CHECK}; {OR_OLDER}"
-            return _finding(
+            return _disagree(
                 view, rise.idx, 0.9 if rise.peak_ratio >= 2 else 0.75, "at once, and stays", check=check
             )
         if rise.is_ramp and not explained and not no_sync and gap.num_fine == 0 and gap.num_bad:
-            return _finding(view, 0, 0.7, "from the first step, and grows")
+            return _disagree(view, 0, 0.7, "from the first step, and grows")
         if rise.is_ramp and not explained and not no_sync and accelerates(view, rise):
-            return _finding(view, view.foot(rise), 0.75, "ever more and ever faster: it feeds on itself")
+            return _disagree(view, view.foot(rise), 0.75, "ever more and ever faster: it feeds on itself")
     if (spells := _in_spells(view)) is not None:
         return spells
     if (weighed := _weighed_away(view)) is not None:
         return weighed
     surely = far_from_start(view)
-    return _finding(view, 0, surely, "from the first step") if surely else None
+    return _disagree(view, 0, surely, "from the first step") if surely else None
 
 
 WEIGHT = "rollout_corr/rollout_is_mean"
@@ -115,15 +118,12 @@ def _weighed_away(view: View) -> Finding | None:
     if nats < LEAST_KL:
         return None
     says = f"{num(usual)} on average over sequences, not 1: {num(nats)} nats a token at least"
-    return Finding(
-        rule=RULE,
+    return finding(
         title="the trainer finds the engine's own tokens too unlikely from the first step: weights far below one",
-        area="implementation",
         confidence=0.7,
         step=view.step_at(0),
         evidence=(Evidence(metric=WEIGHT, step=view.step_at(0), before=1.0, after=usual, says=says),),
         action=f"{ACTION}; until then every gradient is smaller by that factor",
-        next_check=CHECK,
     )
 
 
@@ -145,33 +145,26 @@ def _in_spells(view: View) -> Finding | None:
     evidence = gap_in_spells(
         view, spells, 3, lambda c: f"{num(c.after)} {where}, {num(c.before)} beside them, none between"
     )
-    return Finding(
-        rule=RULE,
+    return finding(
         title="engine and trainer disagree at the same weights, in stretches of steps",
-        area="implementation",
         confidence=0.8,
         step=view.step_at(spells.first),
         evidence=tuple(evidence),
-        action=ACTION,
         next_check=f"what differs in those steps (shapes, batch sizes, a kernel that is chosen by them); then {CHECK}",
     )
 
 
 def _refused(view: View, found: Stop) -> Finding:
     """The probe after a publication held engine against trainer and let no replica serve."""
-    return Finding(
-        rule=RULE,
+    return finding(
         title="engine and trainer disagree at the same weights: the probe refused every replica",
-        area="implementation",
         confidence=0.97,
         step=found.step,
         evidence=found.evidence_with(view, "probe_failed"),
-        action=ACTION,
-        next_check=CHECK,
     )
 
 
-def _finding(view: View, idx: int, confidence: float, when: str, *, check: str = CHECK) -> Finding:
+def _disagree(view: View, idx: int, confidence: float, when: str, *, check: str = CHECK) -> Finding:
     gap = gap_of(view)
     assert gap is not None
     evidence: list[Evidence] = []
@@ -206,10 +199,8 @@ def _finding(view: View, idx: int, confidence: float, when: str, *, check: str =
     if (proportional := _in_proportion(view, idx)) is not None:
         evidence.insert(0, proportional)
         title, action = f"{title}, as at another temperature", f"{TEMPERATURE}; else {ACTION}"
-    return Finding(
-        rule=RULE,
+    return finding(
         title=title,
-        area="implementation",
         confidence=share(confidence),
         step=step,
         evidence=tuple(evidence),

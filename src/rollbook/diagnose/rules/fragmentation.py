@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +20,12 @@ from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, of_contrast, share
 
 RULE = "fragmentation"
+ACTION = (
+    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (with an engine in the same process: separate memory pools), "
+    "and empty the cache at the hand-over"
+)
+CHECK = "a memory snapshot after the hand-over: which shapes leave the holes?"
+finding = partial(Finding, rule=RULE, area="implementation", action=ACTION, next_check=CHECK)
 HELD = "reserved - allocated GiB"
 
 
@@ -80,16 +87,12 @@ def _grows(view: View, used: str, kept: str) -> Finding | None:
         cost = lost_seconds(view, "timing_s/update_actor", slower)
     capacity = memory.device_gib(view)
     near = capacity is not None and top >= 0.9 * capacity
-    return Finding(
-        rule=RULE,
+    return finding(
         title="device memory is fragmented: ever more is held and not used",
-        area="implementation",
         confidence=share(0.8 + 0.1 * near + 0.05 * (late >= 2 * early)),
         step=view.step_at(idx),
         evidence=tuple(evidence),
         cost_s=cost,
-        action=ACTION,
-        next_check=CHECK,
     )
 
 
@@ -117,11 +120,6 @@ def _is_one_piece(view: View, start: int, grown: float) -> bool:
 
 CREEPS = 0.12
 """Share of the growth that must come after its largest leap."""
-ACTION = (
-    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (with an engine in the same process: separate memory pools), "
-    "and empty the cache at the hand-over"
-)
-CHECK = "a memory snapshot after the hand-over: which shapes leave the holes?"
 TOOTH = 0.1
 """Share of the device that is held and given back from which on a tooth is more than a cache."""
 
@@ -147,10 +145,8 @@ def _in_teeth(view: View, used: str, kept: str) -> Finding | None:
     foot, steps = teeth[0][0], float(np.median([top - foot for foot, top, _ in teeth]))
     step, before = view.step_at(foot), float(view.values[HELD][foot])
     most = float(np.nanmax(view.values[kept]))
-    return Finding(
-        rule=RULE,
+    return finding(
         title="device memory is fragmented between hand-overs: more is held and not used until it is given back",
-        area="implementation",
         confidence=share(0.8 + 0.08 * grows + 0.06 * is_brim),
         step=step,
         evidence=(
@@ -164,8 +160,6 @@ def _in_teeth(view: View, used: str, kept: str) -> Finding | None:
             ),
             Evidence(metric=kept, step=step, after=most, says=f"up to {num(most)} of {num(capacity)} GiB"),
         ),
-        action=ACTION,
-        next_check=CHECK,
     )
 
 
@@ -212,10 +206,8 @@ def _retries_at_the_brim(view: View, used: str, kept: str) -> Finding | None:
     step = view.step_at(int(full[0]))
     says = f"reserved grows to {num(view.last(kept, 5))} of {num(capacity)} GiB, allocated stays at "
     says += num(view.last(used, 5))
-    return Finding(
-        rule=RULE,
+    return finding(
         title="device memory is fragmented: held up to the brim, and the update waits for the allocator",
-        area="implementation",
         confidence=0.75,
         step=step,
         evidence=(
@@ -229,8 +221,6 @@ def _retries_at_the_brim(view: View, used: str, kept: str) -> Finding | None:
             of_contrast(view, per_token, slower.idx, "at the same tokens, and no other stage"),
         ),
         cost_s=lost_seconds(view, slower.metric, slower),
-        action=ACTION,
-        next_check=CHECK,
     )
 
 
@@ -246,15 +236,11 @@ def _said(view: View) -> Finding | None:
             continue
         step = event.step if event.step is not None else view.step_at(view.n - 1)
         says = f"{num(tried)} GiB did not fit while {num(left)} GiB were reserved and not used"
-        return Finding(
-            rule=RULE,
+        return finding(
             title="device memory is fragmented: an allocation failed beside memory that was held and not used",
-            area="implementation",
             confidence=0.93,
             step=step,
             evidence=(Evidence(metric="log", step=step, says=says),),
-            action=ACTION,
-            next_check=CHECK,
         )
     return None
 

@@ -6,6 +6,8 @@ turns and lengths stay. Failures come last, when the quota is used up.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from rollbook.diagnose.changes import foot_of_climb, running_median, spearman
@@ -33,6 +35,7 @@ TITLE = "sandboxes are not given back: load grows although the work does not"
 ACTION = "give every lease an owner and a time to live, and reap what no running trajectory owns; restart the pool now"
 CHECK = "count living sandboxes against running trajectories, by run id"
 
+finding = partial(Finding, rule=RULE, area="data", action=ACTION, next_check=CHECK)
 _LEVELS = (
     # metric, least growth over the run, points
     ("env/num_leased", 1.25, 2.0),
@@ -82,16 +85,12 @@ def _counted(view: View) -> Finding | None:
         if ratio >= least and steadiness >= 0.75:
             evidence.append(_growth(view, metric, step, "with them"))
     fails = any(view.trend(m)[0] >= 2 and view.last(m) > 0 for m in ENV_FAILURES)
-    return Finding(
-        rule=RULE,
+    return finding(
         title=TITLE + (", until no more can be made" if fails else ""),
-        area="data",
         confidence=0.99 if fails else share(0.85 + 0.03 * len(evidence)),
         step=step,
         evidence=tuple(evidence),
         cost_s=lost_in_steps(view, found.idx),
-        action=ACTION,
-        next_check=CHECK,
     )
 
 
@@ -129,16 +128,12 @@ def _told(view: View) -> Finding | None:
         evidence.append(Evidence(metric=metric, step=view.step_at(begun), says=says))
         step = min(step, view.step_at(begun))
         break
-    return Finding(
-        rule=RULE,
+    return finding(
         title="sandboxes are not given back: ever more cannot be made, as a limit is reached",
-        area="data",
         confidence=0.84,
         step=step,
         evidence=tuple(evidence),
         cost_s=lost_in_steps(view, view.idx_of(step)),
-        action=ACTION,
-        next_check=CHECK,
     )
 
 
@@ -187,16 +182,12 @@ def _weighed(view: View, *, is_agentic: bool) -> Finding | None:
     if points < (2.5 if env else 2.2) or len(evidence) < (1 if unreturned else 2):
         return None
     late_failures = [m for m in ENV_FAILURES if view.trend(m)[0] >= 2 and view.last(m) > 0]
-    return Finding(
-        rule=RULE,
+    return finding(
         title=TITLE,
-        area="data",
         confidence=share(0.5 + 0.1 * points + 0.05 * bool(late_failures)),
         step=view.step_at(min(begin, view.n - 1)),
         evidence=tuple(evidence),
         cost_s=lost_in_steps(view, begin),
-        action=ACTION,
-        next_check=CHECK,
     )
 
 
@@ -226,16 +217,12 @@ def _in_a_few_steps(view: View) -> Finding | None:
         c = view.contrast(metric, seconds.idx, width=20)
         if c is not None and not 0.85 <= c.ratio <= 1.25:
             return None
-    return Finding(
-        rule=RULE,
+    return finding(
         title=TITLE,
-        area="data",
         confidence=0.82,
         step=min(seconds.step, held.step),
         evidence=(of_break(seconds, "calls wait"), of_break(held, "and the host fills up")),
         cost_s=lost_in_steps(view, seconds.idx),
-        action=ACTION,
-        next_check=CHECK,
     )
 
 
@@ -247,15 +234,12 @@ def _calls_alone(view: View) -> Finding | None:
         return None
     rise = slower.rise
     begun = foot_of_climb(view.values[rise.metric]) if slower.had_grown else view.foot(rise)
-    return Finding(
-        rule=RULE,
+    return finding(
         title="calls of the sandboxes take ever longer although the work does not grow: what they run on fills up",
-        area="data",
         confidence=0.72,
         step=view.step_at(begun),
         evidence=slower.evidence,
         cost_s=slower.cost_s,
-        action=ACTION,
         next_check=CHECK + "; where those agree, what the calls go to is overloaded",
     )
 
@@ -296,18 +280,14 @@ def _in_teeth(view: View) -> Finding | None:
         steps = float(np.median([b - a for a, b, _ in teeth]))
         says = f"{len(teeth)} times it grows from {num(foot)} to {num(top)} over {num(steps)} steps, and is gone at one"
         felt = f"{num(before)} s at the foot of a tooth, {num(after)} s at its top"
-        return Finding(
-            rule=RULE,
+        return finding(
             title=f"{TITLE}, until the pool is restarted",
-            area="data",
             confidence=share(0.75 + 0.05 * min(len(teeth), 3)),
             step=step,
             evidence=(
                 Evidence(metric=metric, step=step, before=foot, after=top, says=says),
                 Evidence(metric=seconds, step=step, before=before, after=after, says=felt),
             ),
-            action=ACTION,
-            next_check=CHECK,
         )
     return None
 

@@ -4,6 +4,7 @@ bound lets too much through. The disagreement of trainer and engine follows the 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -25,6 +26,9 @@ ACTION = (
     "use the decoupled loss with truncated importance weights"
 )
 CHECK = "at staleness 0 the gap must return to its floor: plot the gap against the staleness of the samples"
+
+
+finding = partial(Finding, rule=RULE, area="async", action=ACTION, next_check=CHECK)
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -64,16 +68,12 @@ def judge(view: View) -> Finding | NotJudged | None:
     if not harm and (not is_large or versions.mean == versions.oldest):
         return None
     together = spearman(view.values[versions.mean], view.values[GAP]) if gap_of(view) else 0.0
-    return Finding(
-        rule=RULE,
+    return finding(
         title="samples are stale when they are trained",
-        area="async",
         confidence=share(0.6 + 0.15 * bool(harm) + 0.05 * len(harm) + 0.1 * (together > 0.5)),
         step=begun.step,
         evidence=(of_break(begun, "versions behind the trainer"), *harm),
         cost_reward=_reward_lost(view, begun.idx),
-        action=ACTION,
-        next_check=CHECK,
         until_step=view.step_at(rise.end_idx) if rise.end_idx is not None else None,
     )
 
@@ -92,10 +92,8 @@ def _by_the_gap_alone(view: View) -> Finding | None:
     contrasts = (
         view.contrast(metric, rise.idx, width=20, skip=rise.rise_steps) for metric in gap.metrics[:2]
     )
-    return Finding(
-        rule=RULE,
+    return finding(
         title="samples are probably stale when they are trained: the gap grew and stays where it came to",
-        area="async",
         confidence=0.7,
         step=rise.step,
         evidence=tuple(
@@ -104,7 +102,6 @@ def _by_the_gap_alone(view: View) -> Finding | None:
             if c is not None
         ),
         cost_reward=_reward_lost(view, rise.idx),
-        action=ACTION,
         next_check="log how many versions old the trained samples are: if they are fresh, a part of the weights is no "
         "longer published (compare digests of a replica's live parameters with the trainer's), or the engine computes "
         "otherwise",
@@ -234,13 +231,9 @@ def _from_start(view: View, metric: str) -> Finding | None:
         evidence.append(
             Evidence(metric=gap.metrics[0], step=view.step_at(0), after=view.level(gap.metrics[0]), says=says)
         )
-    return Finding(
-        rule=RULE,
+    return finding(
         title="samples are stale from the first steps on",
-        area="async",
         confidence=0.7,
         step=view.step_at(0),
         evidence=tuple(evidence),
-        action=ACTION,
-        next_check=CHECK,
     )

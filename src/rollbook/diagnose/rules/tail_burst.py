@@ -37,7 +37,7 @@ ACTION = (
     "train on what has finished (asynchronous schedule)"
 )
 CHECK = "read the longest responses of one such step: repetition, or honest reasoning cut short?"
-_finding = partial(
+finding = partial(
     Finding,
     rule=RULE,
     title="a few very long responses hold up the steps that have them",
@@ -78,7 +78,7 @@ def _far_apart(view: View, waiting: str) -> Finding | None:
     if found is None:
         return None
     evidence, cost_s = found
-    told = _finding(confidence=0.8, step=evidence[0].step, evidence=evidence, cost_s=cost_s)
+    told = finding(confidence=0.8, step=evidence[0].step, evidence=evidence, cost_s=cost_s)
     if evidence[0].metric not in CALLS:
         return told
     return replace(
@@ -116,7 +116,7 @@ def _in_spells(view: View, gen: str) -> Finding | None:
     before, step = float(np.nanmedian(quiet)), view.step_at(spells.first)
     says = f"{num(spells.inside)} in {len(spells.stretches)} stretches, {num(before)} beside them"
     longer = f"{num(waits.before)} s in steps without them, {num(waits.after)} s in those steps"
-    return _finding(
+    return finding(
         confidence=0.78,
         step=step,
         evidence=(
@@ -194,7 +194,7 @@ def _found(view: View, waiting: str, bursts: Bursts) -> Finding | None:
     step, steps = view.step_at(start), bursts.end - bursts.begin
     says = f"{num(before)} before, {num(after)} in {len(hit)} of {steps} steps since"
     waits = f"{num(usual)} s in steps without them, {num(slow_gen)} s in those steps"
-    return _finding(
+    return finding(
         confidence=share(0.65 + 0.25 * min(1.0, bursts.rate) + 0.1 * (bursts.rate_outside == 0)),
         step=step,
         evidence=(
