@@ -6,7 +6,7 @@ evicts them, they age among what is evicted; a replica that only takes new versi
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,54 +23,31 @@ from rollbook.diagnose.wording import num, of_break, of_contrast, share
 RULE = "version_drift"
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One way in which a log tells it: since when, how surely, and by what."""
+
+    idx: int
+    confidence: float
+    evidence: tuple[Evidence, ...] = ()
+    never_ends: bool = False
+    """Whether it is trajectories that do not end, rather than replicas that stand."""
+
+
 def judge(view: View) -> Finding | NotJudged | None:
     versions = versions_of(view)
-    replicas = view.family("replica/", "/weight_version")
-    spread = view.first("sync/version_spread")
-    if versions.oldest is None and not replicas and spread is None:
+    if versions.oldest is None and not view.family("replica/", "/weight_version") and _spread(view) is None:
         return NotJudged(
             rule=RULE,
             missing=("replica/*/weight_version", f"{STALENESS}/max"),
             lacks="versions or ages of samples",
             collect="log the weight version of every replica, or of every sample (verl V1 does in its async modes)",
         )
-    evidence: list[Evidence] = []
-    idx: int | None = None
-    confidence = 0.0
-    never_ends = False
-    if versions.standing_replicas and len(versions.standing_replicas) < len(replicas):
-        idx, confidence = versions.standing_since or 0, 0.97
-        names = ", ".join(versions.standing_replicas)
-        evidence.append(
-            Evidence(
-                metric="replica/*/weight_version",
-                step=view.step_at(idx),
-                says=f"replicas {names} of {len(replicas)} keep their version while the trainer's goes on",
-            )
-        )
-    elif versions.some_standing_since is not None and not newest_follows(view, versions.some_standing_since):
-        idx, confidence = versions.some_standing_since, 0.9
-    elif (told := _among_evicted(view)) is not None:
-        idx, confidence = told[0], 0.92
-        evidence += told[1]
-    elif (told := _lags(view)) is not None:
-        idx, confidence = told[0], 0.85
-        evidence += told[1]
-    elif (told := _never_end(view)) is not None:
-        idx, confidence, never_ends = told[0], 0.85, True
-        evidence += told[1]
-    elif (
-        (rise := view.rise(spread, log=False)) is not None
-        and rise.late >= rise.before + 2
-        and rise.score >= 5
-    ):
-        idx, confidence = rise.idx, 0.85
-        evidence.append(of_break(rise))
-    elif (rise := _gap_of_one_replica(view)) is not None:
-        idx, confidence = rise.idx, 0.96
-        evidence.append(of_break(rise, "the labels of that replica are not its weights"))
-    if idx is None:
+    ways = (_keep_their_version, _oldest_age, _among_evicted, _lags, _never_end, _spreads, _gap_parts)
+    told = next((told for way in ways if (told := way(view)) is not None), None)
+    if told is None:
         return None
+    idx, evidence = told.idx, [*told.evidence]
     if versions.some_standing_since is not None and versions.oldest:
         evidence.append(
             Evidence(
@@ -88,17 +65,51 @@ def judge(view: View) -> Finding | NotJudged | None:
         c = view.contrast(metric, idx, width=30)
         if c is not None:
             evidence.append(of_contrast(view, c, idx))
-    title, action, next_check = _NEVER_ENDS if never_ends else _STANDS
+    title, action, next_check = _NEVER_ENDS if told.never_ends else _STANDS
     return Finding(
         rule=RULE,
         title=title,
         area="version",
-        confidence=share(confidence),
+        confidence=share(told.confidence),
         step=view.step_at(idx),
         evidence=tuple(evidence),
         action=action,
         next_check=next_check,
     )
+
+
+def _keep_their_version(view: View) -> Told | None:
+    """Some replicas say themselves that they stand."""
+    versions, replicas = versions_of(view), view.family("replica/", "/weight_version")
+    if not versions.standing_replicas or len(versions.standing_replicas) == len(replicas):
+        return None
+    idx, names = versions.standing_since or 0, ", ".join(versions.standing_replicas)
+    says = f"replicas {names} of {len(replicas)} keep their version while the trainer's goes on"
+    return Told(idx, 0.97, (Evidence(metric="replica/*/weight_version", step=view.step_at(idx), says=says),))
+
+
+def _oldest_age(view: View) -> Told | None:
+    """The oldest samples age by one version a step, the newest do not."""
+    since = versions_of(view).some_standing_since
+    return None if since is None or newest_follows(view, since) else Told(since, 0.9)
+
+
+def _spread(view: View) -> str | None:
+    return view.first("sync/version_spread")
+
+
+def _spreads(view: View) -> Told | None:
+    rise = view.rise(_spread(view), log=False)
+    if rise is None or rise.late < rise.before + 2 or rise.score < 5:
+        return None
+    return Told(rise.idx, 0.85, (of_break(rise),))
+
+
+def _gap_parts(view: View) -> Told | None:
+    rise = _gap_of_one_replica(view)
+    if rise is None:
+        return None
+    return Told(rise.idx, 0.96, (of_break(rise, "the labels of that replica are not its weights"),))
 
 
 _NEVER_ENDS = (
@@ -119,8 +130,8 @@ _STANDS = (
 EVICTED_AGE = f"{EVICTED}_staleness/max"
 
 
-def _among_evicted(view: View) -> tuple[int, list[Evidence]] | None:
-    """(position, evidence) of samples that are evicted older by one version with every step: one replica stands."""
+def _among_evicted(view: View) -> Told | None:
+    """Samples are evicted older by one version with every step: one replica stands."""
     since = unit_ramp(view, view.first(EVICTED_AGE))
     if since is None:
         return None
@@ -140,7 +151,7 @@ def _among_evicted(view: View) -> tuple[int, list[Evidence]] | None:
     c = view.contrast(EVICTED, first, width=20)
     if c is not None:
         evidence.append(of_contrast(view, c, first, "evicted a step: that replica's share"))
-    return idx, evidence
+    return Told(idx, 0.92, tuple(evidence))
 
 
 LAG = 6.0
@@ -149,9 +160,9 @@ FEW = 0.3
 """Growth of the mean age over that of the oldest beyond which all samples grow older, not those of some replicas."""
 
 
-def _lags(view: View) -> tuple[int, list[Evidence]] | None:
-    """(position, evidence) of oldest samples that fall ever further behind while the newest are fresh and the mean
-    rises by the share of a few: some replicas take new versions late."""
+def _lags(view: View) -> Told | None:
+    """The oldest samples fall ever further behind while the newest are fresh and the mean rises by the share of a few:
+    some replicas take new versions late."""
     oldest, newest, mean = (f"{STALENESS}/{end}" for end in ("max", "min", "mean"))
     if not view.has(oldest, newest, mean) or view.n < 40:
         return None
@@ -173,16 +184,14 @@ def _lags(view: View) -> tuple[int, list[Evidence]] | None:
     how = "at once, and stay there" if at_once else "step by step"
     says = f"the oldest samples fall behind {how}, from {num(early)} to {num(late)} versions"
     few = f"the mean by {num(grown / (late - early))} of that: the share of a few replicas"
-    return idx, [
-        Evidence(metric=oldest, step=view.step_at(idx), before=early, after=late, says=says),
-        Evidence(
-            metric=newest,
-            step=view.step_at(idx),
-            after=view.level(newest, view.n - tenth),
-            says="stays fresh",
-        ),
-        Evidence(metric=mean, step=view.step_at(idx), after=view.level(mean, view.n - tenth), says=few),
-    ]
+    fresh_age, mean_age = view.level(newest, view.n - tenth), view.level(mean, view.n - tenth)
+    step = view.step_at(idx)
+    evidence = (
+        Evidence(metric=oldest, step=step, before=early, after=late, says=says),
+        Evidence(metric=newest, step=step, after=fresh_age, says="stays fresh"),
+        Evidence(metric=mean, step=step, after=mean_age, says=few),
+    )
+    return Told(idx, 0.85, evidence)
 
 
 WORST = f"{STALENESS}_worst"
@@ -191,9 +200,9 @@ SPANS = "training/off_policy/trajectory_spans/max"
 """Weight versions that the longest-running trajectory of a step was sampled with."""
 
 
-def _never_end(view: View) -> tuple[int, list[Evidence]] | None:
-    """(position, evidence) of trajectories that are continued over ever more versions: their first tokens age, their
-    last ones and all other samples do not, and the answers are no longer."""
+def _never_end(view: View) -> Told | None:
+    """Trajectories are continued over ever more versions: their first tokens age, their last ones and all other samples
+    do not, and the answers are no longer."""
     oldest, mean = f"{WORST}/max", f"{WORST}/mean"
     rise, spans = view.rise(oldest, log=False), view.rise(SPANS, log=False)
     if rise is None or spans is None or not view.has(f"{STALENESS}/max", f"{WORST}/min"):
@@ -229,7 +238,7 @@ def _never_end(view: View) -> tuple[int, list[Evidence]] | None:
     evidence.append(Evidence(metric=f"{STALENESS}/max", step=view.step_at(idx), after=fresh, says=says))
     if thrown_away is not None and is_cut:
         evidence.append(of_contrast(view, thrown_away, idx, "evicted a step as too stale"))
-    return idx, evidence
+    return Told(idx, 0.85, tuple(evidence), never_ends=True)
 
 
 LENGTHS = ("response_length/mean", "response_length/max")
