@@ -19,7 +19,7 @@ from rollbook.diagnose.rules.parts.restarts import SECOND_WARMUP, Restart, jump_
 from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.gap import GAP, gap_of
 from rollbook.diagnose.signs.policy import policy_of
-from rollbook.diagnose.signs.rewards import other_prompts, reward_of
+from rollbook.diagnose.signs.rewards import other_prompts, reward_cost
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, share
 
@@ -112,7 +112,6 @@ def _at(view: View, restart: Restart) -> Finding | None:
     only_lr = len(changes) == 1 and changes[0].evidence.metric == "actor/lr"
     confidence = 0.55 + 0.13 * len(changes) + (0.1 if restart.is_certain else -0.05) - 0.15 * only_lr
     confidence = max(confidence, 0.72) if warms_up else confidence
-    reward = view.contrast(reward_of(view).metric, idx)
     mark = Evidence(metric=restart.mark, step=view.step_at(idx), says=restart.says)
     meanings = [*dict.fromkeys(change.meaning for change in changes)]
     return finding(
@@ -120,7 +119,7 @@ def _at(view: View, restart: Restart) -> Finding | None:
         confidence=share(confidence),
         step=view.step_at(idx),
         evidence=(mark, *(change.evidence for change in changes)),
-        cost_reward=max(0.0, -reward.diff) if reward is not None else None,
+        cost_reward=reward_cost(view, idx),
     )
 
 

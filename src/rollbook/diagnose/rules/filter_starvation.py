@@ -24,6 +24,10 @@ KEPT = ("filter/kept_frac", "batch/effective_frac")
 
 MOSTLY_RIGHT = 0.6
 """Mean reward from which on most flat groups are solved ones."""
+MOSTLY_WRONG = 0.3
+"""That up to which most are failed ones."""
+SLOWER = 1.4
+"""Seconds of generation over what the lengths explain, from which on what is dropped is made again."""
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -59,14 +63,9 @@ def _for_good(view: View, dropped: str | None, kept: str | None, starved: Stop |
         idx = some[0] if some else view.n - 1  # from the first steps on, or in the last one alone
     if idx is None:
         return None
-    least = 1.4
-    if starved is None and dropped is not None and (part := _dropped_share(view, dropped)) is not None:
-        if part < MOSTLY and (not _counts_groups(view, dropped) or _takes_two_batches(view)):
-            return None  # most of what is generated is trained
-        if part < MOSTLY and not view.has(BATCHES):  # of how many groups those are, only the seconds tell
-            least = TWICE_AS_MUCH
-            if _longest_grew(view, idx):
-                return None  # a tail takes them, and nothing tells
+    least = SLOWER if starved is not None else _least_slowdown(view, dropped, idx)
+    if least is None:
+        return None
     excess = excess_of(view)
     slower = _rise(view, excess, least)
     costs = slower is not None and slower.idx >= idx - max(8, view.n // 10)
@@ -88,15 +87,8 @@ def _for_good(view: View, dropped: str | None, kept: str | None, starved: Stop |
         evidence.append(Evidence(metric="timing_s/gen", step=slower.step, after=now, says=says))
     if smaller is not None and shrinks:
         evidence.append(of_break(smaller))
-    side = ""
-    if np.isfinite(reward):
-        side = (
-            " (most answers are right)"
-            if reward > MOSTLY_RIGHT
-            else " (most answers are wrong)"
-            if reward < 0.3
-            else ""
-        )
+    side = " (most answers are right)" if reward > MOSTLY_RIGHT else ""
+    side = " (most answers are wrong)" if reward < MOSTLY_WRONG else side
     return Finding(
         rule=RULE,
         title=f"the filter of flat groups drops most of what is generated{side}",
@@ -109,6 +101,19 @@ def _for_good(view: View, dropped: str | None, kept: str | None, starved: Stop |
         "cap the refills",
         next_check="share of right answers per prompt over the last steps: how many prompts are neither 0 nor 1?",
     )
+
+
+def _least_slowdown(view: View, dropped: str | None, idx: int) -> float | None:
+    """How much slower generation must be where so much is dropped; None where most of what is generated is trained, or
+    the seconds that alone tell are those of a tail."""
+    part = _dropped_share(view, dropped) if dropped is not None else None
+    if dropped is None or part is None or part >= MOSTLY:
+        return SLOWER
+    if not _counts_groups(view, dropped) or _takes_two_batches(view):
+        return None
+    if view.has(BATCHES):
+        return SLOWER
+    return None if _longest_grew(view, idx) else TWICE_AS_MUCH  # of how many groups, only the seconds tell
 
 
 MOST_DROPPED = 0.72

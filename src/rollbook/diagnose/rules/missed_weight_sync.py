@@ -23,7 +23,7 @@ from rollbook.diagnose.signs.gap_causes import (
 )
 from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.signs.publications import publications_of
-from rollbook.diagnose.signs.rewards import reward_of
+from rollbook.diagnose.signs.rewards import reward_cost
 from rollbook.diagnose.signs.versions import has_ages, versions_of
 from rollbook.diagnose.spells import tooth_of
 from rollbook.diagnose.view import View
@@ -134,7 +134,7 @@ def _never_synced(view: View, gap: Gap) -> bool:
 
 
 def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: int | None) -> Finding:
-    versions, publications, reward = versions_of(view), publications_of(view), reward_of(view)
+    versions, publications = versions_of(view), publications_of(view)
     evidence: list[Evidence] = []
     if end is not None and rise is not None and rise.idx == idx:
         idx = _left_at(view, idx, end)
@@ -177,11 +177,6 @@ def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: i
         c = view.contrast(carried, idx)
         if c is not None and publications.absent_since is not None and c.ratio < 0.75:
             evidence.append(of_contrast(view, c, idx, f"publications {publications.how}"))
-    cost = None
-    if reward.metric is not None:
-        c = view.contrast(reward.metric, idx, width=20)
-        if c is not None:
-            cost = max(0.0, -c.diff)
     return Finding(
         rule=RULE,
         title="engines sample with old weights: a weight sync was missed",
@@ -189,7 +184,7 @@ def _finding(view: View, idx: int, rise: Break | None, confidence: float, end: i
         confidence=share(confidence),
         step=step,
         evidence=tuple(evidence),
-        cost_reward=cost,
+        cost_reward=reward_cost(view, idx, width=20),
         action="stop, publish the full weights to every replica, and take the run up again from the checkpoint "
         f"before step {step}; what was sampled since then is off-policy",
         next_check="compare a digest of the live parameters of one replica with the trainer's, then the logprobs "

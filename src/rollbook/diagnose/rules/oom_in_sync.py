@@ -52,17 +52,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         confidence = 0.75
         evidence.append(lives)
         step = lives.step if lives.step is not None else step
-    elif (
-        fuller is not None
-        and grew
-        and fuller.ratio >= 1.15
-        and fuller.rise_steps <= 2
-        and _is_brim(view, used, capacity)
-    ):
-        if grows_with_length or _is_by_length(view, fuller, "response_length/max", 1.3):
-            return None
-        if memory.leaps_with_the_longest(view, fuller.idx):
-            return None
+    elif fuller is not None and grew and not grows_with_length and _leaps(view, used, capacity, fuller):
         confidence, step = 0.6, fuller.step
     else:
         return None
@@ -117,6 +107,11 @@ def _lives_end_at_the_brim(view: View, used: str | None, capacity: float | None)
     return Evidence(metric=used, step=step, before=before, after=last, says=says)
 
 
-def _is_brim(view: View, used: str | None, capacity: float | None) -> bool:
-    """Allocated to the last twentieth of the device at the end of the log."""
-    return used is not None and capacity is not None and view.last(used, 3) >= 0.95 * capacity
+def _leaps(view: View, used: str | None, capacity: float | None, fuller: Break) -> bool:
+    """Whether memory came at once to the last twentieth of the device, where it is at the end of the log, and not with
+    the longest responses."""
+    is_brim = used is not None and capacity is not None and view.last(used, 3) >= 0.95 * capacity
+    if not is_brim or fuller.ratio < 1.15 or fuller.rise_steps > 2:
+        return False
+    by_length = _is_by_length(view, fuller, "response_length/max", 1.3)
+    return not by_length and not memory.leaps_with_the_longest(view, fuller.idx)

@@ -13,7 +13,7 @@ from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.signs.environments import failures_rise
 from rollbook.diagnose.signs.gap import GAP, gap_of, metrics_of_gap
 from rollbook.diagnose.signs.policy import is_broken_update
-from rollbook.diagnose.signs.rewards import lost_reward, lowest_reward, reward_of
+from rollbook.diagnose.signs.rewards import lost_reward, lowest_reward, reward_cost, reward_of
 from rollbook.diagnose.signs.seconds import validations
 from rollbook.diagnose.signs.versions import versions_of
 from rollbook.diagnose.spells import follow
@@ -224,10 +224,9 @@ def _without_gap(view: View) -> Finding | None:
 def _finding(view: View, idx: int, confidence: float) -> Finding:
     step = view.step_at(idx)
     evidence: list[Evidence] = []
-    reward = reward_of(view)
     metrics = (
         *metrics_of_gap(view)[:2],
-        reward.metric,
+        reward_of(view).metric,
         "response_length/mean",
         "response_length/clip_ratio",
     )
@@ -242,7 +241,6 @@ def _finding(view: View, idx: int, confidence: float) -> Finding:
             if np.isfinite(before) and np.isfinite(after):
                 says = f"{num(before)} before step {step}, {num(after)} after"
                 evidence.append(Evidence(metric=metric, step=step, before=before, after=after, says=says))
-    c = view.contrast(reward.metric, idx, width=8)
     return Finding(
         rule=RULE,
         title="the engine samples noise since one hand-over of weights",
@@ -250,7 +248,7 @@ def _finding(view: View, idx: int, confidence: float) -> Finding:
         confidence=share(confidence),
         step=step,
         evidence=tuple(evidence),
-        cost_reward=None if c is None else max(0.0, -c.diff),
+        cost_reward=reward_cost(view, idx, width=8),
         action=f"stop; take the run up from the checkpoint before step {step} with freshly started "
         "engines and sleep level 1",
         next_check="after one sleep and wake, compare every tensor's digest with the trainer's and "

@@ -14,7 +14,7 @@ from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.signs.gap import GAP, gap_of, metrics_of_gap
 from rollbook.diagnose.signs.gap_causes import follows_staleness, is_of_old_samples, is_unexplained_ramp
 from rollbook.diagnose.signs.policy import is_broken_update
-from rollbook.diagnose.signs.rewards import reward_of
+from rollbook.diagnose.signs.rewards import reward_cost
 from rollbook.diagnose.signs.versions import EVICTED, STALENESS, newest_follows, versions_of
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, of_break, of_contrast, share
@@ -73,7 +73,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         confidence=share(0.6 + 0.15 * bool(harm) + 0.05 * len(harm) + 0.1 * (together > 0.5)),
         step=begun.step,
         evidence=(of_break(begun, "versions behind the trainer"), *harm),
-        cost_reward=_reward_lost(view, begun.idx),
+        cost_reward=reward_cost(view, begun.idx, width=20),
         until_step=view.step_at(rise.end_idx) if rise.end_idx is not None else None,
     )
 
@@ -101,7 +101,7 @@ def _by_the_gap_alone(view: View) -> Finding | None:
             for c in contrasts
             if c is not None
         ),
-        cost_reward=_reward_lost(view, rise.idx),
+        cost_reward=reward_cost(view, rise.idx, width=20),
         next_check="log how many versions old the trained samples are: if they are fresh, a part of the weights is no "
         "longer published (compare digests of a replica's live parameters with the trainer's), or the engine computes "
         "otherwise",
@@ -174,11 +174,6 @@ def _gap_follows(view: View, idx: int) -> Evidence | None:
     now, then = view.level(metric, view.n - (view.n - idx) // 3), view.level(metric, max(0, idx - 60), idx)
     says = f"{num(then)} before step {view.step_at(idx)}, {num(now)} now: the gap follows"
     return Evidence(metric=metric, step=view.step_at(idx), before=then, after=now, says=says)
-
-
-def _reward_lost(view: View, idx: int) -> float | None:
-    c = view.contrast(reward_of(view).metric, idx, width=20)
-    return None if c is None else max(0.0, -c.diff)
 
 
 ALWAYS = 4.0

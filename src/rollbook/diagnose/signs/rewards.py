@@ -42,6 +42,12 @@ def lost_reward(view: View, idx: int, *, width: int = 8) -> float:
     return 0.0 if c is None or c.before <= bottom else -c.diff / (c.before - bottom)
 
 
+def reward_cost(view: View, idx: int, *, width: int = 12) -> float | None:
+    """Mean reward that is gone after a position, 0 where it rose; None where it cannot be told."""
+    c = view.contrast(view.first(*REWARD), idx, width=width)
+    return None if c is None else max(0.0, -c.diff)
+
+
 def other_prompts(view: View, idx: int) -> bool:
     """Whether the prompts themselves changed at a step: a run that goes on with other data does all else."""
     if new_curriculum(view, idx - 2, idx + 1):
