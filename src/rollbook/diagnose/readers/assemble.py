@@ -10,10 +10,11 @@ from __future__ import annotations
 import bisect
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.diagnose.series import NEXT_RUN, Event, Row, RunSeries, Seam
 from rollbook.errors import DataError
@@ -127,6 +128,30 @@ def assemble(
     Raises:
         DataError: no row at all, or no such run.
     """
+    runs, names_of_runs = _runs_of(items)
+    if not runs[0].steps and (died := _died_early(runs[0])) is not None:
+        runs[0].add(Row(step=died, data={}))
+    if not runs[-1].steps:
+        raise DataError(f"{source} holds no step", if_empty)
+    chosen = len(runs) - 1 if run_idx is None else run_idx
+    if not 0 <= chosen < len(runs):
+        holds, use = ("one run", "leave it out, or use 0") if len(runs) == 1 else (f"{len(runs)} runs", "")
+        raise DataError(
+            f"{source} holds {holds}, and run {run_idx} was asked for", use or f"use 0 to {len(runs) - 1}"
+        )
+    all_notes = list(notes)
+    if len(runs) > 1:
+        lengths = ", ".join(counted(len(r.rows_of_step), "step") for r in runs)
+        which = f"run {chosen} of 0 to {len(runs) - 1}"
+        if len(names_of_runs) == len(runs):
+            which += f", {names_of_runs[chosen]}"
+        all_notes.append(f"{len(runs)} runs in one log ({lengths}): this is {which}")
+    return _finish(runs[chosen], source, format, renamed or {}, all_notes, len(runs), chosen)
+
+
+def _runs_of(items: Iterable[Row | Event]) -> tuple[list[_Run], list[str]]:
+    """The runs of a log, and their names where it has some: one begins anew where the log says so, or where steps are
+    logged again from the first on with other values; where that is so further in, the run was taken up again."""
     runs = [_Run()]
     waiting: list[Event] = []
     names_of_runs: list[str] = []
@@ -154,29 +179,11 @@ def assemble(
                     run.roll_back(item.step)
             else:
                 run.num_repeated += 1
-        for event in waiting:
-            run.events.append(event)
+        run.events.extend(waiting)
         waiting.clear()
         run.add(item)
     runs[-1].events.extend(waiting)
-    if not runs[0].steps and (died := _died_early(runs[0])) is not None:
-        runs[0].add(Row(step=died, data={}))
-    if not runs[-1].steps:
-        raise DataError(f"{source} holds no step", if_empty)
-    chosen = len(runs) - 1 if run_idx is None else run_idx
-    if not 0 <= chosen < len(runs):
-        holds, use = ("one run", "leave it out, or use 0") if len(runs) == 1 else (f"{len(runs)} runs", "")
-        raise DataError(
-            f"{source} holds {holds}, and run {run_idx} was asked for", use or f"use 0 to {len(runs) - 1}"
-        )
-    all_notes = list(notes)
-    if len(runs) > 1:
-        lengths = ", ".join(counted(len(r.rows_of_step), "step") for r in runs)
-        which = f"run {chosen} of 0 to {len(runs) - 1}"
-        if len(names_of_runs) == len(runs):
-            which += f", {names_of_runs[chosen]}"
-        all_notes.append(f"{len(runs)} runs in one log ({lengths}): this is {which}")
-    return _finish(runs[chosen], source, format, renamed or {}, all_notes, len(runs), chosen)
+    return runs, names_of_runs
 
 
 def _died_early(run: _Run) -> int | None:
@@ -245,27 +252,7 @@ def _finish(
                 {int(ordered[p]) for p in places[used & ~finite] if not np.isfinite(dense[p])}
             )
     non_finite = {name: steps for name, steps in non_finite.items() if steps}
-    if non_finite:
-        notes.append(f"NaN, null or infinite, and left out: {_where(non_finite)}")
-    if negative:
-        notes.append(f"less than 0 s (a clock was set back), and left out: {_where(negative)}")
-    if run.num_out_of_order and not run.seams:
-        notes.append(f"{counted(run.num_out_of_order, 'row')} out of order: sorted by step")
-    if run.num_clock_jumps:
-        notes.append(
-            f"the clock ran backwards {counted(run.num_clock_jumps, 'time')}: times are not used, seconds of stages are"
-        )
-    for seam in run.seams:
-        notes.append(
-            f"the run was taken up again at step {seam.step} ({counted(seam.num_replaced, 'step')} run twice)"
-        )
-    if len(ordered) > 1:
-        num_missing = int(ordered[-1] - ordered[0]) + 1 - len(ordered)
-        stride = int(np.median(np.diff(ordered)))
-        if stride == 1 and num_missing:
-            notes.append(f"{num_missing} of {int(ordered[-1] - ordered[0]) + 1} steps are not in the log")
-    if ordered[0] > 2:
-        notes.append(f"the log begins at step {int(ordered[0])}: what came before cannot be judged")
+    notes += _oddities(run, ordered, non_finite, negative)
     return RunSeries(
         source=source,
         format=format,
@@ -280,3 +267,30 @@ def _finish(
         num_runs=num_runs,
         run_idx=run_idx,
     )
+
+
+def _oddities(
+    run: _Run, ordered: NDArray[np.int64], non_finite: dict[str, list[int]], negative: dict[str, list[int]]
+) -> Iterator[str]:
+    """What was odd in the log, and what was done about it."""
+    if non_finite:
+        yield f"NaN, null or infinite, and left out: {_where(non_finite)}"
+    if negative:
+        yield f"less than 0 s (a clock was set back), and left out: {_where(negative)}"
+    if run.num_out_of_order and not run.seams:
+        yield f"{counted(run.num_out_of_order, 'row')} out of order: sorted by step"
+    if run.num_clock_jumps:
+        yield (
+            f"the clock ran backwards {counted(run.num_clock_jumps, 'time')}: times are not used, seconds of stages are"
+        )
+    for seam in run.seams:
+        yield (
+            f"the run was taken up again at step {seam.step} ({counted(seam.num_replaced, 'step')} run twice)"
+        )
+    if len(ordered) > 1:
+        num_missing = int(ordered[-1] - ordered[0]) + 1 - len(ordered)
+        stride = int(np.median(np.diff(ordered)))
+        if stride == 1 and num_missing:
+            yield f"{num_missing} of {int(ordered[-1] - ordered[0]) + 1} steps are not in the log"
+    if ordered[0] > 2:
+        yield f"the log begins at step {int(ordered[0])}: what came before cannot be judged"
