@@ -1,4 +1,5 @@
-"""Answers that grow until they are cut off, and answers that were cut off from early on."""
+"""Answers that grow until they are cut off, or were cut off from early on: an algorithm's or a limit's matter, as long
+as what makes them is the policy itself."""
 
 from __future__ import annotations
 

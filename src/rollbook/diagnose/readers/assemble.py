@@ -53,7 +53,6 @@ class _Run:
     seams: list[Seam] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     num_out_of_order: int = 0
-    num_repeated: int = 0
     num_clock_jumps: int = 0
 
     def contradicts(self, row: Row) -> bool:
@@ -167,18 +166,15 @@ def _runs_of(items: Iterable[Row | Event]) -> tuple[list[_Run], list[str]]:
             continue
         if not 0 <= item.step <= LARGEST_STEP:
             continue
-        if item.step in run.rows_of_step:
-            if run.contradicts(item):
-                first = min(run.rows_of_step)
-                if item.step <= first + 1 and run.newest_step > item.step + 1:
-                    runs[-1].events.extend(event for event in waiting if event.kind == "run_failed")
-                    waiting = [event for event in waiting if event.kind != "run_failed"]
-                    run = _Run()
-                    runs.append(run)
-                else:
-                    run.roll_back(item.step)
+        if item.step in run.rows_of_step and run.contradicts(item):
+            first = min(run.rows_of_step)
+            if item.step <= first + 1 and run.newest_step > item.step + 1:
+                run.events.extend(event for event in waiting if event.kind == "run_failed")
+                waiting = [event for event in waiting if event.kind != "run_failed"]
+                run = _Run()
+                runs.append(run)
             else:
-                run.num_repeated += 1
+                run.roll_back(item.step)
         run.events.extend(waiting)
         waiting.clear()
         run.add(item)

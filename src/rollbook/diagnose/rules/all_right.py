@@ -1,4 +1,5 @@
-"""Every answer is right from the start: prompts that teach nothing, or a scorer that says yes to everything."""
+"""Every answer is right from the start: prompts that teach nothing, or a scorer that says yes to everything. A run that
+learned first and then stands near the top is a state (`algorithm/rewards.py`), and no fault."""
 
 from __future__ import annotations
 

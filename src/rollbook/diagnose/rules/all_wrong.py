@@ -1,4 +1,5 @@
-"""Every answer is wrong from the start: the scorer, the format it expects, or prompts that are far too hard."""
+"""Every answer is wrong from the start: the scorer, the format it expects, or prompts that are far too hard. Rewards
+that fell to the bottom later on are another rule's (`dead_scorer`, `one_source_all_zero`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The scorer fails: trajectories are produced and get no reward. Nothing of the policy or the environments moved."""
+"""The scorer fails: trajectories are produced and get no reward, or all of them that of a wrong answer at once.
+
+Nothing of the policy or the environments moved. The class of the failures tells it from dead sandboxes; where rewards
+are logged by source, a single one of them is `one_source_all_zero`.
+"""
 
 from __future__ import annotations
 

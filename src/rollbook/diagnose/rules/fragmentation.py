@@ -1,5 +1,8 @@
-"""The allocator holds ever more memory that nobody uses: reserved grows, allocated does not. What is held may be given
-back now and then, or the allocator says itself, at the end, how much of it was left and did not fit."""
+"""The allocator holds ever more memory that nobody uses: reserved grows, allocated does not.
+
+For good, in teeth that are given back at a hand-over, or up to the brim, where the update waits for the allocator; or
+the error itself says how much was held and not used. Where allocated grows as well it is `late_oom_with_length`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Memory grows with the responses until a long batch no longer fits, hours into the run."""
+"""Memory grows with the responses until a long batch no longer fits, hours into the run.
+
+It follows the lengths and ends at the brim, or the log says that it ran out outside a hand-over. A peak that leaps at
+equal lengths is the hand-over's (`oom_in_sync`); memory that has stood at the brim for long has shown that it fits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The object store is full and batches go over the disk: moving data becomes slow, computing does not."""
+"""The object store is full and batches go over the disk: moving data becomes slow, computing does not.
+
+Told by Ray's lines, by the bytes that are spilled, or by stages that hardly compute (advantages, scoring, seconds of no
+stage) becoming many times as slow at the same tokens. Where computing stages slow down alone, the host is slow.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A publication of weights failed its proof, again when it was repeated, and the run stopped rather than serve it."""
+"""A publication of weights failed its proof, again when it was repeated, and the run stopped rather than serve it.
+Only the run's own words tell it: weights that arrived wrong and were served are `missed_weight_sync` or
+`silent_error_after_wake`."""
 
 from __future__ import annotations
 

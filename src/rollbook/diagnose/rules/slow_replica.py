@@ -1,4 +1,5 @@
-"""One replica generates much more slowly than the others, and every step waits for what was sent to it."""
+"""One replica generates much more slowly than the others, and every step waits for what was sent to it. Its tokens a
+second are held against the others' in the same step, so that lengths and the host's load drop out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """The trainer trains on samples that are several versions old, honestly labelled: generation does not keep up, or the
-bound lets too much through. The disagreement of trainer and engine follows the staleness, up and down with it."""
+bound lets too much through. The disagreement of trainer and engine follows the staleness, up and down with it.
+
+Samples that age by one version a step are those of engines that stand (`missed_weight_sync`, all of them;
+`version_drift`, some). Without ages a gap that ramps up and then stays is taken for it.
+"""
 
 from __future__ import annotations
 

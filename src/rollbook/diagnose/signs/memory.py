@@ -1,4 +1,5 @@
-"""What the memory rules share: the allocator's two numbers in GiB, and the sizes of devices."""
+"""Device memory: the allocator's two numbers in GiB, the size of the device, whether it is full, and the errors that
+say so."""
 
 from __future__ import annotations
 

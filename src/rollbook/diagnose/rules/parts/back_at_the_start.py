@@ -1,4 +1,5 @@
-"""A run that was taken up again and stands where it stood in its first steps: the weights are those that it began with.
+"""A run that was taken up again (`discontinuity_after_resume`) and stands where it stood in its first steps: the
+weights are those that it began with.
 
 Against what it had just reached, or against the very steps that it runs a second time: noise hides a small loss from
 one step to the next, and not from five pairs of the same steps.

@@ -1,5 +1,5 @@
-"""The peak of device memory within the hand-over itself, where a log has it under any name: it climbs to the device's
-size while the training's own peak has room, and the allocator must try again."""
+"""The peak of device memory within the hand-over itself (`oom_in_sync`), where a log has it under any name: it climbs
+to the device's size while the training's own peak has room, and the allocator must try again."""
 
 from __future__ import annotations
 

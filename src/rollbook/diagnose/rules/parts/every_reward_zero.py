@@ -1,5 +1,5 @@
-"""Every reward is that of a wrong answer at once: what two rules share, of a scorer that is broken for one source, or
-dead. Which it is, the sources tell that a log has."""
+"""Every reward is that of a wrong answer at once (`one_source_all_zero`, `dead_scorer`) while the answers did not
+change: a scorer that is broken for the one source, or dead. Which it is, the sources tell that a log has."""
 
 from __future__ import annotations
 

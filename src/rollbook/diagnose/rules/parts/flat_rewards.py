@@ -1,5 +1,5 @@
-"""From the start every answer gets the same reward: no group differs in itself, so nothing is learned. All wrong and
-all right are two findings, told apart by the level; a run that first learned and then stands still is neither."""
+"""From the start every answer gets the same reward (`all_wrong`, `all_right`): no group differs in itself, so nothing
+is learned. The level tells the two apart; a run that first learned and then stands still is neither."""
 
 from __future__ import annotations
 

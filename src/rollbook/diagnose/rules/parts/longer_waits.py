@@ -1,5 +1,5 @@
-"""Waits that became longer: in every step, in spells, or added up over the batches that come at once; and what else may
-have made them so. Near zero, multiples say nothing: waits are judged against the seconds of their steps."""
+"""Waits that became longer (`buffer_never_fills`): in every step, in spells, or added up over the batches that come at
+once; and what else may have made them so. Near zero, multiples say nothing: waits are judged against their steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Groups that are counted as under way while ever fewer really run: they were lost, and nobody submits them again."""
+"""Groups that are counted as under way while ever fewer really run (`buffer_never_fills`): they were lost, and nobody
+submits them again. Where fewer are admitted, both counts fall and nobody waits."""
 
 from __future__ import annotations
 

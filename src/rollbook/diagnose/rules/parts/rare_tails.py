@@ -1,4 +1,5 @@
-"""Few steps, far apart, that wait for one response or one call many times as long as the longest of all other steps.
+"""Few steps, far apart (`tail_burst`), that wait for one response or one call many times as long as the longest of all
+other steps.
 
 Too rare for a stretch in which they are frequent, they need none: nothing lies between them and the others, each waits
 for as long as what it waits for takes, and together they cost a share of the run.

@@ -1,4 +1,5 @@
-"""How surely steps that are hit come in a stretch, or are what the longest of many responses bring by themselves."""
+"""How surely steps that are hit come in a stretch (`tail_burst`), or are what the longest of many responses bring by
+themselves."""
 
 from __future__ import annotations
 
