@@ -74,8 +74,9 @@ from rollbook.sync.digest import PendingDigests, digests
 from rollbook.sync.inproc import InprocPort
 from rollbook.sync.ipc import IpcReceiver, IpcSender
 from rollbook.sync.layout import MappedWeights, Place
-from rollbook.sync.publisher import PublicationReport, Publisher
+from rollbook.sync.publisher import Publisher
 from rollbook.sync.remote import RemotePort, ReplicaServer
+from rollbook.sync.report import PublicationReport
 from rollbook.sync.shm import ShmReceiver, ShmSender
 from rollbook.sync.transport import Receiver, Sender
 from rollbook.weights import TensorSpec, WeightPort

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollbook.controller.loop import Controller
-from rollbook.sync.publisher import PublicationReport
+from rollbook.sync.report import PublicationReport
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from rollbook.config.run_config import RunConfig
 from rollbook.controller.loop import Controller
 from rollbook.modeling.attention import packed_layout
 from rollbook.modeling.load import load_model
-from rollbook.sync.publisher import PublicationReport
+from rollbook.sync.report import PublicationReport
 from tiny_run import RunResult
 
 

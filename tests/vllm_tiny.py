@@ -30,7 +30,8 @@ from rollbook.rollout.vllm.config import VllmConfig
 from rollbook.rollout.vllm.engine import VllmEngine
 from rollbook.sync.config import SyncConfig
 from rollbook.sync.inproc import InprocPort
-from rollbook.sync.publisher import PublicationReport, Publisher
+from rollbook.sync.publisher import Publisher
+from rollbook.sync.report import PublicationReport
 from rollbook.types import Ids, SamplingParams
 from rollbook.weights import TensorSpec, WeightPort
 

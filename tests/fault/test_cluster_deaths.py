@@ -16,7 +16,7 @@ from rollbook.controller.step_metrics import engine_values
 from rollbook.errors import EngineDownError, EngineError, SyncError
 from rollbook.rollout.engine import COUNTERS, EngineStats
 from rollbook.rollout.router import Router
-from rollbook.sync.publisher import PublicationReport
+from rollbook.sync.report import PublicationReport
 from tiny_run import run_tiny, tiny_config
 
 

@@ -37,7 +37,7 @@ from rollbook.errors import (
 )
 from rollbook.modeling.load import load_model
 from rollbook.modeling.lora import base_digest
-from rollbook.sync.publisher import PublicationReport
+from rollbook.sync.report import PublicationReport
 from tiny_run import RunResult, run_tiny, tiny_config
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollbook.controller.loop import Controller
-from rollbook.sync.publisher import PublicationReport
+from rollbook.sync.report import PublicationReport
 from run_oracles import NotedWeights, label_gaps, rows, staleness_of_tokens, steps_of_versions, versions_of
 from tiny_run import TinyRun
 

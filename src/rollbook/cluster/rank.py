@@ -19,9 +19,10 @@ from rollbook.errors import RunError, refuse
 from rollbook.modeling.lora import base_digest
 from rollbook.sync.broadcast import BroadcastSender
 from rollbook.sync.folders import folder_problems, uses_shm
-from rollbook.sync.publisher import PublicationReport, Publisher
+from rollbook.sync.publisher import Publisher
 from rollbook.sync.quantized import as_sent
 from rollbook.sync.remote import RemotePort
+from rollbook.sync.report import PublicationReport
 from rollbook.sync.transport import Sender
 from rollbook.trainer.objective import NotingObjective
 from rollbook.trainer.parallel import ALONE, Ranks

@@ -19,7 +19,8 @@ from rollbook.errors import ConfigError, DeadlineError, EngineDownError, EngineE
 from rollbook.observe.recorder import Recorder
 from rollbook.rollout.engine import EngineStats, GenerateRequest, PauseMode, Response
 from rollbook.rollout.router import Router
-from rollbook.sync.publisher import PublicationReport, Publisher
+from rollbook.sync.publisher import Publisher
+from rollbook.sync.report import PublicationReport
 
 
 class RemoteEngine:

@@ -55,7 +55,8 @@ from rollbook.observe.values import Last, Peak, Total, Values
 from rollbook.rollout.engine import Engine
 from rollbook.rollout.router import Router
 from rollbook.rollout.teacher import HttpTeacher
-from rollbook.sync.publisher import PublicationReport, Publisher
+from rollbook.sync.publisher import Publisher
+from rollbook.sync.report import PublicationReport
 from rollbook.trainer.trainer import Trainer
 from rollbook.types import Prompt, TrainBatch, TrainSequence
 

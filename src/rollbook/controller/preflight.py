@@ -21,7 +21,7 @@ from rollbook.envs.rewards.scorer import Scorer
 from rollbook.envs.rewards.self_test import require_proven, self_test
 from rollbook.errors import ConfigError, RunError
 from rollbook.observe.recorder import Recorder
-from rollbook.sync.publisher import PublicationReport
+from rollbook.sync.report import PublicationReport
 from rollbook.types import Failure, Group, Prompt, Trajectory
 
 NUM_TRIALS = 4
