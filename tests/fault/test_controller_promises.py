@@ -17,14 +17,14 @@ from torch import Tensor
 from rollbook.buffer.buffer import StarvedError
 from rollbook.controller.loop import Controller
 from rollbook.controller.rollout import FailureRateError, Member
-from rollbook.errors import ConfigError, DataError, EngineError, SyncError
+from rollbook.errors import ConfigError, DataError, DeadlineError, EngineError, SyncError
 from rollbook.modeling.attention import packed_layout
 from rollbook.modeling.config import ModelConfig
 from rollbook.modeling.load import load_model
 from rollbook.observe.events import EVENT_KINDS
 from rollbook.rollout.engine import EngineStats, GenerateRequest, Response
 from rollbook.sync.digest import digest
-from rollbook.sync.publisher import PublicationReport
+from rollbook.sync.report import PublicationReport
 from rollbook.types import Ids, SamplingParams, Trajectory
 from run_oracles import NotedWeights, label_gaps, rows, versions_of
 from tiny_run import Fault, TinyRun, resume_tiny, tiny_config
@@ -410,6 +410,26 @@ def test_a_response_that_never_comes_is_a_timeout_that_names_its_replica(tiny_ru
     (late,) = [row for step in range(2) for row in run.trajectories(step) if row["failure_kind"]]
     assert (late["member_idx"], late["failure_kind"]) == (1, "timeout")
     assert late["failure_message"] == "not finished after 3 s, in turn 0 on replica 1"
+
+
+def test_an_answer_that_comes_too_late_fails_by_itself_and_not_the_run(tiny_run: TinyRun) -> None:
+    """The engine's own deadline passes for one held-out prompt and for one trajectory."""
+
+    def late(controller: Controller) -> None:
+        (engine,) = controller.router.engines
+        plain = engine.generate
+
+        async def generate(request: GenerateRequest) -> Response:
+            if (request.group_id, request.member_idx) in ((-2, 0), (1, 0)):
+                raise DeadlineError("no response after 5 s", "raise rollout.response_deadline_s")
+            return await plain(request)
+
+        engine.generate = generate  # type: ignore[method-assign]
+
+    evaluates = {"data.held_out_frac": 0.2, "eval.num_prompts": 4, "eval.every_steps": 1}
+    run = tiny_run(faults=[late], **evaluates, **{"rollout.group_size": 3, "run.max_failure_frac": 0.5})
+    assert [m["val/addition/failed_frac"] for m in run.metrics] == [0.25, 0.25]
+    assert [m.get("failures/timeout/num", 0) for m in run.metrics] == [1, 0]
 
 
 def test_data_that_ends_in_failures_ends_the_run_and_not_in_a_wait(tiny_run: TinyRun) -> None:

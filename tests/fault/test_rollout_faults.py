@@ -99,6 +99,7 @@ async def test_br037_four_lost_results_of_128_are_replaced_and_the_step_complete
         (RewardError("grader raised", "mend it"), FailureKind.REWARD),
         (EnvError("sandbox lost", "restart it"), FailureKind.ENVIRONMENT),
         (EngineError("500", "look"), FailureKind.ENGINE),
+        (DeadlineError("no response after 5 s", "raise it"), FailureKind.TIMEOUT),
         (MemoryError("no memory"), FailureKind.OUT_OF_MEMORY),
     ],
 )

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollbook.controller.config import EvalSection
+from rollbook.controller.rollout import in_words, kind_of
 from rollbook.envs.env import EnvFactory
-from rollbook.errors import RolloutError
+from rollbook.errors import DeadlineError, RolloutError
 from rollbook.observe.values import Ratio, Values
 from rollbook.rollout.agent_loop import run_trajectory
 from rollbook.rollout.judge import Baseline, BaselineAnswer
 from rollbook.rollout.router import Router
-from rollbook.types import Failure, FailureKind, Prompt, SamplingParams, Trajectory
+from rollbook.types import Failure, Prompt, SamplingParams, Trajectory
 
 EXACT = "exact"
 """Reward term, alone or as part of another, that says whether an answer is right as a whole."""
@@ -98,8 +99,8 @@ class Evaluator:
                 clock=self.clock,
                 on_turn=lambda turn_idx, replica_id: None,
             )
-        except RolloutError as error:
-            failure = Failure(kind=FailureKind.ENGINE, message=error.what)
+        except (RolloutError, DeadlineError, MemoryError) as error:
+            failure = Failure(kind=kind_of(error), message=in_words(error))
             return Trajectory(group_id=group_id, member_idx=sample, prompt=prompt, failure=failure)
 
 

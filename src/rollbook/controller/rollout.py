@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollbook.buffer.buffer import GroupBuffer, Taken
-from rollbook.errors import DeadlineError, EnvError, RewardError, RolloutError
+from rollbook.errors import DeadlineError, EnvError, RewardError, RolloutError, RunError
 from rollbook.types import Failure, FailureKind, Group, Prompt, Trajectory
 
 ADMITTED_AT_ONCE = 256
@@ -82,6 +82,24 @@ ShapeGroup = Callable[[Group], None]
 again."""
 DropReason = Callable[[Group], str | None]
 """Why a finished group is not worth training (flat, ...), or None."""
+
+
+KINDS: tuple[tuple[type[Exception], FailureKind], ...] = (
+    (RewardError, FailureKind.REWARD),
+    (EnvError, FailureKind.ENVIRONMENT),
+    (DeadlineError, FailureKind.TIMEOUT),
+    (MemoryError, FailureKind.OUT_OF_MEMORY),
+)
+
+
+def kind_of(error: Exception) -> FailureKind:
+    """What a trajectory that ended in this error is counted as; anything unforeseen is the engine's."""
+    return next((kind for named, kind in KINDS if isinstance(error, named)), FailureKind.ENGINE)
+
+
+def in_words(error: Exception) -> str:
+    """As a trajectory records it."""
+    return str(error) if isinstance(error, RunError | MemoryError) else f"{type(error).__name__}: {error}"
 
 
 class FailureRateError(RolloutError):
@@ -249,16 +267,8 @@ class Rollout:
         """Always a trajectory: what went wrong is recorded on it, its siblings go on."""
         try:
             trajectory = await self.produce(member)
-        except RewardError as error:
-            return self._failed(member, FailureKind.REWARD, str(error))
-        except EnvError as error:
-            return self._failed(member, FailureKind.ENVIRONMENT, str(error))
-        except RolloutError as error:
-            return self._failed(member, FailureKind.ENGINE, str(error))
-        except MemoryError as error:
-            return self._failed(member, FailureKind.OUT_OF_MEMORY, str(error))
         except Exception as error:
-            return self._failed(member, FailureKind.ENGINE, f"{type(error).__name__}: {error}")
+            return self._failed(member, kind_of(error), in_words(error))
         finally:
             member.progress.is_done = True
         if not isinstance(trajectory, Trajectory):
