@@ -22,7 +22,7 @@ from rollbook.diagnose.signs.environments import (
     failure_kinds_of,
     failures_rise,
 )
-from rollbook.diagnose.signs.gap import GAP, gap_of
+from rollbook.diagnose.signs.gap import GAP, gap_of, parts_at
 from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.signs.rewards import lost_reward, lowest_reward, other_prompts, reward_of, sources_of
 from rollbook.diagnose.stops import Stop, stopped_by
@@ -77,7 +77,7 @@ def _told(view: View) -> Finding | None:
     lines = failing_lines(view)
     if lines is None or policy_of(view).blow_up_idx is not None:
         return None
-    if gap_of(view) is not None and view.moved(GAP, lines.idx, 1, factor=2.0):
+    if parts_at(view, lines.idx):
         return None
     lost = _lost_at(view, lines.idx)
     waits = view.contrast(SCORER, lines.idx, width=8, log=True)

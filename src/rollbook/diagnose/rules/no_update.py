@@ -1,5 +1,5 @@
 """Nothing is learned although rewards differ: the gradient is exactly zero, or the learning rate is. A reward that
-never differs has its own rules (`flat_rewards.py`), groups that are all alike are a state (`states.py`)."""
+never differs has its own rules (`all_wrong`, `all_right`), groups that are all alike are a state (`states.py`)."""
 
 from __future__ import annotations
 

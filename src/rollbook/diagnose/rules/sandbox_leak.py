@@ -14,7 +14,7 @@ from rollbook.diagnose.changes import foot_of_climb, running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.signs.environments import ENV_FAILURES, SANDBOX_S, TURNS, failing_lines
-from rollbook.diagnose.signs.gap import gap_of
+from rollbook.diagnose.signs.gap import has_parted
 from rollbook.diagnose.signs.living import unreturned
 from rollbook.diagnose.signs.rewards import reward_decline
 from rollbook.diagnose.signs.seconds import (
@@ -162,7 +162,7 @@ def _weighed(view: View, *, is_agentic: bool) -> Finding | None:
         begin = min(begin, idx)
         evidence.append(_growth(view, metric, view.step_at(idx), "step by step"))
     begin = begin if counted_at is None else counted_at  # seconds scatter, counts do not
-    if env and view.trend("env/turn_s/mean")[0] >= MANY_TIMES and not _gap_moves(view):
+    if env and view.trend("env/turn_s/mean")[0] >= MANY_TIMES and not has_parted(view):
         worse = _gets_worse(view)
         points += 1.0 * bool(worse)
         evidence += worse
@@ -211,7 +211,7 @@ def _in_a_few_steps(view: View) -> Finding | None:
         seconds.idx, held.idx, share=0.1, least=8
     ):
         return None
-    if seconds.end_idx is not None or held.end_idx is not None or _gap_moves(view):
+    if seconds.end_idx is not None or held.end_idx is not None or has_parted(view):
         return None
     for metric in (TURNS, "response_length/mean"):
         c = view.contrast(metric, seconds.idx, width=20)
@@ -271,7 +271,7 @@ def _in_teeth(view: View) -> Finding | None:
         if view.has("response_length/mean") and float(np.median(length)) >= 1.2:
             continue
         together = spearman(values, view.values[seconds])
-        if together < 0.6 or _gap_moves(view):
+        if together < 0.6 or has_parted(view):
             continue
         step, top = view.step_at(teeth[0][0]), float(np.median([values[b] for _, b, _ in teeth]))
         foot = float(np.median([values[a] for a, _, _ in teeth]))
@@ -322,12 +322,6 @@ def _gets_worse(view: View) -> list[Evidence]:
             Evidence(metric=falls.metric, step=falls.step, before=falls.before, after=falls.after, says=says)
         )
     return worse
-
-
-def _gap_moves(view: View) -> bool:
-    """Whether engine and trainer part: then the policy, or the engine, changed too."""
-    found = gap_of(view)
-    return found is not None and found.overall_ratio >= 1.6
 
 
 def _grows_every_step(view: View, metric: str) -> bool:

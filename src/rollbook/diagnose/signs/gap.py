@@ -138,6 +138,21 @@ def metrics_of_gap(view: View) -> tuple[str, ...]:
     return gap.metrics if gap is not None else ()
 
 
+PARTED = 1.6
+"""The gap of the end over that at first from which on engine and trainer have parted."""
+
+
+def has_parted(view: View) -> bool:
+    """Whether engine and trainer are further apart in the end: then the policy, or the engine, changed as well."""
+    gap = gap_of(view)
+    return gap is not None and gap.overall_ratio >= PARTED
+
+
+def parts_at(view: View, idx: int) -> bool:
+    """Whether the gap doubles at a position."""
+    return gap_of(view) is not None and view.moved(GAP, idx, 1, factor=2.0)
+
+
 def _telling(parts: list[Series], among: list[int], stands: list[bool]) -> list[int]:
     """Which amplitudes to listen to: not those whose own noise is several times that of the quietest (a correlation
     near 1, a divergence near nothing), nor those that mostly stand where rounding holds them, if there are others."""

@@ -8,7 +8,7 @@ from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.cost import run_seconds
 from rollbook.diagnose.finding import Evidence
 from rollbook.diagnose.signs.environments import SANDBOX_S, TURNS, failures_rise
-from rollbook.diagnose.signs.gap import gap_of
+from rollbook.diagnose.signs.gap import has_parted
 from rollbook.diagnose.signs.rewards import lost_reward
 from rollbook.diagnose.signs.seconds import host_slowdown, lost_in_steps
 from rollbook.diagnose.view import View, once
@@ -55,8 +55,7 @@ def slow_calls(view: View) -> SlowCalls | None:
         before, after = view.level(metric, max(0, rise.idx - 20), rise.idx), view.level(metric, rise.idx, end)
         if before > 0 and not 0.8 <= after / before <= 1.3:
             return None
-    gap = gap_of(view)
-    if failures_rise(view, rise.idx) or (gap is not None and gap.overall_ratio >= 1.6):
+    if failures_rise(view, rise.idx) or has_parted(view):
         return None
     if lost_reward(view, rise.idx, width=20) >= 0.12 or host_slowdown(view, rise.idx) >= 1.4:
         return None

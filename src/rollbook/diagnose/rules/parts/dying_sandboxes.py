@@ -11,7 +11,7 @@ from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.signs.environments import TURNS
-from rollbook.diagnose.signs.gap import GAP, gap_of
+from rollbook.diagnose.signs.gap import GAP, gap_of, parts_at
 from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.signs.rewards import Moved, reward_decline, reward_of
 from rollbook.diagnose.view import View
@@ -48,7 +48,7 @@ def _one_by_one(view: View) -> Finding | None:
     if deadline < 1.2 * usual or view.trend(held)[0] >= 1.1:
         return None
     lost = _lost_since(view, rise.idx)
-    if lost is None or (gap_of(view) is not None and view.moved(GAP, rise.idx, 1, factor=2.0)):
+    if lost is None or parts_at(view, rise.idx):
         return None
     says = f"the longest call had a length of its own; now all end at {num(deadline)} s, a time-out"
     scores_nothing = f"{num(lost.before)} before, {num(lost.after)} now: what times out scores nothing"
