@@ -162,6 +162,24 @@ def test_the_probe_takes_out_a_replica_whose_bytes_are_right_and_whose_logprobs_
     assert max(m["training/logprob_gap/max"] for m in run.metrics) < 1e-5
 
 
+def test_a_replica_that_does_not_answer_the_probe_in_time_is_taken_out(tiny_run: TinyRun) -> None:
+    def late(controller: Controller) -> None:
+        engine = controller.router.engines[1]
+        plain = engine.generate
+
+        async def generate(request: GenerateRequest) -> Response:
+            if request.request_id == "probe-1":
+                raise DeadlineError("request probe-1 has no response after 5 s", "look at the replica")
+            return await plain(request)
+
+        engine.generate = generate  # type: ignore[method-assign]
+
+    run = tiny_run(num_steps=2, faults=[late], **{"rollout.num_replicas": 2})
+    (failed,) = run.events_of("probe_failed")
+    assert (failed["replica_id"], failed["why"]) == (1, "request probe-1 has no response after 5 s")
+    assert {row["replica_id"] for row in run.trajectories(1)} == {0}
+
+
 def test_a_probe_that_fails_everywhere_stops_the_run(tiny_run: TinyRun) -> None:
     shifted = ShiftsLogprobs(replica_id=0, version=1, nats=0.05)
     with pytest.raises(

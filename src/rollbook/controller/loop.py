@@ -48,7 +48,7 @@ from rollbook.controller.step_metrics import (
 from rollbook.controller.step_plan import OF_A_BATCH, Expected, StepPlan, as_expected
 from rollbook.controller.switching import DeviceSwitch, Half
 from rollbook.envs.rewards.scorer import Scorer
-from rollbook.errors import CheckpointError, EngineError, SyncError
+from rollbook.errors import CheckpointError, DeadlineError, EngineError, SyncError
 from rollbook.observe.recorder import Recorder
 from rollbook.observe.spans import Span
 from rollbook.observe.values import Last, Peak, Total, Values
@@ -334,7 +334,7 @@ class Controller:
         try:
             report = await self.prober.check(engine, self.weight_version, self.compute)
             why = "" if report is None else report.why
-        except EngineError as error:
+        except (EngineError, DeadlineError) as error:
             report, why = None, error.what
         if report is not None:
             self.recorder.metrics({"sync/probe_gap_max": Peak(report.gap_max_nats)})
