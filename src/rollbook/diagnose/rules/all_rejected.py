@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.changes import running_median
-from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.signs.gap import metrics_of_gap
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, of_contrast, share
@@ -18,7 +18,7 @@ MOST = 0.8
 """Share left out from which on a step is no longer the step that was asked for."""
 
 
-def judge(view: View) -> Finding | NotJudged | None:
+def judge(view: View) -> Finding | None:
     known = [metric for metric in MASKED if view.has(metric)]
     if not known:
         return None  # without a rejection there is nothing to log

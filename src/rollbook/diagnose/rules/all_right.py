@@ -3,12 +3,12 @@ learned first and then stands near the top is a state (`algorithm/rewards.py`), 
 
 from __future__ import annotations
 
-from rollbook.diagnose.finding import Finding, NotJudged
+from rollbook.diagnose.finding import Finding
 from rollbook.diagnose.rules.parts import flat_rewards
 from rollbook.diagnose.view import View
 
 RULE = "all_right"
 
 
-def judge(view: View) -> Finding | NotJudged | None:
+def judge(view: View) -> Finding | None:
     return flat_rewards.finding(view, "all_right")

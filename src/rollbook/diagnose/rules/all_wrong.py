@@ -3,12 +3,12 @@ that fell to the bottom later on are another rule's (`dead_scorer`, `one_source_
 
 from __future__ import annotations
 
-from rollbook.diagnose.finding import Finding, NotJudged
+from rollbook.diagnose.finding import Finding
 from rollbook.diagnose.rules.parts import flat_rewards
 from rollbook.diagnose.view import View
 
 RULE = "all_wrong"
 
 
-def judge(view: View) -> Finding | NotJudged | None:
+def judge(view: View) -> Finding | None:
     return flat_rewards.finding(view, "all_wrong")

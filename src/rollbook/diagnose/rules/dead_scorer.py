@@ -6,7 +6,7 @@ are logged by source, a single one of them is `one_source_all_zero`.
 
 from __future__ import annotations
 
-from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.rules.parts.every_reward_zero import every_reward_zero
 from rollbook.diagnose.signs.environments import failure_kinds_of
 from rollbook.diagnose.signs.rewards import sources_of
@@ -19,7 +19,7 @@ LEAST_FRAC = 0.1
 """Share of the trajectories without a reward below which a scorer has its bad cases and is not down."""
 
 
-def judge(view: View) -> Finding | NotJudged | None:
+def judge(view: View) -> Finding | None:
     found = stopped_by(view, RULE)
     evidence: list[Evidence] = []
     confidence, step = 0.0, view.step_at(view.n - 1)

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.rules.parts.back_at_the_start import back_at_the_start
 from rollbook.diagnose.rules.parts.restarts import SECOND_WARMUP, Restart, jump_at, restarts_of
 from rollbook.diagnose.series import finite
@@ -48,7 +48,7 @@ LONE_JUMP = 7.0
 """Noises that a series must jump by when it is the only one: of eight at many restarts, some jump by chance."""
 
 
-def judge(view: View) -> Finding | NotJudged | None:
+def judge(view: View) -> Finding | None:
     best: Finding | None = _other_weights(view)
     for restart in restarts_of(view):
         found = _at(view, restart)

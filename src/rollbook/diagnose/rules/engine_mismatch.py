@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
-from rollbook.diagnose.signs.gap import GAP, accelerates, far_from_start, gap_of, usual_level
+from rollbook.diagnose.signs.gap import GAP, accelerates, far_from_start, gap_of, metrics_of_gap, usual_level
 from rollbook.diagnose.signs.gap_causes import moves_the_gap, rise_is_explained
 from rollbook.diagnose.signs.publications import publications_of
 from rollbook.diagnose.signs.seconds import is_of_the_schedule
@@ -57,41 +57,43 @@ asynchronous run."""
 
 
 def judge(view: View) -> Finding | NotJudged | None:
-    refused = stopped_by(view, RULE)
-    gap = gap_of(view)
-    if refused is not None:
+    if (refused := stopped_by(view, RULE)) is not None:
         return _refused(view, refused)
-    if gap is None:
+    if gap_of(view) is None:
         return NotJudged(
             rule=RULE,
             missing=("training/logprob_gap/mean or training/rollout_probs_diff_mean or rollout_corr/kl",),
             lacks="gap of trainer and engine",
             collect=collect_gap(view),
         )
-    rise = gap.rise
-    publications = publications_of(view)
-    if rise is not None and rise.peak_ratio >= 1.6 and rise.score >= 6:
-        explained = rise_is_explained(view, rise)
-        no_sync = publications.absent_since is not None and view.near(
-            publications.absent_since, rise.idx, least=8
-        )
-        if not rise.is_ramp and not explained and not no_sync and rise.idx >= LEAST_PAST:
-            if view.n - rise.idx < TELLS_AFTER:
-                return _disagree(view, rise.idx, 0.6, "since a few steps", check=f"{TOO_EARLY}; {CHECK}")
-            check = CHECK if has_ages(view) else f"{CHECK}; {OR_OLDER}"
-            return _disagree(
-                view, rise.idx, 0.9 if rise.peak_ratio >= 2 else 0.75, "at once, and stays", check=check
-            )
-        if rise.is_ramp and not explained and not no_sync and gap.num_fine == 0 and gap.num_bad:
-            return _disagree(view, 0, 0.7, "from the first step, and grows")
-        if rise.is_ramp and not explained and not no_sync and accelerates(view, rise):
-            return _disagree(view, view.foot(rise), 0.75, "ever more and ever faster: it feeds on itself")
-    if (spells := _in_spells(view)) is not None:
-        return spells
-    if (weighed := _weighed_away(view)) is not None:
-        return weighed
+    for way in (_rises, _in_spells, _weighed_away):
+        if (found := way(view)) is not None:
+            return found
     surely = far_from_start(view)
     return _disagree(view, 0, surely, "from the first step") if surely else None
+
+
+def _rises(view: View) -> Finding | None:
+    """The gap rises and stays, or was wrong from the start and grows, or feeds on itself; and neither older samples,
+    the policy's own steps nor a missing publication are why."""
+    gap, absent = gap_of(view), publications_of(view).absent_since
+    rise = gap.rise if gap is not None else None
+    if gap is None or rise is None or rise.peak_ratio < 1.6 or rise.score < 6:
+        return None
+    no_sync = absent is not None and view.near(absent, rise.idx, least=8)
+    if no_sync or rise_is_explained(view, rise):
+        return None
+    if rise.is_ramp and gap.num_fine == 0 and gap.num_bad:
+        return _disagree(view, 0, 0.7, "from the first step, and grows")
+    if rise.is_ramp and accelerates(view, rise):
+        return _disagree(view, view.foot(rise), 0.75, "ever more and ever faster: it feeds on itself")
+    if rise.is_ramp or rise.idx < LEAST_PAST:
+        return None
+    if view.n - rise.idx < TELLS_AFTER:
+        return _disagree(view, rise.idx, 0.6, "since a few steps", check=f"{TOO_EARLY}; {CHECK}")
+    check = CHECK if has_ages(view) else f"{CHECK}; {OR_OLDER}"
+    confidence = 0.9 if rise.peak_ratio >= 2 else 0.75
+    return _disagree(view, rise.idx, confidence, "at once, and stays", check=check)
 
 
 WEIGHT = "rollout_corr/rollout_is_mean"
@@ -165,36 +167,21 @@ def _refused(view: View, found: Stop) -> Finding:
 
 
 def _disagree(view: View, idx: int, confidence: float, when: str, *, check: str = CHECK) -> Finding:
-    gap = gap_of(view)
-    assert gap is not None
     evidence: list[Evidence] = []
     step = view.step_at(idx)
-    for metric in gap.metrics[:4]:
+    for metric in metrics_of_gap(view)[:4]:
         c = view.contrast(metric, idx, width=20) if idx else None
         if c is not None:
             evidence.append(of_contrast(view, c, idx))
         else:
             level = view.level(metric, 0, max(5, view.n // 10))
             usual = usual_level(metric)
-            evidence.append(
-                Evidence(
-                    metric=metric,
-                    step=step,
-                    before=usual,
-                    after=level,
-                    says=f"{num(level)} from the first steps on; usual is {num(usual)} or better",
-                )
-            )
+            says = f"{num(level)} from the first steps on; usual is {num(usual)} or better"
+            evidence.append(Evidence(metric=metric, step=step, before=usual, after=level, says=says))
     lag = view.level(f"{STALENESS}/mean")
     if np.isfinite(lag):
-        evidence.append(
-            Evidence(
-                metric=f"{STALENESS}/mean",
-                step=step,
-                after=lag,
-                says=f"staleness {num(lag)} does not explain it",
-            )
-        )
+        says = f"staleness {num(lag)} does not explain it"
+        evidence.append(Evidence(metric=f"{STALENESS}/mean", step=step, after=lag, says=says))
     title, action = f"engine and trainer disagree at the same weights, {when}", ACTION
     if (proportional := _in_proportion(view, idx)) is not None:
         evidence.insert(0, proportional)

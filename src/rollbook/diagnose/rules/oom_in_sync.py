@@ -55,7 +55,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     elif (lives := _lives_end_at_the_brim(view, used, capacity)) is not None:
         confidence = 0.75
         evidence.append(lives)
-        step = lives.step if lives.step is not None else step
+        step = lives.step
     elif fuller is not None and grew and not grows_with_length and _leaps(view, used, capacity, fuller):
         confidence, step = 0.6, fuller.step
     else:

@@ -4,14 +4,14 @@ Only the run's own words tell it: weights that arrived wrong and were served are
 
 from __future__ import annotations
 
-from rollbook.diagnose.finding import Finding, NotJudged
+from rollbook.diagnose.finding import Finding
 from rollbook.diagnose.stops import stopped_by
 from rollbook.diagnose.view import View
 
 RULE = "refused_publication"
 
 
-def judge(view: View) -> Finding | NotJudged | None:
+def judge(view: View) -> Finding | None:
     found = stopped_by(view, RULE)
     if found is None:
         return None

@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 
 from rollbook.diagnose.breaks import BASELINE
-from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.deaths import UNNAMED, Death, deaths_of
 from rollbook.diagnose.signs.seconds import step_seconds
@@ -25,7 +25,7 @@ COSTLY_FRAC = 0.05
 """Share of the seconds since the first death beyond which they are worth waking somebody."""
 
 
-def judge(view: View) -> Finding | NotJudged | None:
+def judge(view: View) -> Finding | None:
     deaths = deaths_of(view)
     if not _is_worth_it(view, deaths):
         return None

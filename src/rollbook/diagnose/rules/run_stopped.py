@@ -3,7 +3,7 @@ one out then). Or it stands still without one, and the log ends in the line that
 
 from __future__ import annotations
 
-from rollbook.diagnose.finding import Finding, NotJudged
+from rollbook.diagnose.finding import Finding
 from rollbook.diagnose.signs.standstill import Standstill, standstill_of
 from rollbook.diagnose.stops import CAUSES, stop
 from rollbook.diagnose.view import View
@@ -13,7 +13,7 @@ _FROM_OUTSIDE = ("killed", "scheduler", "interrupted")
 """Somebody or something ended what stood still."""
 
 
-def judge(view: View) -> Finding | NotJudged | None:
+def judge(view: View) -> Finding | None:
     found, standing = stop(view), standstill_of(view)
     if found is None or (standing is not None and found.cause in _FROM_OUTSIDE):
         return None if standing is None or standing.told_by is not None else _stands_still(standing)

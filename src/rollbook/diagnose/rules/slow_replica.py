@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.changes import best_splits
-from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.signs.seconds import over_the_others
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, share
@@ -16,7 +16,7 @@ SLOW = 0.4
 """Share of the others' tokens a second at which a replica is slow."""
 
 
-def judge(view: View) -> Finding | NotJudged | None:
+def judge(view: View) -> Finding | None:
     speeds = view.family("replica/", "/tokens_per_s")
     if len(speeds) < 2:
         return None

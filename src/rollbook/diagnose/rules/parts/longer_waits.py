@@ -56,11 +56,10 @@ def for_good(view: View, excess: str) -> Finding | None:
         confidence += 0.2
     if view.has(f"{STALENESS}/mean") or view.family("buffer/"):
         confidence += 0.12
-    for metric in ("buffer/num_finished",):
-        fall = view.fall(metric)
-        if fall is not None and view.near(fall.idx, idx, least=8):
-            evidence.append(of_break(fall))
-            confidence += 0.1
+    fall = view.fall("buffer/num_finished")
+    if fall is not None and view.near(fall.idx, idx, least=8):
+        evidence.append(of_break(fall))
+        confidence += 0.1
     evidence += [of_break(rise, "what fails does not reach the trainer") for rise in failed]
     lost = (wait - before) * (view.n - idx) * view.stride if np.isfinite(before) else None
     return _waits(view, idx, evidence, confidence, lost)
