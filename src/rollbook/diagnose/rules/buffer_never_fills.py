@@ -13,7 +13,7 @@ import numpy as np
 from rollbook.diagnose.cost import is_asynchronous
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.parts import longer_waits
-from rollbook.diagnose.rules.parts.longer_waits import RULE
+from rollbook.diagnose.rules.parts.longer_waits import OLDEST, RULE
 from rollbook.diagnose.rules.parts.lost_in_flight import lost_in_flight
 from rollbook.diagnose.signs.dropped import batch_of
 from rollbook.diagnose.signs.environments import failure_kinds_of
@@ -23,6 +23,11 @@ from rollbook.diagnose.signs.versions import EVICTED, STALENESS
 from rollbook.diagnose.stops import Stop, stopped_by
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, of_break
+
+MISSING = (
+    "look at what is still running: the trajectories that are missing, their replica and their environment"
+)
+"""What to do first where a batch does not come."""
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -62,7 +67,7 @@ def _stopped(found: Stop) -> Finding:
         evidence=(found.evidence(),),
         action=found.remedy
         or "put a deadline on every trajectory; look at the replica or environment that is named",
-        next_check="the oldest trajectory still running: its age, its turn and its replica",
+        next_check=OLDEST,
     )
 
 
@@ -77,9 +82,8 @@ def _stands_still(found: Standstill, waits: Finding | None) -> Finding:
         step=earlier.step if earlier else found.step,
         evidence=(found.evidence, *(earlier.evidence if earlier else ())),
         cost_s=found.lasted_s,
-        action="look at what is still running: the trajectories that are missing, their replica and their environment; "
-        "put a deadline on every trajectory, so that a step goes on without them",
-        next_check="the oldest trajectory still running: its age, its turn and its replica",
+        action=f"{MISSING}; put a deadline on every trajectory, so that a step goes on without them",
+        next_check=OLDEST,
     )
 
 
@@ -101,8 +105,7 @@ def _whole_steps(view: View) -> Finding | None:
         step=step,
         evidence=(Evidence(metric="timing_s/step", step=step, before=usual, after=seconds, says=says),),
         cost_s=seconds - usual,
-        action="look at what is still running: the trajectories that are missing, their replica and their environment; "
-        "where all samples had come, dump the stacks of the trainer's ranks",
+        action=f"{MISSING}; where all samples had come, dump the stacks of the trainer's ranks",
         next_check="log the seconds that the trainer waits for its batch apart from those it computes",
     )
 

@@ -19,6 +19,8 @@ from rollbook.diagnose.wording import num, of_break, of_contrast, share
 
 RULE = "buffer_never_fills"
 """Whose waits these are."""
+OLDEST = "the oldest trajectory still running: its age, its turn and its replica"
+"""What to look at next where samples do not come."""
 HICCUP_S = 30.0
 """Seconds that any host may stand still for once."""
 LONGER = 1.25
@@ -121,7 +123,7 @@ def _waits(
         action="compare admitted with running + finished + failed + evicted; raise the staleness bound "
         "or admit less ahead "
         "when they are evicted, put a deadline on every trajectory when they hang",
-        next_check="the oldest trajectory still running: its age, its turn and its replica",
+        next_check=OLDEST,
     )
 
 
@@ -168,7 +170,7 @@ def in_spells(view: View) -> Finding | None:
         cost_s=cost,
         action="compare admitted with running + finished + failed + evicted in such a step, and put a deadline on "
         "every group: a step then goes on with those that have finished",
-        next_check="the oldest trajectory still running: its age, its turn and its replica",
+        next_check=OLDEST,
     )
 
 
