@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -363,6 +364,27 @@ def test_a_failed_commit_rolls_back_to_the_proven_old_version() -> None:
     assert (transaction.state, transaction.weight_version) == (State.IDLE, 1)
     publish(transaction, source, 2)
     assert transaction.weight_version == 2
+
+
+def test_an_error_that_somebody_keeps_does_not_keep_the_tensors_that_were_to_be_written() -> None:
+    """The publication is repeated while its first error is at hand: both at once would not fit a device."""
+    transaction, source = replica()
+    buckets, digests = packed(source, 2, 512)
+    transaction.open(manifest_of(source, 2))
+    for bucket in buckets:
+        transaction.receive(bucket)
+    transaction.prove(digests)
+    assert transaction._arriving is not None
+    staged = [weakref.ref(tensor) for tensor in transaction._arriving.staged.values()]
+
+    def fail(name: str, tensor: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    engine_of(transaction).write = fail  # type: ignore[method-assign]
+    with pytest.raises(SyncError, match="out of memory") as kept:
+        transaction.commit()
+    assert kept.value.__traceback__ is not None
+    assert sum(held() is not None for held in staged) <= 1, "the one whose write failed, and no other"
 
 
 def test_the_way_back_from_a_first_publication_is_proven_too() -> None:

@@ -12,8 +12,7 @@ any fault before leaves the old version live and serving. `direct`: no second co
 engine is paused, and any fault after the first write leaves the replica BROKEN.
 
 Either way the version advances only when the digest of every *live* tensor, read back through
-`LiveWeights.read`, equals the trainer's. The order of events is checked here and nowhere else: buckets by
-number, parts by offset, names against the manifest.
+`LiveWeights.read`, equals the trainer's. What comes in, and in which order, is `arriving.py`'s.
 """
 
 from __future__ import annotations
@@ -29,23 +28,17 @@ import torch
 from torch import Tensor
 
 from rollbook.errors import SyncError, nearest_name
-from rollbook.sync import delta
+from rollbook.sync.arriving import HOLD_BYTES, Arriving, some
 from rollbook.sync.bucket import DigestLedger
 from rollbook.sync.digest import fold
 from rollbook.sync.layout import MappedWeights
-from rollbook.weights import Bucket, BucketEntry, CommitReport, Digests, LiveWeights, Manifest, TensorSpec
+from rollbook.weights import Bucket, CommitReport, Digests, LiveWeights, Manifest
 
 Staging = Literal["staged", "direct"]
 
-HOLD_BYTES = 1 << 62
-"""Everything in a bucket shares one launch: the replica keeps the tensors anyway."""
 DIGEST_BYTES = 1 << 30
 """On a device, digests are started when so much has arrived: a launch takes the host a good part of the
 time that a fast link takes for a bucket."""
-ALIGN_BYTES = 16
-"""Where a tensor may begin in an allocation that it shares: every dtype, and the widest loads of the digest."""
-SHOWN_NAMES = 8
-"""Tensors an error names before it counts the rest."""
 
 
 class State(enum.Enum):
@@ -79,6 +72,7 @@ class ReplicaTransaction:
         self.coverage: dict[str, int] = {}
         self._held_live: dict[str, str] = {}  # digests of the live tensors at `weight_version`, part for part
         self._held_full: dict[str, str] = {}  # the trainer's digests at `weight_version`
+        self._arriving: Arriving | None = None
         self._device = next((live.read(name).device for name in live.specs()), torch.device("cpu"))
         self._copying: torch.cuda.Stream | None = None
         self._reading: torch.cuda.Stream | None = None
@@ -88,16 +82,10 @@ class ReplicaTransaction:
         self._clear()
 
     def _clear(self) -> None:
-        self._manifest: Manifest | None = None
-        self._specs: dict[str, TensorSpec] = {}
-        self._staged: dict[str, Tensor] = {}
-        self._arrived_bytes: dict[str, int] = {}
-        # Digests are started while the next bucket travels, and read by `prove`: of what arrived, and of the parts
-        # that this rank will hold of it.
-        self._arrivals, self._parts = DigestLedger(HOLD_BYTES), DigestLedger(HOLD_BYTES)
+        if self._arriving is not None:
+            self._arriving.drop()
+        self._arriving = None
         self._expected_live: dict[str, str] = {}
-        self._dropped: frozenset[str] = frozenset()
-        self._next_bucket_idx = 0
         self._fault = ""
         self._is_torn = False
         """The live weights are of no version, or partly of the one that arrives: nothing is left to go back to."""
@@ -105,7 +93,7 @@ class ReplicaTransaction:
     @property
     def pending_version(self) -> int:
         """The version under way; the proven one when nothing is."""
-        return self._manifest.weight_version if self._manifest is not None else self.weight_version
+        return self.weight_version if self._arriving is None else self._arriving.manifest.weight_version
 
     # ---- open
 
@@ -116,9 +104,8 @@ class ReplicaTransaction:
             Tensors of the manifest by what will become of them: matched, renamed, fused, dropped.
         """
         if self.state in (State.OPEN, State.PROVEN):
-            assert self._manifest is not None
             raise SyncError(
-                f"{self._me()} has version {self._manifest.weight_version} open and was asked to open "
+                f"{self._me()} has version {self.pending_version} open and was asked to open "
                 f"{manifest.weight_version}",
                 "one publication at a time: let the first one commit or abort it",
             )
@@ -129,9 +116,14 @@ class ReplicaTransaction:
         was_broken = self.state is State.BROKEN
         self._clear()
         self._is_torn = was_broken
-        self._manifest = manifest
-        self._specs = {spec.name: spec for spec in manifest.tensors}
-        self._dropped = dropped
+        self._arriving = Arriving(
+            manifest,
+            self.live,
+            dropped=dropped,
+            device=self._device,
+            writes_at_once=self.staging == "direct",
+            who=self._me(),
+        )
         self.coverage = coverage
         self.state = State.OPEN
         return coverage
@@ -187,7 +179,7 @@ class ReplicaTransaction:
         faults += [f"{name} is missing" for name in wanted if name not in seen]
         if faults:
             raise SyncError(
-                f"{self._me()} refuses version {manifest.weight_version}: {_some(faults, '; ')}",
+                f"{self._me()} refuses version {manifest.weight_version}: {some(faults, '; ')}",
                 "the trainer's names and the engine's table of places must describe one model",
             )
         return dict(counts), frozenset(dropped)
@@ -203,7 +195,7 @@ class ReplicaTransaction:
         if changed:
             self.state = State.BROKEN
             raise SyncError(
-                f"the live weights of {self._me()} are no longer version {base}: {_some(changed)} changed",
+                f"the live weights of {self._me()} are no longer version {base}: {some(changed)} changed",
                 "something wrote into the engine's weights besides a publication; re-sync it in full",
             )
 
@@ -222,60 +214,40 @@ class ReplicaTransaction:
         Returns:
             What to wait for before the sender may fill the buffer again; None when it may already.
         """
-        manifest = self._require(State.OPEN, "receive")
+        arriving = self._require(State.OPEN, "receive")
         try:
-            self._check_order(bucket, manifest)
+            arriving.check_order(bucket)
             if self._copying is None or self._reading is None:
                 if bucket.ready is not None:
                     bucket.ready.synchronize()
-                self._take_in(bucket, manifest)
-                self._start_digests()
+                arriving.take_in(bucket)
+                arriving.start_digests()
                 copied = None
             elif self.staging == "direct":  # the digests read the sender's buffer
                 with self._on(self._copying, after_current=True):
                     self._after(bucket, self._copying)
-                    self._take_in(bucket, manifest)
-                    self._start_digests()
+                    arriving.take_in(bucket)
+                    arriving.start_digests()
                 self._copying.synchronize()
                 copied = None
             else:
                 with self._on(self._copying):
                     self._after(bucket, self._copying)
-                    self._take_in(bucket, manifest)
+                    arriving.take_in(bucket)
                     copied = self._copying.record_event()
                 with self._on(self._reading):
                     self._reading.wait_event(copied)
-                    if bucket.shared is None and self._arrivals.held_bytes >= DIGEST_BYTES:
-                        self._start_digests()  # tensors by reference wait for `prove`, and share one launch
+                    if bucket.shared is None and arriving.undigested_bytes >= DIGEST_BYTES:
+                        arriving.start_digests()  # tensors by reference wait for `prove`, and share one launch
         except Exception as error:
             self._fault = str(error)
             raise
-        self._next_bucket_idx += 1
         return copied
 
     @staticmethod
     def _after(bucket: Bucket, stream: torch.cuda.Stream) -> None:
         if bucket.ready is not None:
             stream.wait_event(bucket.ready)
-
-    def _take_in(self, bucket: Bucket, manifest: Manifest) -> None:
-        if bucket.shared is not None:
-            self._receive_shared(bucket, bucket.shared)
-            return
-        together: list[tuple[BucketEntry, TensorSpec]] = []
-        for entry in bucket.entries:
-            if manifest.base_version is None and self._fits_together(bucket, entry, together):
-                spec = self._specs[entry.name]
-                self._advance(entry, spec)
-                together.append((entry, spec))
-            else:
-                self._receive_entry(bucket, entry)
-        if together:
-            self._receive_together(bucket, together)
-
-    def _start_digests(self) -> None:
-        self._arrivals.flush()
-        self._parts.flush()
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream | None, *, after_current: bool = False) -> Iterator[None]:
@@ -292,208 +264,34 @@ class ReplicaTransaction:
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             yield
 
-    def _check_order(self, bucket: Bucket, manifest: Manifest) -> None:
-        if bucket.weight_version != manifest.weight_version:
-            raise SyncError(
-                f"{self._me()} has version {manifest.weight_version} open and received a bucket of version "
-                f"{bucket.weight_version} with {_some(entry.name for entry in bucket.entries)}",
-                "two publications overlap: only one may be under way",
-            )
-        if bucket.bucket_idx != self._next_bucket_idx:
-            how = "twice" if bucket.bucket_idx < self._next_bucket_idx else "too early"
-            raise SyncError(
-                f"bucket {bucket.bucket_idx} (with {_some(entry.name for entry in bucket.entries)}) reached "
-                f"{self._me()} {how}; bucket {self._next_bucket_idx} was next",
-                "the transport lost or repeated a bucket; the publication is repeated in full",
-            )
-
-    def _receive_shared(self, bucket: Bucket, tensors: Mapping[str, Tensor]) -> None:
-        for entry in bucket.entries:
-            spec = self._spec_of(entry)
-            tensor = tensors.get(entry.name)
-            if tensor is None:
-                raise SyncError(
-                    f"bucket {bucket.bucket_idx} announces {entry.name} and does not carry it",
-                    "the bucket was put together wrongly; the publication is repeated in full",
-                )
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if (tuple(tensor.shape), dtype) != (spec.shape, spec.dtype):
-                raise SyncError(
-                    f"{entry.name} arrived as {dtype}{list(tensor.shape)}, the manifest says "
-                    f"{spec.dtype}{list(spec.shape)}",
-                    "the export and its manifest must agree",
-                )
-            self._advance(entry, spec)
-            self._take_whole(entry.name, tensor)
-
-    def _fits_together(
-        self, bucket: Bucket, entry: BucketEntry, together: list[tuple[BucketEntry, TensorSpec]]
-    ) -> bool:
-        """A tensor that travels whole, plain and aligned, to the engine's device: one copy for all of them. Anything
-        else, faults included, is for `_receive_entry`."""
-        spec, data = self._specs.get(entry.name), bucket.data
-        first_byte = together[0][0].offset_bytes if together else entry.offset_bytes
-        return (
-            self.staging == "staged"
-            and spec is not None
-            and data is not None
-            and entry.encoding == "dense"
-            and entry.tensor_offset_bytes == 0
-            and entry.num_bytes == _covered_bytes(entry) == spec.num_bytes
-            and 0 <= first_byte <= entry.offset_bytes <= data.numel() - entry.num_bytes
-            and (entry.offset_bytes - first_byte) % ALIGN_BYTES == 0
-            and entry.name not in self._dropped
-        )
-
-    def _receive_together(self, bucket: Bucket, together: list[tuple[BucketEntry, TensorSpec]]) -> None:
-        """The staging tensors of these entries are views of one allocation, filled by one copy."""
-        assert bucket.data is not None
-        begin = together[0][0].offset_bytes
-        end = max(entry.offset_bytes + entry.num_bytes for entry, _ in together)
-        held = torch.empty(end - begin, dtype=torch.uint8, device=self._device)
-        held.copy_(bucket.data[begin:end], non_blocking=True)
-        for entry, spec in together:
-            data = held[entry.offset_bytes - begin : entry.offset_bytes - begin + entry.num_bytes]
-            self._take_whole(entry.name, data.view(getattr(torch, spec.dtype)).view(spec.shape))
-
-    def _receive_entry(self, bucket: Bucket, entry: BucketEntry) -> None:
-        spec = self._spec_of(entry)
-        data = bucket.data
-        end = entry.offset_bytes + entry.num_bytes
-        if data is None or entry.offset_bytes < 0 or entry.num_bytes < 0 or end > data.numel():
-            raise SyncError(
-                f"bucket {bucket.bucket_idx} ends at byte {0 if data is None else data.numel()}, {entry.name} "
-                f"in it at byte {end}",
-                "the bucket was cut short on its way; the publication is repeated in full",
-            )
-        payload = data[entry.offset_bytes : end]
-        start = self._advance(entry, spec)
-        length = _covered_bytes(entry)
-        is_whole = length == spec.num_bytes
-        if entry.encoding == "unchanged" and is_whole and not payload.numel():
-            return  # the base version's tensor stays where it is
-        if entry.encoding == "dense" and is_whole and self.staging == "direct":
-            if entry.num_bytes != length:
-                raise SyncError(
-                    f"{entry.name} arrived with {entry.num_bytes} bytes of {length}",
-                    "the bucket was cut short on its way; the publication is repeated in full",
-                )
-            dtype = getattr(torch, spec.dtype)
-            is_aligned = (data.storage_offset() + entry.offset_bytes) % dtype.itemsize == 0
-            tensor = (payload if is_aligned else payload.clone()).view(dtype).view(spec.shape)
-            self._take_whole(entry.name, tensor)
-            return
-        tensor = self._staging_tensor(entry, spec)
-        size = min(8, tensor.element_size())
-        if start % size or length % size:
-            raise SyncError(
-                f"a part of {entry.name} covers bytes {start} to {start + length}, not whole elements",
-                "the bucket was put together wrongly; the publication is repeated in full",
-            )
-        target = _integers(tensor)[start // size : (start + length) // size]
-        if entry.encoding != "dense":
-            payload = payload.to(target.device)
-        delta.apply(entry.encoding, payload, target)
-        if self._arrived_bytes[entry.name] == spec.num_bytes:
-            self._take_whole(entry.name, self._staged.pop(entry.name))
-
-    def _spec_of(self, entry: BucketEntry) -> TensorSpec:
-        spec = self._specs.get(entry.name)
-        if spec is None:
-            raise SyncError(
-                f"{entry.name} arrived at {self._me()} and is not in the manifest",
-                "the export and its manifest must agree; " + nearest_name(entry.name, self._specs),
-            )
-        return spec
-
-    def _advance(self, entry: BucketEntry, spec: TensorSpec) -> int:
-        """Check that this part follows what has arrived; returns where it begins, in bytes."""
-        start = self._arrived_bytes.get(entry.name, 0)
-        if entry.name in self._arrived_bytes and start == spec.num_bytes:
-            raise SyncError(
-                f"{entry.name} reached {self._me()} twice",
-                "the transport repeated a tensor; the publication is repeated in full",
-            )
-        length = _covered_bytes(entry)
-        if entry.tensor_offset_bytes != start or length < 0 or start + length > spec.num_bytes:
-            raise SyncError(
-                f"a part of {entry.name} covers bytes {entry.tensor_offset_bytes} to "
-                f"{entry.tensor_offset_bytes + length} of {spec.num_bytes}, and {start} have arrived",
-                "a part was lost, repeated or swapped; the publication is repeated in full",
-            )
-        if entry.encoding != "dense" and (self._manifest is None or self._manifest.base_version is None):
-            raise SyncError(
-                f"{entry.name} arrived as {entry.encoding} in a publication without a base version",
-                "a delta needs a base: open with base_version, or send every tensor whole",
-            )
-        self._arrived_bytes[entry.name] = start + length
-        return start
-
-    def _staging_tensor(self, entry: BucketEntry, spec: TensorSpec) -> Tensor:
-        tensor = self._staged.get(entry.name)
-        if tensor is None:
-            is_delta = self._manifest is not None and self._manifest.base_version is not None
-            if is_delta and not (entry.encoding == "dense" and _covered_bytes(entry) == spec.num_bytes):
-                self._require_uncut(entry.name)
-                tensor = self.live.read(entry.name).detach().clone(memory_format=torch.contiguous_format)
-            else:
-                device = self._device_of(entry.name)
-                tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-            self._staged[entry.name] = tensor
-        return tensor
-
-    def _device_of(self, name: str) -> torch.device:
-        return torch.device("cpu") if name in self._dropped else self.live.read(name).device
-
-    def _require_uncut(self, name: str) -> None:
-        if name in self._dropped or (isinstance(self.live, MappedWeights) and self.live.is_cut(name)):
-            raise SyncError(
-                f"{self._me()} holds only a part of {name}: a delta of the whole tensor cannot be applied",
-                "publish in full (sync.delta = false) to engines with tensor parallelism or dropped tensors",
-            )
-
-    def _take_whole(self, name: str, tensor: Tensor) -> None:
-        """A tensor has arrived: start its digest, and keep it for the commit or write it now."""
-        self._arrivals.add(name, tensor)
-        if isinstance(self.live, MappedWeights) and name not in self._dropped and self.live.is_cut(name):
-            self._parts.add(name, self.live.part(name, tensor))
-        if self.staging == "staged":
-            self._staged[name] = tensor
-        elif name not in self._dropped:
-            self._is_torn = True
-            self.live.write(name, tensor)
-
     # ---- prove
 
     def prove(self, digests: Digests) -> None:
         """Phase one: everything arrived, and its digests equal the trainer's. The live weights are not yet new
         (staged), or not yet trusted (direct)."""
-        self._require(State.OPEN, "prove")
-        missing = [
-            name for name, spec in self._specs.items() if self._arrived_bytes.get(name, -1) != spec.num_bytes
-        ]
-        if missing:
+        arriving = self._require(State.OPEN, "prove")
+        if missing := arriving.missing():
             raise self._faulty(
-                f"{len(missing)} tensors did not arrive whole at {self._me()}: {_some(missing)}",
+                f"{len(missing)} tensors did not arrive whole at {self._me()}: {some(missing)}",
                 "a bucket was lost; the publication is repeated in full",
             )
-        if set(digests) != set(self._specs):
-            odd = sorted(set(digests) ^ set(self._specs))
+        if set(digests) != set(arriving.specs):
+            odd = sorted(set(digests) ^ set(arriving.specs))
             raise self._faulty(
-                f"the trainer's digests and the manifest differ in {_some(odd)}",
+                f"the trainer's digests and the manifest differ in {some(odd)}",
                 "the export and its manifest must agree",
             )
         with self._on(self._reading):
-            arrived, parts = self._arrivals.results(), self._parts.results()
-        unchanged = [name for name in self._specs if name not in arrived]  # proven with the base version
+            arrived, parts = arriving.digests()
+        unchanged = [name for name in arriving.specs if name not in arrived]  # proven with the base version
         arrived |= {name: self._held_full[name] for name in unchanged}
         changed = _differing(digests, arrived)
         if changed:
             raise self._faulty(
-                f"{len(changed)} tensors reached {self._me()} altered: {_some(changed)}",
+                f"{len(changed)} tensors reached {self._me()} altered: {some(changed)}",
                 "the transport damaged them; the publication is repeated in full",
             )
-        self._expected_live = {name: d for name, d in digests.items() if name not in self._dropped}
+        self._expected_live = {name: d for name, d in digests.items() if name not in arriving.dropped}
         self._expected_live |= {name: self._held_live[name] for name in unchanged if name in self._held_live}
         self._expected_live |= parts
         self._digests = dict(digests)
@@ -508,47 +306,49 @@ class ReplicaTransaction:
             SyncError: the live proof failed. The old tensors were put back and proven (state IDLE, the old
                 version), or could not be (state BROKEN).
         """
-        manifest = self._require(State.PROVEN, "commit")
+        arriving = self._require(State.PROVEN, "commit")
         with self._on(self._copying, after_current=True):  # old tensors take the memory that new ones leave
-            return self._commit(manifest)
+            return self._commit(arriving)
 
-    def _commit(self, manifest: Manifest) -> CommitReport:
+    def _commit(self, arriving: Arriving) -> CommitReport:
         if not self._held_live and self.staging == "staged":
             self._held_live = self._live_digests(self.live.specs())  # so that a roll-back can be proven
         started_at_s = time.perf_counter()
         replaced: list[str] = []
         try:
             self._is_torn = True
-            for name in self._staged:
-                if name not in self._dropped:
-                    self._exchange(name, replaced)
-            _synchronize(self._staged.values())
+            for name in arriving.staged:
+                if name not in arriving.dropped:
+                    self._exchange(name, arriving.staged, replaced)
+            _synchronize(arriving.staged.values())
             written_at_s = time.perf_counter()
             live = self._live_digests(self._expected_live)
         except Exception as error:
-            raise self._rolled_back(replaced, f"the write into the engine failed: {error}") from error
+            raise self._rolled_back(
+                arriving, replaced, f"the write into the engine failed: {error}"
+            ) from error
         changed = _differing(self._expected_live, live)
         if changed:
-            raise self._rolled_back(replaced, f"the live proof failed for {_some(changed)}")
+            raise self._rolled_back(arriving, replaced, f"the live proof failed for {some(changed)}")
         proven_at_s = time.perf_counter()
         report = CommitReport(
             replica_id=self.replica_id,
-            weight_version=manifest.weight_version,
-            num_tensors=len(self._specs),
-            num_bytes=sum(spec.num_bytes for spec in self._specs.values()),
+            weight_version=arriving.manifest.weight_version,
+            num_tensors=len(arriving.specs),
+            num_bytes=sum(spec.num_bytes for spec in arriving.specs.values()),
             write_s=written_at_s - started_at_s,
             digest_s=proven_at_s - written_at_s,
             coverage=self.coverage,
         )
-        self.weight_version = manifest.weight_version
+        self.weight_version = arriving.manifest.weight_version
         self._held_live, self._held_full = live, self._digests
         self._clear()
         self.state = State.IDLE
         return report
 
-    def _exchange(self, name: str, replaced: list[str]) -> None:
+    def _exchange(self, name: str, staged: dict[str, Tensor], replaced: list[str]) -> None:
         """Write the staged tensor; the old bytes take its place in the staging, for a roll-back."""
-        live, new = self.live.read(name), self._staged[name]
+        live, new = self.live.read(name), staged[name]
         if (live.data_ptr(), live.stride(), live.shape) == (new.data_ptr(), new.stride(), new.shape):
             return  # the trainer's tensor is the engine's (one process): there is nothing to write
         old = live.detach().clone()
@@ -556,20 +356,18 @@ class ReplicaTransaction:
             whole = new.clone()
             self.live.part(name, whole).copy_(old)
             old = whole
-        self._staged[name] = old
+        staged[name] = old
         replaced.append(name)
         self.live.write(name, new)
 
-    def _rolled_back(self, replaced: Iterable[str], why: str) -> SyncError:
+    def _rolled_back(self, arriving: Arriving, replaced: Iterable[str], why: str) -> SyncError:
         """Put the old tensors back, and prove them."""
-        manifest = self._manifest
-        assert manifest is not None
         outcome = "its old weights are gone"
         is_whole = False
         if self.staging == "staged":
             try:
                 for name in replaced:
-                    self.live.write(name, self._staged[name])
+                    self.live.write(name, arriving.staged[name])
                 is_whole = not _differing(self._held_live, self._live_digests(self._held_live))
                 outcome = "its old weights were put back and " + ("proven" if is_whole else "did not prove")
             except Exception as error:
@@ -577,7 +375,7 @@ class ReplicaTransaction:
         self._clear()
         self.state = State.IDLE if is_whole else State.BROKEN
         return SyncError(
-            f"{self._me()} could not take version {manifest.weight_version}: {why}; {outcome}",
+            f"{self._me()} could not take version {arriving.manifest.weight_version}: {why}; {outcome}",
             f"it stays out of service at version {self.weight_version} until it is re-synced in full",
         )
 
@@ -588,14 +386,15 @@ class ReplicaTransaction:
         for stream in (self._copying, self._reading):
             if stream is not None:
                 stream.synchronize()  # nothing reads the sender's buffers or the staging any more
-        is_broken = self.state is State.BROKEN or self._is_torn
+        has_written = self._arriving is not None and self._arriving.has_written
+        is_broken = self.state is State.BROKEN or self._is_torn or has_written
         self._clear()
         self.state = State.BROKEN if is_broken else State.IDLE
 
     # ---- helpers
 
-    def _require(self, state: State, action: str) -> Manifest:
-        if self.state is not state or self._manifest is None:
+    def _require(self, state: State, action: str) -> Arriving:
+        if self.state is not state or self._arriving is None:
             raise SyncError(
                 f"{self._me()} was asked to {action} in state {self.state.value}",
                 "the order is open, receive, prove, commit; abort and begin again",
@@ -605,7 +404,7 @@ class ReplicaTransaction:
                 f"{self._me()} was asked to {action} after a fault: {self._fault}",
                 "abort this publication and repeat it in full",
             )
-        return self._manifest
+        return self._arriving
 
     def _faulty(self, what: str, remedy: str) -> SyncError:
         self._fault = what
@@ -621,15 +420,6 @@ class ReplicaTransaction:
         return f"replica {self.replica_id}"
 
 
-def _covered_bytes(entry: BucketEntry) -> int:
-    return entry.num_bytes if entry.tensor_num_bytes is None else entry.tensor_num_bytes
-
-
-def _integers(tensor: Tensor) -> Tensor:
-    """[n] view of a contiguous tensor's elements as integers, for writing."""
-    return tensor.view(-1).view(delta.INTEGERS[min(8, tensor.element_size())])
-
-
 def _differing(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
     return [name for name, digest in expected.items() if actual.get(name) != digest]
 
@@ -637,9 +427,3 @@ def _differing(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[s
 def _synchronize(tensors: Iterable[Tensor]) -> None:
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)
-
-
-def _some(names: Iterable[str], separator: str = ", ") -> str:
-    names = list(names)
-    more = len(names) - SHOWN_NAMES
-    return separator.join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
