@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rollbook.algos.aggregate import LossCounts
 from rollbook.checkpoint.checkpoint import State, Written, load_checkpoint, write_arrays
-from rollbook.errors import CheckpointError, ConfigError, DataError
+from rollbook.errors import CheckpointError, ConfigError
 from rollbook.ledger.hardware import MachineSpec
 from rollbook.modeling.config import ModelConfig
 from rollbook.modeling.load import DTYPES, LoadedModel, load_model
@@ -37,6 +37,7 @@ from rollbook.trainer.config import CriticConfig, TrainerConfig
 from rollbook.trainer.critic import Critic
 from rollbook.trainer.expert_load import ExpertLoad
 from rollbook.trainer.export import gathered
+from rollbook.trainer.mini_batches import mini_batches, require_trainable
 from rollbook.trainer.objective import CriticObjective, MicroBatch, NotingObjective, Objective
 from rollbook.trainer.optimizer import AdamW, Kept, UpdateReport, lower_precision
 from rollbook.trainer.packing import ModelInputs, computed_tokens, deal_micro_batches, pack
@@ -142,14 +143,12 @@ class Trainer:
         Raises:
             DataError: no sequences, or one that is longer than the model's context.
         """
-        _check_sequences(sequences, self.model, step)
-        num_mini_batches = min(self.config.num_mini_batches, len(sequences))  # filters may leave few
-        mini_batches: list[list[int]] = []
-        for epoch in range(self.config.num_epochs):
-            order = _group_order(sequences, (self.config.seed, step, epoch) if self.config.shuffle else None)
-            mini_batches += [part.tolist() for part in np.array_split(order, num_mini_batches)]
+        require_trainable(sequences, self.model, step)
         return TrainBatch(
-            step=step, weight_version=weight_version, sequences=list(sequences), mini_batches=mini_batches
+            step=step,
+            weight_version=weight_version,
+            sequences=list(sequences),
+            mini_batches=mini_batches(sequences, self.config, step),
         )
 
     # ---- forward passes ----------------------------------------------------------------------------------
@@ -522,43 +521,6 @@ def _spread(values: Tensor, inputs: ModelInputs, micro: MicroBatch) -> Tensor:
     """[T] from [S] values of the action tokens; 0 elsewhere."""
     zeros = torch.zeros(micro.action_mask.shape[0], dtype=values.dtype, device=values.device)
     return zeros.index_copy(0, inputs.token_positions, values)
-
-
-def _group_order(sequences: Sequence[TrainSequence], seed: tuple[int, int, int] | None) -> NDArray[np.int64]:
-    """Indices with the members of a group side by side; groups in drawn order, or as they came."""
-    groups: dict[int, list[int]] = {}
-    for i, sequence in enumerate(sequences):
-        groups.setdefault(sequence.group_id, []).append(i)
-    members = list(groups.values())
-    if seed is not None:
-        members = [members[i] for i in np.random.default_rng(seed).permutation(len(members))]
-    return np.array([i for group in members for i in group], np.int64)
-
-
-def _check_sequences(sequences: Sequence[TrainSequence], model: LoadedModel, step: int) -> None:
-    if not sequences:
-        raise DataError(
-            f"step {step} has no sequences to train on",
-            "every trajectory failed or was filtered: look at the failures and at algorithm.filter",
-        )
-    for sequence in sequences:
-        name = f"sequence {sequence.group_id}/{sequence.member_idx}"
-        if sequence.num_tokens > model.facts.max_position:
-            raise DataError(
-                f"{name} has {sequence.num_tokens} tokens and the model's context {model.facts.max_position}",
-                "lower rollout.max_response_tokens or drop long prompts",
-            )
-        if (sequence.loss_mask & ~sequence.action_mask).any():
-            raise DataError(
-                f"{name} has loss tokens that the policy did not sample",
-                "a loss mask is a part of the action mask",
-            )
-        low, high = int(sequence.token_ids.min()), int(sequence.token_ids.max())
-        if low < 0 or high >= model.facts.vocab_size:
-            raise DataError(
-                f"{name} has token ids from {low} to {high} and the model {model.facts.vocab_size} embeddings",
-                "engine and trainer must use the same tokenizer",
-            )
 
 
 def _balance(rank_tokens: NDArray[np.float64]) -> Values:
