@@ -9,7 +9,6 @@ from dataclasses import dataclass
 class Schedule:
     """What differs between the modes; everything else is the same code."""
 
-    name: str
     is_on_policy: bool
     """No generation while training: `buffer.max_staleness_steps` must be 0."""
     pauses_for_training: bool
@@ -18,7 +17,7 @@ class Schedule:
 
 
 SCHEDULES = {
-    "sync": Schedule(name="sync", is_on_policy=True, pauses_for_training=True),
-    "colocate_async": Schedule(name="colocate_async", is_on_policy=False, pauses_for_training=True),
-    "separate_async": Schedule(name="separate_async", is_on_policy=False, pauses_for_training=False),
+    "sync": Schedule(is_on_policy=True, pauses_for_training=True),
+    "colocate_async": Schedule(is_on_policy=False, pauses_for_training=True),
+    "separate_async": Schedule(is_on_policy=False, pauses_for_training=False),
 }
