@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from rollbook.ledger.account import StepAccount
 from rollbook.ledger.layout import ReplicaLayout
+from rollbook.ledger.step import is_colocated, rollout_side
+from rollbook.ledger.workload import Mode
 from rollbook.planner import search as search_module
-from rollbook.planner.candidate import Candidate
+from rollbook.planner import sides as sides_module
+from rollbook.planner.candidate import ON_POLICY, Candidate
 from rollbook.planner.choice import best_of, choose
-from rollbook.planner.offload import offloads_of
+from rollbook.planner.floors import floor_step_s
+from rollbook.planner.offload import Offload, offloads_of
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import make_plan
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Search
-from rollbook.planner.staleness import floor_step_s, within_bound
+from rollbook.planner.search import SAME_FRAC, Search
+from rollbook.planner.sides import TrainSides
+from rollbook.planner.staleness import within_bound
 
 CASES = [
     ("Qwen3-8B", "H100", (8, 128, 4096)),
@@ -105,6 +112,14 @@ RACES: list[dict[str, object]] = [
     {"model": "Qwen3-14B", "num_gpus": "2", "prompts": "32"},  # on hosts alone, or not at all
     {"model": "Qwen3-Next-80B-A3B", "num_gpus": "16", "reward": "generative", "reward_model": "Qwen3-8B"},
     {"model": "Qwen3-8B", "num_gpus": "32", "turns": 6, "env_seconds": 10, "env_p99_seconds": 60},
+    {
+        "model": "Qwen3-8B",
+        "num_gpus": "16",
+        "turns": 20,
+        "env_seconds": 15,
+        "prompts": "64",
+        "keep_prefix": False,
+    },
 ]
 
 
@@ -148,8 +163,60 @@ def test_no_step_is_below_its_floor(workload: dict[str, object], monkeypatch: py
     assert followed and all(floor <= step * (1 + 1e-9) for floor, step in followed)
 
 
-def test_few_of_the_topologies_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a plan with its sizes and what-ifs, a fifth and less of what is joined."""
+AGENTS: list[dict[str, object]] = [race for race in RACES if "turns" in race]
+
+
+@pytest.mark.parametrize(
+    "workload", [*AGENTS, {**AGENTS[0], "env_p99_seconds": 0}, {**AGENTS[0], "prompts": "8"}]
+)
+def test_no_on_policy_step_of_agents_is_below_its_floor(workload: dict[str, object]) -> None:
+    """Nor far above it where nothing but the slowest agent is waited for: else the floor spares nothing."""
+    request = PlanOptions(**workload).request()  # type: ignore[arg-type]
+    search = Search(request, is_brief=True)
+    ratios = []
+    for mode, rollout, train in (t for t in search.topologies() if t[0] in ON_POLICY):
+        for layout in search.layouts:
+            side, trainer = search.engines.of(rollout, mode, layout), search.trainers.best(train)
+            alone = search._joined(mode, side, layout, trainer)
+            followed = search._joined(mode, search.engines.followed(side, mode, layout), layout, trainer)
+            ratios.append(floor_step_s(request, alone.account, layout) / followed.step_s)
+    assert max(ratios) <= 1 + 1e-9
+    assert max(ratios) > 0.8
+
+
+@pytest.mark.parametrize("workload", RACES)
+def test_a_slower_trainer_behind_the_same_engines_never_shortens_a_step(workload: dict[str, object]) -> None:
+    """By which a brief search spares what it need not follow."""
+    request = PlanOptions(**workload).request()  # type: ignore[arg-type]
+    search = Search(request, is_brief=True)
+    gpus = request.cluster.num_gpus
+    modes: list[tuple[Mode, int, int]] = [
+        ("colocate_async", gpus, gpus),
+        ("separate_async", gpus // 2, gpus - gpus // 2),
+    ]
+    for mode, rollout, train in modes:
+        layout = search.layouts[0]
+        side, trainer = search.engines.of(rollout, mode, layout), search.trainers.best(train)
+        steps = []
+        for factor in (1.0, 1.02, 1.3, 3.0):
+            slower = replace(
+                trainer,
+                side=replace(
+                    trainer.side,
+                    train_s=factor * trainer.side.train_s,
+                    forward_s=factor * trainer.side.forward_s,
+                ),
+            )
+            account = search._joined(mode, side, layout, slower).account
+            steps.append(within_bound(request, account, layout).seconds.total)
+        assert all(longer >= (1 - SAME_FRAC) * step for step, longer in pairwise(steps))
+
+
+@pytest.mark.parametrize(("workload", "most_frac"), [({"model": "Qwen3-8B"}, 0.08), (AGENTS[0], 0.13)])
+def test_few_of_the_topologies_are_followed(
+    workload: dict[str, object], most_frac: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a plan with its sizes and what-ifs."""
     joined, followed = Counter[str](), Counter[str]()
     for name, count in (("join_sides", joined), ("within_bound", followed)):
         real = getattr(search_module, name)
@@ -159,8 +226,40 @@ def test_few_of_the_topologies_are_followed(monkeypatch: pytest.MonkeyPatch) -> 
             return _of(*args, **more)  # type: ignore[operator]
 
         monkeypatch.setattr(search_module, name, counting)
-    make_plan(PlanOptions(model="Qwen3-8B").request())
-    assert 0 < followed["calls"] < 0.2 * joined["calls"]
+    make_plan(PlanOptions(**workload).request())  # type: ignore[arg-type]
+    assert 0 < followed["calls"] < most_frac * joined["calls"]
+
+
+def test_a_side_is_computed_once_for_all_sizes_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and trainers know their own GPUs alone: twelve GPUs that train do so in a cluster of 16 and of 32."""
+    engines, trainers = Counter[object](), Counter[tuple[str, int, Offload]]()
+    real_engines, real_trainers = rollout_side, TrainSides._best_trainer
+
+    def engine_side(*args: Any, **more: Any) -> object:
+        what = (
+            str(args[1]),
+            str(args[3].stacks),
+            more["num_gpus"],
+            is_colocated(more["mode"]),
+            more["layouts"],
+        )
+        engines[(*what, more["follows_environments"])] += 1
+        return real_engines(*args, **more)
+
+    def trainer_side(self: TrainSides, num_gpus: int, offload: Offload) -> object:
+        cluster = replace(self._request.cluster, num_gpus=1)
+        asked = replace(self._request, cluster=cluster, split=None, offload="auto")
+        trainers[str(asked), num_gpus, offload] += 1
+        return real_trainers(self, num_gpus, offload)
+
+    monkeypatch.setattr(sides_module, "rollout_side", engine_side)
+    monkeypatch.setattr(TrainSides, "_best_trainer", trainer_side)
+    make_plan(PlanOptions(model="Qwen3-8B", num_gpus=32, prompts=64).request())
+    # The sentence on engine families prices the first one again.
+    assert len(engines) > 50 and sum(number > 1 for number in engines.values()) <= 1
+    # In a cluster of one GPU only the plainest trainer is asked about: a question of its own.
+    again = {num_gpus for (_, num_gpus, _), number in trainers.items() if number > 1}
+    assert len(trainers) > 20 and again <= {1}
 
 
 def test_what_does_not_fit_is_told_with_what_the_bound_adds() -> None:

@@ -88,7 +88,7 @@ def derive(
         _generation(request, base),
         _topology(request, search, candidates, base),
         _layouts(request, search, candidates, chosen, choice_because, changes),
-        _publication(request, chosen, publication, around, changes),
+        _publication(request, search, chosen, publication, around, changes),
     ]
 
 
@@ -463,6 +463,7 @@ def _memory_wall(candidates: list[Candidate]) -> tuple[Candidate | None, int]:
 
 def _publication(
     request: PlanRequest,
+    search: Search,
     chosen: Candidate | None,
     publication: Publication | None,
     around: Beside,
@@ -492,7 +493,7 @@ def _publication(
         )
     else:
         ages = expected_staleness(request, chosen, publication)
-        by_bound = step_by_bound(request, chosen)
+        by_bound = step_by_bound(request, search, chosen)
         outputs |= {
             "max_staleness_steps": request.max_staleness_steps,
             "sync_frac": ages.sync_frac,
@@ -525,12 +526,20 @@ def _publication(
 _BOUNDS = (1, 2, 4, 8)
 
 
-def step_by_bound(request: PlanRequest, chosen: Candidate) -> dict[int, float]:
-    """Step time of the chosen topology under wider staleness bounds."""
+def step_by_bound(request: PlanRequest, search: Search, chosen: Candidate) -> dict[int, float]:
+    """Step time of the chosen topology under wider staleness bounds.
+
+    Args:
+        search: whose trainers do not know the bound.
+    """
     steps = {}
     for bound in _BOUNDS:
-        search = Search(replace(request, max_staleness_steps=bound), layouts=[chosen.rollout_layout])
-        steps[bound] = search.candidate(chosen.mode, *chosen.split).step_s
+        at = chosen
+        if bound != request.max_staleness_steps:
+            wider = Search(replace(request, max_staleness_steps=bound), layouts=[chosen.rollout_layout])
+            wider.trainers = search.trainers
+            at = wider.candidate(chosen.mode, *chosen.split, chosen.train.offload)
+        steps[bound] = at.step_s
     return steps
 
 

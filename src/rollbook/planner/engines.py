@@ -32,6 +32,7 @@ def _generation_s(request: PlanRequest, of: Candidate, engine: Engine) -> float:
             replica=replace(of.rollout_layout, engine=engine),
             max_staleness_steps=max(request.max_staleness_steps, 1),
         ),
+        follows_environments=False,  # which change nothing of `rollout_s`
     )
     return rollout_s(side, of.mode)
 

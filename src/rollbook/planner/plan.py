@@ -23,6 +23,7 @@ from rollbook.planner.candidate import Candidate, host_bytes_per_gpu, host_bytes
 from rollbook.planner.choice import best_of, choose
 from rollbook.planner.derivation import Reasoned, derive
 from rollbook.planner.growth import Grown, growth
+from rollbook.planner.layouts import trainer_stacks
 from rollbook.planner.offload import Offload
 from rollbook.planner.publication import Publication, choose_publication
 from rollbook.planner.request import HOST_BYTES_PER_GPU, PAPER_HAS_NO_RANGE, PlanRequest
@@ -212,7 +213,7 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         derivation=tuple(derive(request, search, candidates, chosen, because, publication, around, changes)),
         base_waterfall=tuple(waterfall(base.account, request.cluster)),
         chosen_waterfall=tuple(waterfall(chosen.account, request.cluster)) if chosen else (),
-        sizes=tuple(_sizes(request, search.layouts, chosen)) if has_front and chosen else (),
+        sizes=tuple(_sizes(request, search, chosen)) if has_front and chosen else (),
         shifts=()
         if brief or chosen is None
         else tuple(sensitivity(placed, chosen, search.layouts, search.engines)),
@@ -381,7 +382,7 @@ def _on(request: PlanRequest, num_gpus: int) -> PlanRequest:
     return replace(request, cluster=replace(request.cluster, num_gpus=num_gpus), split=None)
 
 
-def _sizes(request: PlanRequest, layouts: list[ReplicaLayout], chosen: Candidate) -> list[Size]:
+def _sizes(request: PlanRequest, search: Search, chosen: Candidate) -> list[Size]:
     """Best step on half, twice, ... the GPUs in whole nodes, beside what is `chosen` on the cluster as it is."""
     per_node, gpus = request.cluster.gpus_per_node, request.cluster.num_gpus
     counts = {gpus, 2 * gpus}
@@ -392,19 +393,30 @@ def _sizes(request: PlanRequest, layouts: list[ReplicaLayout], chosen: Candidate
     sizes = []
     for num_gpus in sorted(c for c in counts if c <= 2 * _MOST_GPUS):
         if num_gpus == gpus:
-            sizes.append(Size(num_gpus=gpus, best=chosen))
+            sizes.append(Size(num_gpus=num_gpus, best=chosen))
             continue
         at_size = _on(request, num_gpus)
         try:
             at_size.check()
         except PlanError:
             continue
-        usable = [layout for layout in layouts if num_gpus % layout.num_gpus == 0]
-        best = best_of(Search(at_size, layouts=usable, is_brief=True))
+        usable = [layout for layout in search.layouts if num_gpus % layout.num_gpus == 0]
+        best = best_of(_beside(search, at_size, usable))
         if best is None and _may_offload_all(request):
             best = best_of(Search(replace(at_size, offload="optimizer"), layouts=usable, is_brief=True))
         sizes.append(Size(num_gpus=num_gpus, best=best))
     return sizes
+
+
+def _beside(search: Search, request: PlanRequest, layouts: list[ReplicaLayout]) -> Search:
+    """A brief search of `request`, which differs from that of `search` in the cluster's size alone. A side knows only
+    its own GPUs, so both share theirs, where both have the same software to train with."""
+    beside = Search(request, layouts=layouts, is_brief=True)
+    if layouts and request.offload == search.request.offload and request.assumptions.method != "paper":
+        beside.engines = search.engines.in_layouts(layouts)
+        if trainer_stacks(request) == trainer_stacks(search.request):
+            beside.trainers = search.trainers
+    return beside
 
 
 def idle_by_split(request: PlanRequest) -> list[str]:

@@ -30,16 +30,19 @@ from rollbook.planner.candidate import (
     layouts_of,
     rollout_s,
 )
+from rollbook.planner.floors import floor_step_s
 from rollbook.planner.lending import with_lending
 from rollbook.planner.offload import Offload, host_state_bytes, offloads_of
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.sides import RolloutSides, TrainSides
-from rollbook.planner.staleness import floor_step_s, least_step_s, stretched, within_bound
+from rollbook.planner.staleness import least_step_s, stretched, within_bound
 
 _MOST_UNITS_LISTED = 64
 """Above this many nodes only a grid and the neighbourhood of the optimum are joined."""
 _SLOWER_ENGINES_GAIN = 0.005
 """Share of a step that engines which generate more slowly must save: ties are theirs who generate faster."""
+SAME_FRAC = 0.01
+"""Share of a step within which two that were followed may be told apart by the width of their cells."""
 _VISIBLE_SYNC_FRAC = 0.05
 """Share of the step up to which a broadcast, the plainest transport, is not questioned."""
 OFFLOAD_GAIN_FRAC = 0.05
@@ -63,7 +66,14 @@ class Search:
     engines: RolloutSides = field(init=False)
     """Those of another search may be put here, where both ask the same of generation."""
     trainers: TrainSides = field(init=False)
+    """The same of training."""
     _followed: dict[tuple[Topology, Offload], Candidate] = field(init=False, default_factory=dict)
+    _bounded: dict[tuple[Mode, int, ReplicaLayout], list[StepAccount]] = field(
+        init=False, default_factory=dict
+    )
+    """Steps under the staleness bound by their engines."""
+    _optimal: list[int | None] = field(init=False, default_factory=list)
+    """The time optimum, once it is found."""
 
     def __post_init__(self) -> None:
         self.engines, self.trainers = RolloutSides(self.request, self.layouts), TrainSides(self.request)
@@ -124,7 +134,10 @@ class Search:
         what is not below `limit_s` without is not."""
         mode, layout, rollout = joined.mode, joined.rollout_layout, joined.account.rollout
         is_bounded = mode not in ON_POLICY and self.request.assumptions.method != "paper"
-        floor_s = floor_step_s(self.request, joined.account, layout) if is_bounded else joined.step_s
+        engines = self._bounded.setdefault((mode, rollout.num_gpus, layout), [])
+        floor_s = self._known_step_s(joined.account, engines)
+        if floor_s < limit_s:
+            floor_s = max(floor_s, floor_step_s(self.request, joined.account, layout))
         if floor_s >= limit_s:
             return replace(joined, account=stretched(joined.account, floor_s), is_least=True), False
         side = self.engines.followed(rollout, mode, layout)
@@ -134,10 +147,23 @@ class Search:
             account = joined.account
             if account.fits:
                 account = within_bound(self.request, account, layout)
+                engines.append(account)
             else:  # nobody will run it: the least that the bound allows is told of it
                 account = stretched(account, least_step_s(self.request, account, layout))
             joined = replace(joined, account=account)
         return joined, True
+
+    def _known_step_s(self, account: StepAccount, engines: list[StepAccount]) -> float:
+        """What `account` does not take less than, as a trainer that is as fast or faster behind the same engines takes
+        that. A search that tells every step follows it all the same."""
+        if not self.is_brief or self.request.lends(account.mode):
+            return account.seconds.total
+        known_s = [
+            found.seconds.total
+            for found in engines
+            if _own_s(found) <= _own_s(account) and found.seconds.sync <= account.seconds.sync
+        ]
+        return max([account.seconds.total, *((1 - SAME_FRAC) * step_s for step_s in known_s)])
 
     def _least_s(self, mode: Mode, rollout: RolloutSide, train: TrainChoice) -> float:
         """Below the step of these sides, whatever joins them."""
@@ -214,6 +240,11 @@ class Search:
 
     def time_optimal_rollout_gpus(self) -> int | None:
         """Rollout GPUs at which both asynchronous sides take equally long; whole replicas, not whole nodes."""
+        if not self._optimal:
+            self._optimal.append(self._bisected())
+        return self._optimal[0]
+
+    def _bisected(self) -> int | None:
         gpus = self.request.cluster.num_gpus
         step = min(layout.num_gpus for layout in self.layouts)
         low, high = 1, (gpus - 1) // step  # in replicas: low is too few for generation, high too many
@@ -377,6 +408,11 @@ _LOOPS_WITH_SLICES = frozenset({"slime", "checkpoint_engine"})
 def _other_methods(request: PlanRequest) -> tuple[SyncMethod, ...]:
     """Transports worth having where a broadcast shows in the step, and the loop has them."""
     return ("delta", "sharded") if request.assumptions.name in _LOOPS_WITH_SLICES else ("delta",)
+
+
+def _own_s(account: StepAccount) -> float:
+    """In which the engines go on without the trainer, or wait for it."""
+    return account.train.total_s + account.seconds.other + account.seconds.switch
 
 
 def with_split(request: PlanRequest, chosen: Candidate) -> PlanRequest:

@@ -41,6 +41,12 @@ class RolloutSides:
             layouts = [ReplicaLayout(tp_size=tp)]
         self.layouts = layouts or self._shortlist(replica_layouts(request))
 
+    def in_layouts(self, layouts: list[ReplicaLayout]) -> RolloutSides:
+        """The same engines, of which only these layouts are asked for; what is computed serves both."""
+        sides = RolloutSides(self._request, layouts)
+        sides._found = self._found
+        return sides
+
     def of(
         self, num_gpus: int, mode: Mode, layout: ReplicaLayout, *, follows_environments: bool = False
     ) -> RolloutSide:

@@ -13,7 +13,6 @@ follows them until their cycle repeats, and says when the engines stand.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 
@@ -21,7 +20,6 @@ import numpy as np
 
 from rollbook.ledger.account import Range, RolloutSide, StepAccount
 from rollbook.ledger.layout import ReplicaLayout
-from rollbook.ledger.lengths import LengthDistribution
 from rollbook.ledger.step import is_colocated
 from rollbook.planner.decoding import decode_steps_s
 from rollbook.planner.fluid import steady_step
@@ -65,50 +63,12 @@ def stretched(account: StepAccount, total_s: float) -> StepAccount:
     )
 
 
-def floor_step_s(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> float:
-    """What `within_bound` does not go below, without following anything.
-
-    From the admission of a batch to the version that it makes are bound + 1 steps, in which it is generated and
-    trained; each publication keeps the engines, and each training those that share its GPUs. While it is generated, one
-    trajectory makes the longest response and a replica makes all its tokens of the batch: engines that make more of
-    these at a time give fewer to each. Calls of agents come on top, beside which others decode.
-    """
-    work, s, steps = request.workload, account.seconds, request.max_staleness_steps + 1
-    slots = in_flight_slots(request, account.rollout)
-    rows = np.geomspace(1.0, max(slots, 2), _NUM_ROWS)
-    token_s = decode_steps_s(request, layout, rows, _mean_context(request))
-    calls_s = work.agent.num_calls * work.agent.env_s
-    tokens = 0.0 if calls_s else work.response_tokens_total / account.rollout.num_replicas
-    # No mixture of paces is above the lines through two neighbours of (tokens of all, tokens of one) a second.
-    of_all, of_one = rows / token_s, 1 / token_s
-    slope = np.maximum(-np.diff(of_one) / np.maximum(np.diff(of_all), 1e-12), 0.0)
-    height = (of_one + slope[:, None] * of_all).max(axis=1)
-    longest = _longest_tokens(work.lengths(), work.num_sequences)
-    decode_s = float(((longest + slope * tokens) / height).max())
-    generated_s = _FLOOR_FRAC * (decode_s + s.prefill + s.reward + calls_s)
-    own_s = account.train.total_s + s.other + s.switch
-    if is_colocated(account.mode):
-        return max(s.total, generated_s / steps + own_s + s.sync)
-    return max(s.total, (generated_s + own_s) / steps + s.sync)
-
-
-def _mean_context(request: PlanRequest) -> float:
+def mean_context(request: PlanRequest) -> float:
     """Tokens behind which the mean token of a response is sampled."""
     work = request.workload
     lengths = work.lengths()
     mean_age = lengths.mean_square() / (2 * lengths.mean_tokens)
     return work.prompt_tokens + work.observation_tokens / 2 + mean_age
-
-
-_FLOOR_FRAC = 0.9
-"""Of the seconds of the longest response, which `fluid` follows in a dozen cells."""
-
-
-@functools.lru_cache(maxsize=64)
-def _longest_tokens(lengths: LengthDistribution, num_sequences: int) -> float:
-    """Expected longest of so many responses, none of which is rarer than one in a hundred steps."""
-    tokens = np.linspace(0.0, float(lengths.quantile(1 - 0.01 / num_sequences)), 513)
-    return float(np.trapezoid(1 - (1 - lengths.survival(tokens)) ** num_sequences, tokens))
 
 
 def least_step_s(request: PlanRequest, account: StepAccount, layout: ReplicaLayout) -> float:
@@ -174,7 +134,7 @@ class _Latency:
         # Of the slowest trajectory; the paper account has no environments, so their mean stands in.
         self.env_s = rollout.env_wait_s or work.agent.num_calls * work.agent.env_s
         self.rows = np.geomspace(1.0, max(self.slots, 1), _NUM_ROWS)
-        self.token_s = decode_steps_s(request, layout, self.rows, _mean_context(request))
+        self.token_s = decode_steps_s(request, layout, self.rows, mean_context(request))
         """Seconds of a token beside so many sequences."""
 
     def at(self, decode_s: float) -> float:
