@@ -256,6 +256,26 @@ def test_arrival_order_drops_what_is_too_old_and_says_how_long_it_was() -> None:
     assert [g.group_id for g in taken.groups] == [quick]
 
 
+def test_what_finished_in_time_and_was_not_taken_is_dropped_when_the_step_that_could_use_it_is_over() -> None:
+    """Two slow groups end together, at the last step that may train either of them, and it takes one."""
+    buffer = make(groups_per_step=1, max_staleness_steps=2, order="arrival", when_stale="drop")
+    slow = [buffer.admit(prompt(i), now_s=0.0) for i in range(2)]
+    for step in range(2):
+        quick = buffer.admit(prompt(2 + step), now_s=0.0)
+        buffer.finish(group(quick, version=step))
+        assert [g.group_id for g in buffer.take().groups] == [quick]
+        buffer.published(step + 1, step + 1)
+    for group_id in slow:
+        buffer.finish(group(group_id, version=0))
+    assert [g.group_id for g in buffer.take().groups] == slow[:1]
+    assert not buffer.finished()
+    buffer.published(3, 3)
+    buffer.finish(group(buffer.admit(prompt(4), now_s=0.0), version=3))
+    assert [(e.group_id, e.reason, e.staleness_steps) for e in buffer.take().evictions] == [
+        (slow[1], "stale", 3)
+    ]
+
+
 def test_a_flat_group_is_replaced_or_leaves_with_its_step() -> None:
     buffer = make(groups_per_step=2)
     first, second = (buffer.admit(prompt(i), now_s=0.0) for i in range(2))
@@ -276,6 +296,7 @@ def test_starvation_stops_with_the_counts_or_trains_what_there_is() -> None:
         for i in range(2):
             buffer.fail(buffer.admit(prompt(i), now_s=0.0), "reward")
         assert buffer.is_ready()
+        assert buffer.capacity() == 0, "what was lost is not sampled again, for the step to lose it once more"
         if on_starvation == "stop":
             with pytest.raises(
                 StarvedError,
