@@ -239,6 +239,18 @@ def test_arrival_order_waits_for_a_group_about_to_expire_and_takes_it_first() ->
     assert [g.group_id for g in buffer.take().groups] == [slow]
 
 
+def test_a_group_admitted_while_a_step_trains_expires_with_the_version_that_serves_meanwhile() -> None:
+    buffer = make(groups_per_step=1, max_staleness_steps=1, order="arrival", when_stale="wait")
+    buffer.finish(group(buffer.admit(prompt(0), now_s=0.0), version=0))
+    buffer.take()
+    between = buffer.admit(prompt(1), now_s=0.0)  # version 0 still serves
+    buffer.published(1, 1)
+    buffer.finish(group(buffer.admit(prompt(2), now_s=0.0), version=1))
+    assert not buffer.is_ready()
+    buffer.finish(group(between, version=0))
+    assert [g.group_id for g in buffer.take().groups] == [between]
+
+
 def test_arrival_order_drops_what_is_too_old_and_says_how_long_it_was() -> None:
     buffer = make(groups_per_step=1, max_staleness_steps=1, order="arrival", when_stale="drop")
     slow, quick = (buffer.admit(prompt(i), now_s=0.0) for i in range(2))
