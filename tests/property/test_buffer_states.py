@@ -239,6 +239,14 @@ def test_arrival_order_waits_for_a_group_about_to_expire_and_takes_it_first() ->
     assert [g.group_id for g in buffer.take().groups] == [slow]
 
 
+def test_arrival_order_takes_the_first_to_finish() -> None:
+    buffer = make(groups_per_step=1, max_staleness_steps=1, order="arrival", when_stale="wait")
+    first, second = (buffer.admit(prompt(i), now_s=0.0) for i in range(2))
+    for group_id in (second, first):
+        buffer.finish(group(group_id, version=0))
+    assert [g.group_id for g in buffer.take().groups] == [second]
+
+
 def test_a_group_admitted_while_a_step_trains_expires_with_the_version_that_serves_meanwhile() -> None:
     buffer = make(groups_per_step=1, max_staleness_steps=1, order="arrival", when_stale="wait")
     buffer.finish(group(buffer.admit(prompt(0), now_s=0.0), version=0))
