@@ -58,7 +58,7 @@ class QuantizedSource:
         return quantized_specs(self._source.weight_specs(), self._scheme)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        self._exported = DigestLedger()
+        self._exported = DigestLedger(hold_bytes=0)  # what is gathered for the publication alone is not kept
         for name, tensor in self._source.export_weights():
             self._exported.add(name, tensor)
             if not is_matrix(name, tuple(tensor.shape)):
