@@ -445,6 +445,9 @@ def test_a_delta_against_anything_but_the_proven_base_is_refused() -> None:
         transaction.open(manifest_of(source, 2, base=0, base_digest=fold(digests)))
     with pytest.raises(SyncError, match="cannot prove that its version 1 is the trainer's"):
         transaction.open(manifest_of(source, 2, base=1, base_digest="0" * 32))
+    resync = replace(manifest_of(source, 2, base=1, base_digest=fold(digests)), is_resync=True)
+    with pytest.raises(SyncError, match="a resync of replica 3 came as a delta against version 1"):
+        transaction.open(resync)  # what it replaces is in doubt, so nothing may be taken from it
     assert transaction.state is State.IDLE
     engine_of(transaction).parameters["qkv"][3, 3] += 1  # somebody reloads weights behind our back
     with pytest.raises(SyncError, match=f"no longer version 1: {Q} changed"):
