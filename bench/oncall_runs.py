@@ -360,7 +360,6 @@ OWN = (
 )  # fmt: skip
 """What the owner of the job logs beside the framework's metrics."""
 CALLS = {f"{TOOL}{stat}": f"env/call_s/{stat}" for stat in ("mean", "max", "min")}
-"""verl's name -> what an owner calls it elsewhere."""
 
 _WORDS = frozenset({"spill_in_words", "hang_in_a_dump"})
 _BY_OWN_NAMES = frozenset(

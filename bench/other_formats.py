@@ -122,8 +122,6 @@ SKYRL = {
     "timing_s/save_checkpoint": "timing/save_checkpoints",
     "timing_s/testing": "timing/eval",
     "timing_s/step": "timing/step",
-    "training/rollout_probs_diff_mean": "policy/rollout_train_prob_diff_mean",
-    "training/rollout_probs_diff_max": "policy/rollout_train_prob_diff_max",
 }
 
 _ENGINE = {"missed_weight_sync", "engine_mismatch", "silent_error_after_wake", "mismatch_to_nan"}
@@ -149,7 +147,11 @@ TELLS: dict[str, frozenset[str]] = {
 """Format -> what can be told from it."""
 
 
-GAP = {"TRL": "sampling/sampling_logp_difference/mean", "slime": "train/train_rollout_logprob_abs_diff"}
+GAP = {
+    "TRL": "sampling/sampling_logp_difference/mean",
+    "slime": "train/train_rollout_logprob_abs_diff",
+    "SkyRL": "policy/rollout_train_logprobs_abs_diff_mean",
+}
 """Format -> its mean difference of the logprobs of engine and trainer, where it logs one."""
 
 

@@ -86,7 +86,7 @@ def waits_in_spells(seed: int) -> Log:
     """The trainer is about as fast as its generators: it waits little, and in some spells of long prompts more."""
     log = base(seed, ("async",))
     busy = float(np.median(step_s(log) - log.m["timing_s/gen"]))
-    wait = busy * log.uni(0.03, 0.12) * log.rng.lognormal(0, log.uni(0.4, 0.9), log.n)
+    wait = busy * log.uni(0.03, 0.12) * log.rng.lognormal(0, log.uni(0.3, 0.6), log.n)
     log.at = int(log.n * log.uni(0.1, 0.3))
     log.m["timing_s/gen"] = wait * np.where(log.spells(15), log.uni(1.5, 3.0), 1.0)
     return log

@@ -20,6 +20,8 @@ from rollbook.drill import faults as drills
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import described_runs
+import oncall_runs
+import quiet_runs
 import reported_runs
 import synthetic_runs
 import unseen_runs
@@ -86,6 +88,22 @@ def test_a_run_of_some_recipe_is_judged_right(name: str, tmp_path: Path) -> None
     )
     verdict = diagnose(load(str(log))).verdict
     assert verdict == name if name in RULES else verdict in ("well", "not_judged")
+
+
+FOUND = (
+    "leak_by_count",
+    "rare_tail",
+    "rare_call",
+    "spill_in_words",
+    "moments_lost",
+    "missed_without_versions",
+)
+
+
+@pytest.mark.parametrize("name", [*FOUND, *quiet_runs.WELL])
+def test_a_story_of_an_on_call_engineer_is_judged_right(name: str, tmp_path: Path) -> None:
+    log = oncall_runs.write("verl console", name, 1, tmp_path)
+    assert diagnose(load(str(log))).verdict in oncall_runs.EXPECTS.get(name, ("well", "not_judged"))
 
 
 @pytest.mark.parametrize("name", ["healthy", *STATES])
