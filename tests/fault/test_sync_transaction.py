@@ -16,7 +16,7 @@ from rollbook.sync.delta import AcknowledgedWeights
 from rollbook.sync.digest import fold
 from rollbook.sync.layout import MappedWeights, Place
 from rollbook.sync.transaction import ReplicaTransaction, Staging, State
-from rollbook.weights import Bucket, TensorSpec
+from rollbook.weights import Bucket, BucketEntry, TensorSpec
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -223,6 +223,38 @@ def test_a_part_that_does_not_follow_is_refused_where_it_arrives(off_bytes: int)
         SyncError, match=rf"a part of {entry.name} covers bytes {64 + off_bytes} to .*64 have arrived"
     ):
         transaction.receive(replace(buckets[at], entries=(moved, *others)))
+
+
+@pytest.mark.parametrize("staging", ["staged", "direct"])
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (
+            torch.zeros(4, 16, dtype=torch.bfloat16),
+            "bfloat16\\[4, 16\\], the manifest says bfloat16\\[8, 8\\]",
+        ),
+        (torch.zeros(8, 8, dtype=torch.float16), "float16\\[8, 8\\], the manifest says bfloat16\\[8, 8\\]"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_tensor_by_reference_of_another_shape_or_type_is_refused_before_it_is_written(
+    other: torch.Tensor, says: str, staging: Staging
+) -> None:
+    transaction, source = replica(staging)
+    before = live_digests(engine_of(transaction))
+    manifest = manifest_of(source, 2)
+    entries = [
+        BucketEntry(name=spec.name, offset_bytes=0, num_bytes=spec.num_bytes)
+        for spec in manifest.tensors
+        if spec.name == Q
+    ]
+    transaction.open(manifest)
+    with pytest.raises(SyncError, match=f"{Q} arrived as {says}"):
+        transaction.receive(
+            Bucket(weight_version=2, bucket_idx=0, entries=tuple(entries), data=None, shared={Q: other})
+        )
+    transaction.abort()
+    assert transaction.state is State.IDLE and live_digests(engine_of(transaction)) == before
 
 
 def test_after_a_fault_only_abort_is_left() -> None:
