@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from rollbook.errors import EngineError
 from rollbook.types import FinishReason, Floats, Ids, KVStart, SamplingParams, VersionRun
 
 PauseMode = Literal["keep", "abort", "drain"]
@@ -36,6 +37,39 @@ class GenerateRequest:
     """Last tokens of `prompt_ids` that belong to the response already: a stop string may have begun in them."""
     is_last_turn: bool = False
     """No request goes on from the end of this response, so its keys and values need not be kept."""
+
+
+def require_runnable(
+    request: GenerateRequest, *, is_running: bool, max_context_tokens: int, has_tokenizer: bool
+) -> None:
+    """What any engine asks of a request before it is queued.
+
+    Args:
+        is_running: the engine has a request of this id.
+        max_context_tokens: the model's context.
+        has_tokenizer: the engine can find stop strings.
+    Raises:
+        EngineError: it can never run; says why.
+    """
+    name, num_prompt = request.request_id, len(request.prompt_ids)
+    if is_running:
+        raise EngineError(f"request {name} is already running", "give every request an id of its own")
+    if num_prompt == 0 or request.sampling.max_response_tokens < 1:
+        raise EngineError(
+            f"request {name} has {num_prompt} prompt tokens and max_response_tokens "
+            f"{request.sampling.max_response_tokens}",
+            "both must be at least 1",
+        )
+    if num_prompt >= max_context_tokens:
+        raise EngineError(
+            f"request {name}: the prompt has {num_prompt} tokens, the model's context is {max_context_tokens}",
+            "filter prompts by length, or use a model with a longer context",
+        )
+    if request.sampling.stop_strings and not has_tokenizer:
+        raise EngineError(
+            f"request {name} has stop strings and the engine has no tokenizer",
+            "start the engine with the model's tokenizer, or use stop token ids",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

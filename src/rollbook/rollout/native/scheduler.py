@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rollbook.errors import EngineError
-from rollbook.rollout.engine import GenerateRequest, KVPolicy, Response
+from rollbook.rollout.engine import GenerateRequest, KVPolicy, Response, require_runnable
 from rollbook.rollout.native.draws import sequence_key
 from rollbook.rollout.native.pages import PagePool, PrefixCache
 from rollbook.rollout.native.sequences import (
@@ -117,29 +117,14 @@ class Scheduler:
         Raises:
             EngineError: it can never run: no prompt, beyond the context, or larger than the whole pool.
         """
+        require_runnable(
+            request,
+            is_running=request.request_id in self.by_request,
+            max_context_tokens=self.max_context_tokens,
+            has_tokenizer=self.decode_text is not None,
+        )
         num_prompt = len(request.prompt_ids)
-        wanted = request.sampling.max_response_tokens
-        if request.request_id in self.by_request:
-            raise EngineError(
-                f"request {request.request_id} is already running", "give every request an id of its own"
-            )
-        if num_prompt == 0 or wanted < 1:
-            raise EngineError(
-                f"request {request.request_id} has {num_prompt} prompt tokens and max_response_tokens {wanted}",
-                "both must be at least 1",
-            )
-        if num_prompt >= self.max_context_tokens:
-            raise EngineError(
-                f"request {request.request_id}: the prompt has {num_prompt} tokens, the model's context is "
-                f"{self.max_context_tokens}",
-                "filter prompts by length, or use a model with a longer context",
-            )
-        if request.sampling.stop_strings and self.decode_text is None:
-            raise EngineError(
-                f"request {request.request_id} has stop strings and the engine has no tokenizer",
-                "start the engine with the model's tokenizer, or use stop token ids",
-            )
-        max_response = min(wanted, self.max_context_tokens - num_prompt)
+        max_response = min(request.sampling.max_response_tokens, self.max_context_tokens - num_prompt)
         # The last token sampled is never written to the pool.
         most_pages = -(-(num_prompt + max_response - 1) // self.page_tokens)
         if most_pages > self.pool.num_pages:

@@ -38,7 +38,14 @@ import torch
 
 from rollbook.errors import DeadlineError, EngineDownError, EngineError, RunError
 from rollbook.rollout.config import RolloutConfig
-from rollbook.rollout.engine import EngineStats, GenerateRequest, KVPolicy, PauseMode, Response
+from rollbook.rollout.engine import (
+    EngineStats,
+    GenerateRequest,
+    KVPolicy,
+    PauseMode,
+    Response,
+    require_runnable,
+)
 from rollbook.rollout.logprobs_mode import LogprobsMode, reports_ours
 from rollbook.rollout.native.draws import sequence_key
 from rollbook.rollout.pauses import Pauses
@@ -218,30 +225,19 @@ class VllmEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         core, sampling = self._built(), request.sampling
-        name, num_prompt, wanted = request.request_id, len(request.prompt_ids), sampling.max_response_tokens
-        if name in self._by_request:
-            raise EngineError(f"request {name} is already running", "give every request an id of its own")
-        if num_prompt == 0 or wanted < 1:
-            raise EngineError(
-                f"request {name} has {num_prompt} prompt tokens and max_response_tokens {wanted}",
-                "both must be at least 1",
-            )
-        if num_prompt >= core.model_context_tokens:
-            raise EngineError(
-                f"request {name}: the prompt has {num_prompt} tokens, the context is {core.model_context_tokens}",
-                "filter prompts by length, or use a model with a longer context",
-            )
-        most = min(num_prompt + wanted, core.model_context_tokens)
+        name = request.request_id
+        require_runnable(
+            request,
+            is_running=name in self._by_request,
+            max_context_tokens=core.model_context_tokens,
+            has_tokenizer=self._tokenizer is not None,
+        )
+        most = min(len(request.prompt_ids) + sampling.max_response_tokens, core.model_context_tokens)
         if most > core.max_context_tokens:
             raise EngineError(
                 f"request {name} may need {most} tokens of keys and values and the pool holds "
                 f"{core.max_context_tokens}",
                 "raise rollout.kv_pool_tokens or lower rollout.max_response_tokens",
-            )
-        if sampling.stop_strings and self._tokenizer is None:
-            raise EngineError(
-                f"request {name} has stop strings and the engine has no tokenizer",
-                "start the engine with the model's tokenizer, or use stop token ids",
             )
         if 0 < sampling.temperature < MIN_TEMPERATURE:
             raise EngineError(
