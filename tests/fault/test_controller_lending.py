@@ -265,6 +265,26 @@ def test_between_publications_moved_weights_are_lent_to_nobody(tiny_run: TinyRun
     assert not run.events_of("lending_failed")
 
 
+async def test_a_run_that_is_stopped_while_a_lending_is_taken_back_stops() -> None:
+    lending = Lending.__new__(Lending)
+    lending._clock = lambda: 0.0
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.Event().wait()
+
+    serving = asyncio.create_task(slow_to_end())
+    taking = asyncio.create_task(lending._take_back(serving, is_late=False))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    serving.cancel()
+
+
 def decides(expected_wait_s: float, up_s: float, back_s: float, share: float, margin: float) -> bool:
     lending = Lending.__new__(Lending)
     lending.config = tiny_config(**{"lending.is_on": True, "lending.margin": margin}).lending

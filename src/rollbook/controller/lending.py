@@ -210,8 +210,9 @@ class Lending:
         """The trainer needs its device, however far the lending is; None where it was not up yet."""
         began_at_s = self._clock()
         serving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
+        await asyncio.wait({serving})  # whose cancellation is not this one's
+        if not serving.cancelled():
+            serving.result()
         num_returned = self._router.num_open().get(self.replica_id, 0)
         is_dead = self._router.out_of_service.get(self.replica_id, "")
         self._router.remove(self.replica_id)
