@@ -257,6 +257,40 @@ def test_a_tensor_by_reference_of_another_shape_or_type_is_refused_before_it_is_
     assert transaction.state is State.IDLE and live_digests(engine_of(transaction)) == before
 
 
+def test_a_part_that_ends_within_an_element_is_refused_by_name() -> None:
+    transaction, source = replica()
+    buckets, _ = packed(source, 2, 64)
+    transaction.open(manifest_of(source, 2))
+    (entry,) = buckets[0].entries
+    odd = replace(entry, num_bytes=entry.num_bytes - 1, tensor_num_bytes=entry.num_bytes - 1)
+    with pytest.raises(SyncError, match=f"a part of {entry.name} covers bytes 0 to 63, not whole elements"):
+        transaction.receive(replace(buckets[0], entries=(odd,)))
+
+
+def test_a_commit_that_is_cut_off_between_two_writes_leaves_no_version() -> None:
+    """Not by an error, which it would roll back: by whatever ends the thread."""
+    transaction, source = replica()
+    buckets, digests = packed(source, 2, 512)
+    transaction.open(manifest_of(source, 2))
+    for bucket in buckets:
+        transaction.receive(bucket)
+    transaction.prove(digests)
+    engine, written = engine_of(transaction), list[str]()
+    write = engine.write
+
+    def cut_off(name: str, tensor: torch.Tensor) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(name)
+        write(name, tensor)
+
+    engine.write = cut_off  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        transaction.commit()
+    transaction.abort()
+    assert transaction.state is State.BROKEN
+
+
 def test_after_a_fault_only_abort_is_left() -> None:
     transaction, source = replica()
     buckets, digests = packed(source, 2, 300)
@@ -527,6 +561,43 @@ def test_each_rank_proves_its_slice_and_the_whole() -> None:
                     2,
                     tamper=lambda b: [replace(b[0], data=b[0].data.roll(8)), *b[1:]],  # type: ignore[union-attr]
                 )
+
+
+def test_a_rank_takes_a_delta_that_leaves_its_slices_as_they_are_and_no_other() -> None:
+    """A difference of the whole tensor cannot be applied to a slice; without one the slice is proven as it was."""
+    source = FakeSource({"cut": torch.randn(4, 6), "whole": torch.randn(3)})
+    places = {
+        "cut": Place(parameter="c", shape=(4, 6), part=(slice(2, 4),)),
+        "whole": Place(parameter="w", shape=(3,)),
+    }
+    engine = MappedWeights({"c": torch.zeros(2, 6), "w": torch.zeros(3)}, places)
+    transaction = ReplicaTransaction(engine, replica_id=3, weight_version=0)
+    acknowledged = AcknowledgedWeights()
+    digests: dict[str, str] = {}
+
+    def take(version: int) -> None:
+        nonlocal digests
+        base = version - 1 or None
+        manifest = manifest_of(source, version, base=base, base_digest=fold(digests) if base else None)
+        transaction.open(manifest)
+        acknowledged.begin(base)
+        buckets, digests = packed(source, version, 1 << 20, acknowledged)
+        for bucket in buckets:
+            transaction.receive(bucket)
+        transaction.prove(digests)
+        transaction.commit()
+        acknowledged.acknowledge(version)
+
+    take(1)
+    source.tensors["whole"] += 1
+    take(2)
+    assert torch.equal(engine.parameters["c"], source.tensors["cut"][2:4])
+    assert torch.equal(engine.parameters["w"], source.tensors["whole"])
+    source.tensors["cut"][3, 3] += 1
+    with pytest.raises(SyncError, match="replica 3 holds only a part of cut: a delta .* cannot be applied"):
+        take(3)
+    transaction.abort()
+    assert (transaction.state, transaction.weight_version) == (State.IDLE, 2)
 
 
 @pytest.mark.parametrize("part", [(slice(2, 4),), (slice(None), slice(3, 6))], ids=["rows", "columns"])
