@@ -31,8 +31,12 @@ TRAINER_RANK = 0
 WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # the group's collectives are given up; 3, the default, ends the process
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # Between the deadline and its giving up torch looks up a stack, which took 5 to 20 s the first time, writes a dump
+    # that nobody reads, and sleeps four times as long as that may take: 60 s by default. So 1 s in all.
+    "TORCH_FR_BUFFER_SIZE": "0",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",  # its older name
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # it waits four times as long before it gives up: 60 s by default
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
 }
 """How torch is to treat an NCCL collective that some rank never came to, when the group's deadline is over. It reads
 the environment when a group is made: whoever calls `BroadcastGroup.create` sets these."""
