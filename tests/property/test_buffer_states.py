@@ -276,6 +276,19 @@ def test_arrival_order_drops_what_is_too_old_and_says_how_long_it_was() -> None:
     assert [g.group_id for g in taken.groups] == [quick]
 
 
+def test_a_flat_group_that_is_too_old_leaves_as_flat_with_its_step() -> None:
+    """It gave nothing to train in any case: nothing was lost to its age, and no prompt takes its place."""
+    buffer = make(groups_per_step=1, max_staleness_steps=1, order="arrival", when_stale="drop")
+    slow = buffer.admit(prompt(0), now_s=0.0)
+    for step in range(2):
+        buffer.finish(group(buffer.admit(prompt(1 + step), now_s=0.0), version=step))
+        buffer.take()
+        buffer.published(step + 1, step + 1)
+    buffer.finish(group(slow, version=0), drop_reason="flat")
+    assert buffer.num_refills == 0
+    assert [(e.group_id, e.reason) for e in buffer.take().evictions] == [(slow, "flat")]
+
+
 def test_what_finished_in_time_and_was_not_taken_is_dropped_when_the_step_that_could_use_it_is_over() -> None:
     """Two slow groups end together, at the last step that may train either of them, and it takes one."""
     buffer = make(groups_per_step=1, max_staleness_steps=2, order="arrival", when_stale="drop")
@@ -520,6 +533,13 @@ def test_a_group_that_is_in_no_state_stops_the_run_at_the_next_transition() -> N
     buffer.counts[GroupState.RUNNING] -= 1
     with pytest.raises(AssertionError, match="2 groups admitted, but .* accounted for"):
         buffer.admit(prompt(1), now_s=0.0)
+
+
+def test_a_group_that_ended_twice_is_not_made_up_for_by_one_that_did_not() -> None:
+    buffer = make(groups_per_step=2)
+    buffer.counts.update({GroupState.FAILED: 1, GroupState.TRAINED: -1})
+    with pytest.raises(AssertionError, match="accounted for"):
+        buffer.admit(prompt(0), now_s=0.0)
 
 
 def test_a_groups_tokens_are_looked_at_a_few_times_however_many_others_end(
