@@ -5,6 +5,9 @@ python bench/planner.py            # some minutes on one core
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +54,37 @@ def search_speed() -> None:
         print(
             f"  {model:12} {num_gpus:5} GPUs  {len(found):4} topologies  search {searched:.2f}  plan {planned:.2f}"
         )
+
+
+COMMANDS = {
+    "8B, 64 GPUs": "--model Qwen3-8B --num-gpus 64",
+    "32B, 128 GPUs": "--model Qwen3-32B --num-gpus 128 --response-tokens 8k --max-response-tokens 32k",
+    "DeepSeek-V3, 4,096 GPUs": "--model DeepSeek-V3 --num-gpus 4096 --prompts 4k --response-tokens 8k "
+    "--max-response-tokens 32k",
+    "agents, 32 GPUs": "--model Qwen3-8B --num-gpus 32 --prompts 128 --turns 10 --env-seconds 10 "
+    "--env-p99-seconds 60 --observation-tokens 512",
+    "agents of 20 turns, 32 GPUs": "--model Qwen3-8B --num-gpus 32 --prompts 128 --group-size 8 --turns 20 "
+    "--env-seconds 15 --env-p99-seconds 120 --observation-tokens 1k --response-tokens 6k --max-response-tokens 16k",
+}
+
+
+def command_speed() -> None:
+    """From the shell's call to its last line: the interpreter, imports, search, sizes, what-ifs and printing."""
+    print("rollbook plan, the whole command, CPU seconds, the least of three")
+    for name, options in COMMANDS.items():
+        least = min(child_cpu_s("-m", "rollbook.cli.main", "plan", *options.split()) for _ in range(3))
+        print(f"  {name:28} {least:.2f}")
+    print(f"  {'of it: the empty command':28} {min(child_cpu_s('-c', '') for _ in range(3)):.2f}")
+    imports = "import typer, typer._adapters, rollbook.cli.plan, rollbook.planner.plan, rollbook.planner.show"
+    print(f"  {'and imports':28} {min(child_cpu_s('-c', imports) for _ in range(3)):.2f}")
+
+
+def child_cpu_s(*arguments: str) -> float:
+    """Processor seconds of a Python process of its own."""
+    before = os.times()
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
 
 
 def simulation_speed() -> None:
@@ -136,6 +170,7 @@ def _summary(errors: list[float]) -> None:
 
 
 if __name__ == "__main__":
+    command_speed()
     search_speed()
     simulation_speed()
     closed_forms()
