@@ -111,14 +111,14 @@ class Adapters:
     @property
     def because(self) -> str:
         """The sentence of the derivation."""
-        chosen, other = "adapters alone", "merged into whole weights"
+        chosen, other = "alone", "merged into whole weights"
         at = (self.alone_bytes, self.alone_s, self.merged_bytes, self.merged_s)
         if not self.publishes_alone:
             chosen, other, at = other, chosen, (*at[2:], *at[:2])
         return (
             f"Adapters of rank {self.rank} are {count(self.trained_params)} parameters, "
             f"{percent(self.trained_frac)} of the model: the frozen rest has neither gradients nor moments, and is "
-            f"the reference too. They are published {chosen}, {format_bytes(at[0])} in {seconds(at[1])}; {other} it "
+            f"the reference too. They are published {chosen}, {format_bytes(at[0])} in {seconds(at[1])}; {other} they "
             f"would be {format_bytes(at[2])} in {seconds(at[3])}."
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from rollbook.ledger.account import Flops
 from rollbook.ledger.adapters import policy_state_bytes
 from rollbook.ledger.asynchrony import AsyncAccount, async_account
 from rollbook.observe.numbers import counted
@@ -121,12 +122,23 @@ def _work(request: PlanRequest, base: Candidate) -> Reasoned:
         because=(
             f"A step samples {count(work.num_sequences)} responses ({count(work.response_tokens_total)} tokens) and "
             f"passes {count(work.trained_tokens)} tokens through the trainer: {flop_count(flops.total)} FLOPs, of "
-            f"which training is {percent(training / flops.total)} and generation "
-            f"{percent((flops.generate + flops.prefill) / flops.total)}. At the peak of {request.cluster.num_gpus} "
+            f"which {_shares(flops)}. At the peak of {request.cluster.num_gpus} "
             f"{request.cluster.accelerator.name} that is {seconds(at_peak_s)}; whatever the step takes beyond that "
             f"has to be explained.{_critic_note(request)}"
         ),
     )
+
+
+def _shares(flops: Flops) -> str:
+    """Of the step's FLOPs: all kinds of work that it has."""
+    parts = {
+        "training is": flops.train + flops.critic,
+        "generation": flops.generate + flops.prefill,
+        "the reference and proximal passes": flops.reference + flops.proximal,
+        "the reward model": flops.reward_model,
+    }
+    *first, last = (f"{name} {percent(value / flops.total)}" for name, value in parts.items() if value)
+    return f"{', '.join(first)} and {last}"
 
 
 def _critic_note(request: PlanRequest) -> str:
@@ -154,7 +166,7 @@ def _memory(request: PlanRequest, base: Candidate) -> Reasoned:
     weights = memory["weights_bytes"]
     critic = ", policy and critic," if num_models == 2 else ""
     kept = (
-        f"{format_bytes(on_host)} of it, {HELD[base.train.offload]}, are kept in host memory; "
+        f"of it {format_bytes(on_host)}, the {HELD[base.train.offload]}, are kept in host memory; "
         if on_host
         else ""
     )
@@ -193,8 +205,10 @@ def _replica_words(request: PlanRequest, base: Candidate) -> str:
     replica = f"replica of {counted(num_gpus, 'GPU')}"
     if rollout.why_not:
         return f"The {format_bytes(held)} of weights for generation are more than a {replica} can hold."
+    judge = num_gpus * rollout.judge_bytes_per_gpu
+    both = f" and the {format_bytes(judge)} of the reward model" if judge else ""
     return (
-        f"A {replica} holds the {format_bytes(held)} of weights for generation, with "
+        f"A {replica} holds the {format_bytes(held)} of weights for generation{both}, with "
         f"{format_bytes(rollout.kv_pool_bytes)} left for KV{_engine_share(request)}."
     )
 
@@ -214,6 +228,7 @@ def _generation(request: PlanRequest, base: Candidate) -> Reasoned:
     busy = base.account.seconds.generate_throughput + base.account.seconds.generate_tail
     waves = counted(rollout.num_waves, "wave")
     replicas = counted(rollout.num_replicas, "replica")
+    whose = "the replica" if rollout.num_replicas == 1 else "all replicas"
     return Reasoned(
         step=3,
         title="How generation runs",
@@ -242,7 +257,7 @@ def _generation(request: PlanRequest, base: Candidate) -> Reasoned:
             f"{percent(rollout.mfu_frac)} of peak with full slots. "
             + (
                 f"Of the {seconds(busy)} of decoding, {percent(base.account.tail_frac)} is the tail, in which a few "
-                f"responses of up to {count(work.max_response_tokens)} tokens hold all replicas; only asynchrony can "
+                f"responses of up to {count(work.max_response_tokens)} tokens hold {whose}; only asynchrony can "
                 "fill it."
                 if base.account.seconds.generate_tail
                 else f"The {seconds(busy)} of decoding have no tail: all responses end together."
@@ -275,10 +290,14 @@ def _topology(request: PlanRequest, search: Search, candidates: list[Candidate],
             "rollout_side_s": rollout_side_s,
             "train_side_s": train_side_s,
         }
+        are_equal = abs(rollout_side_s - train_side_s) < _MEETS_FRAC * max(rollout_side_s, train_side_s)
+        meet = "meet" if are_equal else "come closest"
+        judging = " and judging" if at.account.rollout.reward_s else ""
         because += (
-            f" Separated and asynchronous, each side computed with its own GPUs, the two sides meet at "
-            f"{optimal}:{gpus - optimal}: {seconds(rollout_side_s)} of generation beside {seconds(train_side_s)} of "
-            f"training, so a step of {seconds(max(rollout_side_s, train_side_s))}, memory and whole nodes not yet "
+            f" Separated and asynchronous, each side computed with its own GPUs, the two sides {meet} at "
+            f"{optimal}:{gpus - optimal}: {seconds(rollout_side_s)} of generation{judging} beside "
+            f"{seconds(train_side_s)} of forwards and training, so a step of "
+            f"{seconds(max(rollout_side_s, train_side_s))}, memory and whole nodes not yet "
             f"asked{_beyond_the_sides(at, max(rollout_side_s, train_side_s))}."
         )
     colocated = best_by_mode.get("colocate_async")
@@ -296,6 +315,8 @@ def _topology(request: PlanRequest, search: Search, candidates: list[Candidate],
     )
 
 
+_MEETS_FRAC = 0.1
+"""Up to which two sides take equally long: whole replicas leave no finer choice."""
 _VISIBLE_FRAC = 0.05
 """Share of a side's seconds from which what comes on top of it is told."""
 
@@ -425,8 +446,8 @@ def _other_trainer(chosen: Candidate) -> str:
     if gain < _VISIBLE_GAIN_FRAC:
         return ""
     return (
-        f" {name}, which asks for converted checkpoints, would train in {seconds(other.side.total_s)} instead of "
-        f"{seconds(train.side.total_s)} (--stack {other.assumptions.stack})."
+        f" {name}, which asks for converted checkpoints, would take {seconds(other.side.total_s)} for forwards and "
+        f"training instead of {seconds(train.side.total_s)} (--stack {other.assumptions.stack})."
     )
 
 
@@ -504,8 +525,8 @@ def _publication(
         }
         because += (
             f" With a bound of {counted(request.max_staleness_steps, 'version')} at most {count(ages.max_in_flight)} "
-            f"trajectories are under way; a token is {ages.bounded_staleness_steps:.1f} versions old on average when "
-            "it trains, and the importance weights correct for it."
+            f"trajectories are admitted and not yet trained; a token is {ages.bounded_staleness_steps:.1f} versions "
+            "old on average when it trains, and the importance weights correct for it."
         )
         if ages.max_generation_steps > 1:
             because += f" The longest responses span {ages.max_generation_steps:.1f} steps"

@@ -43,12 +43,15 @@ def engine_sentence(request: PlanRequest, of: Candidate) -> str:
         return ""
     (_, planned_s), *others = engine_seconds(request, of).items()
     head = f"Engines are priced as {ENGINE_TITLES[request.engine]}"
-    apart = [
-        f"{ENGINE_TITLES[name]} would generate a step in {seconds(other_s)}"
-        for name, other_s in others
-        if abs(other_s - planned_s) > _SAME_FRAC * planned_s
-    ]
-    if not apart:
+    told: dict[str, list[str]] = {}
+    for name, other_s in others:
+        if abs(other_s - planned_s) > _SAME_FRAC * planned_s:
+            told.setdefault(seconds(other_s), []).append(ENGINE_TITLES[name])
+    if not told:
         names = " and ".join(ENGINE_TITLES[name] for name, _ in others)
         return f"{head}; the ledger knows no difference to {names} here, where the device sets the pace."
-    return f"{head}, {seconds(planned_s)} of generating a step; {', '.join(apart)}."
+    apart = ", ".join(
+        f"{' and '.join(names)} {'would take ' if not i else ''}{took}"
+        for i, (took, names) in enumerate(told.items())
+    )
+    return f"{head}, which generates a step in {seconds(planned_s)}; {apart}."

@@ -6,6 +6,7 @@ make_plan(request) ──► search ──► recommendation ──► derivatio
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -430,9 +431,18 @@ def idle_by_split(request: PlanRequest) -> list[str]:
     )
 
 
+_SEES = re.compile(r"-(VL|Omni)\b", re.IGNORECASE)
+"""In the name of a model that has more than a language model: of the registry's, as a config.json says so itself."""
+
+
 def _warnings(request: PlanRequest, base: Candidate) -> list[str]:
     """What a reader must know before believing the numbers."""
     notes = [f"{request.model.name}: {note}" for note in request.model.assumed]
+    if _SEES.search(request.model.name) and not request.model.assumed:
+        notes.append(
+            f"{request.model.name}: the plan is of its language model alone; count an image's tokens among those of "
+            "the prompt (--prompt-tokens)"
+        )
     notes += [f"{request.cluster.accelerator.name}: {note}" for note in request.cluster.accelerator.assumed]
     if request.cluster.accelerator.is_cpu and request.assumptions.method != "paper":
         notes += own_seconds_note(request.cluster)

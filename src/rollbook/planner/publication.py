@@ -193,7 +193,7 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
     elif request.cluster.accelerator.is_cpu:
         because += "; engine and trainer are one process, so no byte crosses a link"
     elif colocated:
-        because += "; engine and trainer share their devices, so no byte crosses a network but the gather"
+        because += f"; engine and trainer share their devices, so {_crosses(mapping, method)}"
     elif method_s <= 0.05 * chosen.step_s:
         because += "; little enough that the plainest transport is the right one"
     elif "delta" in options_s:
@@ -209,6 +209,16 @@ def choose_publication(request: PlanRequest, chosen: Candidate) -> Publication:
         accounts=accounts,
         mapping=mapping,
         because=because,
+    )
+
+
+def _crosses(mapping: SyncMapping, method: SyncMethod) -> str:
+    """How far bytes go between roles that share their devices: as far as the trainer's shards are apart."""
+    route = next(route for route in mapping.routes if route.route == method)
+    if route.bytes_over("network"):
+        return "no byte crosses a network but the gather's"
+    return (
+        "the gather stays on the scale-up link" if route.bytes_over("scale-up") else "no byte leaves its GPU"
     )
 
 

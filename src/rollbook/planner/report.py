@@ -39,6 +39,7 @@ from rollbook.planner.words import (
     device_words,
     flop_count,
     format_bytes,
+    gpu_hours,
     percent,
     seconds,
     seconds_range,
@@ -139,7 +140,7 @@ def _header(plan: Plan, title: str) -> str:
         ("", capitalized(sides), f"{gpus}, {MODE_TITLES[chosen.mode]}"),
         ("", percent(account.mfu_frac), "whole-step MFU of the bfloat16 peak"),
         ("", count(tokens_per_s), "tokens a second and GPU, prompts included"),
-        ("", f"{chosen.step_s * r.cluster.num_gpus / 3600:,.1f}", "GPU hours a step"),
+        ("", gpu_hours(chosen.step_s * r.cluster.num_gpus), "GPU hours a step"),
     ]
     boxes = "".join(
         f'<div class="card {kind}"><b>{_e(value)}</b><span>{_e(name)}</span></div>'
@@ -472,7 +473,7 @@ def _sizes_and_shifts(plan: Plan) -> str:
                 best.step_s,
                 f"{counted(n, 'GPU')}, {MODE_TITLES[best.mode]} {split(*best.split, best.mode)}: "
                 f"{seconds(best.step_s)}, "
-                f"{best.step_s * n / 3600:.1f} GPU hours",
+                f"{gpu_hours(best.step_s * n)} GPU hours",
             )
             for n, best in fitting
         ]

@@ -25,6 +25,7 @@ from rollbook.planner.words import (
     counted,
     device_words,
     flop_count,
+    gpu_hours,
     percent,
     seconds,
     seconds_range,
@@ -298,7 +299,7 @@ def _sizes_table(sizes: tuple[Size, ...], num_gpus: int) -> Table:
             MODE_TITLES[best.mode],
             split(*best.split, best.mode),
             seconds(best.step_s),
-            f"{best.step_s * size.num_gpus / 3600:.1f}",
+            gpu_hours(best.step_s * size.num_gpus),
             style=style,
         )
     return table

@@ -66,6 +66,16 @@ def percent(frac: float) -> str:
     return f"{100 * frac:.{1 if frac < 0.9995 else 0}f} %"
 
 
+def gpu_hours(gpu_s: float) -> str:
+    """Of a step.
+
+    >>> gpu_hours(67.1), gpu_hours(7200.0), gpu_hours(86.4e6)
+    ('0.019', '2.0', '24,000')
+    """
+    hours = gpu_s / 3600
+    return f"{hours:.2g}" if hours < 0.95 else f"{hours:,.{1 if hours < 999.5 else 0}f}"
+
+
 def count(value: float) -> str:
     """
     >>> count(8192), count(71.2e6), count(3.73e18)
@@ -137,6 +147,7 @@ __all__ = [
     "counted",
     "device_words",
     "format_bytes",
+    "gpu_hours",
     "percent",
     "seconds",
     "seconds_range",
