@@ -454,6 +454,15 @@ def test_a_store_that_spills_now_and_then_shows_in_what_moves_data_and_in_host_m
     assert _diagnose(spills).verdict == "object_store_spill"
 
 
+def test_stages_of_a_millisecond_that_take_ten_on_a_busy_host_spill_nothing() -> None:
+    """Both are many times as long in the same steps, which lose a ten-thousandth of their seconds by it."""
+    busy = {
+        "timing_s/adv": _noisy(6e-4, 22) + 5e-3 * SPELLS,
+        "timing_s/pack": _noisy(1.2e-3, 24) + 7e-3 * SPELLS,
+    }
+    assert _diagnose(busy).verdict == "well"
+
+
 def _agent(calls: Array, turns: Array, reward: Array) -> dict[str, Array]:
     return {"env/turn_s/mean": calls, "num_turns/mean": turns, "critic/score/mean": reward}
 

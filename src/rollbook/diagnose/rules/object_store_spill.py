@@ -158,7 +158,7 @@ def _in_spells(view: View, other: str | None) -> Finding | None:
     if host is not None and fuller:
         evidence.append(of_contrast(view, host, spells.first, "host memory in the same steps"))
     cost = sum(own.over_quiet(view.values[mover]) for mover, own in found) * view.stride
-    if len(evidence) < 2:
+    if len(evidence) < 2 or cost < LOST_FRAC * step_seconds(view) * spells.num_hits * view.stride:
         return None
     confidence = 0.65 + 0.1 * len(evidence) + 0.1 * fuller
     return _finding(view, spells.first, evidence, min(confidence, 0.9), cost)
@@ -182,7 +182,7 @@ SHARPLY = 3.0
 FED = 1.08
 """Times as long per token from which on a stage that computes waits for its batch."""
 LOST_FRAC = 0.06
-"""Share of a step that must be lost then."""
+"""Share of a step that must be lost then, or in spells: stages of a millisecond grow on any busy host."""
 
 
 def _fed_slowly(view: View, movers: list[Break], cost_s: float) -> list[Break]:
