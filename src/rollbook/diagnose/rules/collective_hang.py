@@ -18,6 +18,7 @@ from rollbook.diagnose.series import Event, Series
 from rollbook.diagnose.signs import memory
 from rollbook.diagnose.signs.seconds import (
     TRAINER_STAGES,
+    beside_the_schedule,
     is_of_the_schedule,
     lost_seconds,
     stalls_at_end,
@@ -166,9 +167,8 @@ def _stalls_again(view: View, timed: tuple[str, ...]) -> Finding | None:
     for stage in timed:
         metric = f"timing_s/{stage}"
         spells = view.spells(metric, least=np.log(1.5))
-        if spells is None or not _are_no_hiccups(view, metric, spells):
-            continue
-        if _works_more(view, metric, spells) or is_of_the_schedule(view, spells):
+        spells = beside_the_schedule(view, metric, spells) if spells is not None else None
+        if spells is None or not _are_no_hiccups(view, metric, spells) or _works_more(view, metric, spells):
             continue
         first = int(np.flatnonzero(_over_quiet(view, metric, spells) >= STALL_S)[0])
         longest, usual = float(np.nanmax(view.values[metric][spells.hit])), spells.before

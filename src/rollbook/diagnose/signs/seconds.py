@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.diagnose.breaks import BASELINE, Break
-from rollbook.diagnose.series import finite
+from rollbook.diagnose.series import finite, runs_of
+from rollbook.diagnose.signs.periods import of_a_period
 from rollbook.diagnose.spells import Spells, follow
 from rollbook.diagnose.view import View, once
 
@@ -84,7 +86,31 @@ def is_of_the_schedule(view: View, found: Spells) -> bool:
     saves = view.values.get("timing_s/save_checkpoint")
     saved = np.flatnonzero(np.isfinite(saves)) if saves is not None else np.zeros(0, np.intp)
     is_a_save = len(saved) < 0.7 * view.n and follow(found, saved)
-    return follow(found, validations(view)) or is_a_save or _is_periodic(view, found)
+    if follow(found, validations(view)) or is_a_save or _is_periodic(view, found):
+        return True
+    kept = found.hit & ~of_a_period(found.hit, view.steps)
+    return int(kept.sum()) <= BESIDE_PERIOD * found.num_hits
+
+
+BESIDE_PERIOD = 0.25
+"""Share of the steps of spells that may be hiccups beside a period."""
+
+
+def beside_the_schedule(view: View, metric: str, found: Spells) -> Spells | None:
+    """The spells without the steps that come by a period of their own; None where all are of the schedule."""
+    if is_of_the_schedule(view, found):
+        return None
+    hit = found.hit & ~of_a_period(found.hit, view.steps)
+    if hit.sum() == found.num_hits:
+        return found
+    values = view.values[metric]
+    return replace(
+        found,
+        hit=hit,
+        stretches=tuple(runs_of(hit)),
+        before=float(np.median(found.quiet[hit])),
+        inside=float(np.median(values[hit])),
+    )
 
 
 LEAST_PERIOD = 10
