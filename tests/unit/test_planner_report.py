@@ -17,7 +17,9 @@ from rollbook.planner.beside import beside
 from rollbook.planner.charts import nice_ticks
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import make_plan
-from rollbook.planner.report import _lanes, device_bytes, html_report
+from rollbook.planner.report import html_report
+from rollbook.planner.report_costs import device_bytes
+from rollbook.planner.report_topologies import lanes
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Search
 from rollbook.planner.show import show_plan
@@ -61,7 +63,7 @@ def test_the_lane_of_engines_that_are_ahead_waits_as_long_as_the_table_says() ->
     request = PlanOptions(model="Qwen3-8B", num_gpus="32", response_tokens="2k", max_staleness=4).request()
     search = Search(request)
     account = search.candidate("separate_async", 24, 8).account
-    lane = _lanes(account)[0]
+    lane = lanes(account)[0]
     waits_s = sum(part.value for part in lane if part.kind in ("waiting", "sync", "between"))
     assert waits_s == pytest.approx(
         account.idle_frac["rollout"] * account.seconds.total, abs=1e-3 * account.seconds.total
@@ -72,7 +74,7 @@ def test_the_lane_of_shared_gpus_holds_what_engines_judge() -> None:
     request = PlanOptions(model="Qwen3-8B", num_gpus="8", reward="generative").request()
     account = Search(request).candidate("sync", 8, 8).account
     assert account.seconds.reward > 0
-    (lane,) = _lanes(account)
+    (lane,) = lanes(account)
     assert [part.value for part in lane if part.kind == "reward"] == [account.seconds.reward]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.planner.derivation import step_by_bound
+from rollbook.planner.derived_publication import step_by_bound
 from rollbook.planner.engines import engine_sentence
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import Plan, make_plan

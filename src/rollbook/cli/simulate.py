@@ -177,7 +177,7 @@ def command(
     """
     from rollbook.errors import PlanError
     from rollbook.ledger.step import is_colocated
-    from rollbook.planner.plan import idle_by_split, without_effect
+    from rollbook.planner.cautions import idle_by_split, without_effect
     from rollbook.planner.request import choice_of
     from rollbook.planner.scenario import scenario_of, with_lending
     from rollbook.planner.simulate import simulate
