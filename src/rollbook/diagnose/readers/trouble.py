@@ -84,8 +84,10 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
         (
             "collective_missed",
-            ("join", "enter", "last enqueued"),
-            r"last enqueued (?:\w+ )?work|(?:\bnot|\bnever) (?:join|enter)(?:ed)?\b.{0,60}"
+            ("join", "enter", "last enqueued", "state", "issing rank"),
+            r"last enqueued (?:\w+ )?(?:work|collective)|[Nn]ot all ranks join|\b[Mm]issing ranks?\b"
+            r"|\bcollective \d.{0,60}\bstate\W{1,4}(?:started|scheduled)\b"
+            r"|(?:\bnot|\bnever) (?:join|enter)(?:ed)?\b.{0,60}"
             r"(?:collective|broadcast|barrier|reduce|gather|process group|\branks?\b)"
             r"|(?:collective|broadcast|barrier|reduce|gather|process group|\branks?\b).{0,60}"
             r"(?:\bnot|\bnever) (?:join|enter)(?:ed)?\b",

@@ -79,9 +79,15 @@ def _words(view: View, said: list[Event]) -> Iterator[Sign]:
     if standing is not None and standing.told_by == RULE:
         yield standing.evidence, 0.92
     last = view.step_at(view.n - 1)
-    stacks = [e for e in view.events("stack_in_collective") if e.step is None or e.step >= last]
+    every = view.events("stack_in_collective")
+    stacks = [e for e in every if e.step is None or e.step >= last]
     if len(stacks) >= 2 and stop(view) is not None:  # of a run that goes on, a stack may be anywhere
         yield Evidence(metric="log", step=last, says=f"then it was stopped: {stacks[0].text}"), 0.92
+    elif stacks and len(stacks) == len(every) and stop(view) is None:
+        yield (
+            Evidence(metric="log", step=last, says=f"somebody looked, and no step follows: {stacks[0].text}"),
+            0.8,
+        )
 
 
 def _open_spans(view: View) -> Iterator[Sign]:
