@@ -35,6 +35,8 @@ def _log(tmp_path: Path, *ending: str) -> Path:
         "Cuda failure 2 'out of memory'",
         "resume of weights failed: cuMemCreate out of memory",
         "CUDA driver error: out of memory",
+        "cudaError error: 2 (out of memory) in resume",
+        "CUresult error 2 (out of memory) file=core.cpp",
     ],
 )
 def test_memory_that_runs_out_in_other_words_is_of_the_stage_that_is_told_after_it(

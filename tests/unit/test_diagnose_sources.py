@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from diagnose_runs import Array, noisy, run_of
+from rollbook.diagnose.readers.table import load
 from rollbook.diagnose.tree import diagnose
 
 N = 120
@@ -68,3 +72,26 @@ def test_another_source_whose_scores_scatter_has_not_fallen() -> None:
         "val-core/math/reward/mean@1": scatter,
     }
     assert diagnose(run_of(scores)).verdict == "one_source_all_zero"
+
+
+@pytest.mark.parametrize(
+    "name", ["critic/score_by_source/{}/mean", "data_source/{}/reward", "acc_per_dataset.{}"]
+)
+@pytest.mark.parametrize(("level", "verdict"), [(0.0, "one_source_all_zero"), (0.05, "well")])
+def test_a_source_is_told_by_a_name_that_says_by_source(
+    name: str, level: float, verdict: str, tmp_path: Path
+) -> None:
+    """Whatever the order of its words, and of sources of several parts; one that is hardly solved is well."""
+    rng = np.random.default_rng(4)
+    levels = {"lab/easy-sums": 0.6, "lab/word problems": 0.5, "programs_v2": level}
+    lines = []
+    for i in range(1, 61):
+        scores = {name.format(s): max(0.0, p + (p > 0) * rng.normal(0, 0.02)) for s, p in levels.items()}
+        data = {"critic/rewards/mean": float(np.mean(list(scores.values()))), "actor/entropy": 0.3, **scores}
+        lines.append(json.dumps({"step": i, "data": data}))
+    log = tmp_path / "run.jsonl"
+    log.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    found = diagnose(load(str(log)))
+    assert found.verdict in (verdict, "not_judged" if verdict == "well" else verdict)
+    if level == 0.0:
+        assert "'programs_v2'" in found.findings[0].title

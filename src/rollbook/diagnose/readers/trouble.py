@@ -8,7 +8,7 @@ from rollbook.diagnose.series import Event
 
 OUT_OF_MEMORY = (
     r"(?:CUDA|cuda|NPU|HIP)(?: [Ee]rror:| driver error:)? out of memory|torch\.(?:cuda\.)?OutOfMemoryError"
-    r"|CUBLAS_STATUS_ALLOC_FAILED|CUresult error: 2 \(out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|\b[Cc][Uu]\w* ?[Ee]rror\W{1,3}2 ?\(out of memory|CUDA_ERROR_OUT_OF_MEMORY"
     r"|Failed to CUDA (?:host )?[cm]alloc|[Cc]uda failure(?: \d+)? 'out of memory'"
     r"|\bcu(?:da)?M(?:em|alloc)\w* .{0,20}out of memory|HSA_STATUS_ERROR_OUT_OF_RESOURCES"
 )

@@ -322,6 +322,9 @@ def sources_in(names: Iterable[str]) -> dict[str, str]:
     """
     found: dict[str, tuple[object, str]] = {}
     for name in names:
+        if (by_source := _by_source(name)) is not None:
+            found[name] = by_source
+            continue
         if (source := source_of(name)) is not None:
             found[name] = (name, source)
         for frame in _FRAMES:
@@ -337,6 +340,42 @@ def sources_in(names: Iterable[str]) -> dict[str, str]:
         for name, (frame, source) in found.items()
         if families[frame] > 1 or len(words_of(source)) == 1
     }
+
+
+_SOURCES = frozenset(
+    {"source", "sources", "dataset", "datasets", "domain", "benchmark", "subset", "task", "env"}
+)
+_BY = frozenset({"by", "per", "data", "each"})
+_OF_REWARDS = frozenset({"reward", "score", "accuracy"})
+_BETWEEN = re.compile(r"[/.]")
+_LAST_PART = re.compile(r"(.+)[/.]([^/.]+)")
+
+
+def _by_source(name: str) -> tuple[object, str] | None:
+    """(frame, source) of a reward whose name says that it is by source: `score_by_source/openai/gsm8k/mean`. The source
+    may be of any words, and of several parts.
+
+    >>> _by_source("critic/score_by_source/openai/gsm8k/mean"), _by_source("data_source.gpqa.score_mean")
+    (('critic/score_by_source', 'openai/gsm8k'), ('data_source', 'gpqa'))
+    >>> [_by_source(n) for n in ("val/acc_by_source/gpqa", "score_by_source/gpqa/std", "count_by_source/gpqa")]
+    [None, None, None]
+    """
+    for between in _BETWEEN.finditer(name):
+        frame, source = name[: between.start()], name[between.end() :]
+        says = pieces_of(_BETWEEN.split(frame)[-1])
+        if not says & _SOURCES or not says & (_BY | {"source", "dataset"}):
+            continue
+        told = words_of(frame) - _SOURCES - _BY
+        while (parts := _LAST_PART.fullmatch(source)) and words_of(parts[2]) <= _OF_REWARDS | {
+            "mean",
+            "train",
+        }:
+            told |= words_of(parts[2])
+            source = parts[1]
+        is_reward = told & _OF_REWARDS and told <= _OF_REWARDS | _RUN | {"critic"}
+        is_source = not words_of(_BETWEEN.split(source)[-1]) <= _NOT_SOURCES | _OF_REWARDS | _RUN
+        return (frame, source) if is_reward and is_source else None
+    return None
 
 
 _NOT_SOURCES = frozenset(
