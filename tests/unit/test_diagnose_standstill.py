@@ -56,6 +56,30 @@ def test_what_the_line_waits_for_names_the_fault(words: str, rule: str, tmp_path
     assert words in found.evidence[0].says
 
 
+@pytest.mark.parametrize(
+    "words", ["Collected 61/64 groups", "61/64 rollouts finished", "[Queue] received: 61 of 64 samples"]
+)
+def test_a_count_that_stays_short_waits_whether_it_says_so_or_not(words: str, tmp_path: Path) -> None:
+    assert diagnose(load(str(_ended(tmp_path, _again(lambda _: words))))).verdict == "buffer_never_fills"
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict"),
+    [
+        ("no reply to a broadcast in 60 seconds, some processes may be hanging", "collective_hang"),
+        ("waits for a broadcast to end, 60 seconds", "well"),
+    ],
+)
+def test_what_is_said_to_hang_need_not_last_as_long_as_what_waits(
+    words: str, verdict: str, tmp_path: Path
+) -> None:
+    """Thirteen minutes, of steps that take four."""
+    log = tmp_path / "run.log"
+    steps = [line.replace(f"timing_s/step:{STEP_S}", "timing_s/step:240") for line in _steps()]
+    log.write_text("\n".join([*steps, *_again(lambda _: words, count=14)]) + "\n", encoding="utf-8")
+    assert diagnose(load(str(log))).verdict in (verdict, "not_judged" if verdict == "well" else verdict)
+
+
 @pytest.mark.parametrize("stamp", ["[%H:%M:%S]", "%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.123"])
 def test_stamps_of_any_kind_tell_how_long(stamp: str, tmp_path: Path) -> None:
     """Six hours from eight in the evening on: over midnight."""
@@ -85,6 +109,9 @@ def test_seconds_and_attempts_that_the_line_counts_are_no_movement(tmp_path: Pat
             *_again(lambda _: "waiting for samples"),
             *_again(lambda i: f"loaded shard {i}", count=40, every_s=120),
         ],
+        [*_again(lambda _: "collected 61/64 groups"), *_again(lambda i: f"loaded {i}", every_s=120)],
+        _again(lambda i: f"collected {i + 1}/64 groups"),
+        _again(lambda _: "wrote part 61/64 of the samples to the store"),
         [f"(TaskRunner pid=81) waiting for samples, collected 9/64 {'.' * i}" for i in range(40)],
         _again(lambda _: "POST /generate HTTP/1.1 200 OK"),
     ],
@@ -97,6 +124,9 @@ def test_seconds_and_attempts_that_the_line_counts_are_no_movement(tmp_path: Pat
         "a run that is over after it",
         "a run that was over before it",
         "other lines since",
+        "other lines since the count",
+        "a count that moves",
+        "a count of nothing that comes",
         "no stamps",
         "no words of waiting",
     ],

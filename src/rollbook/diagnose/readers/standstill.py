@@ -58,6 +58,15 @@ _MEASURED = re.compile(
     re.IGNORECASE,
 )
 """What a device does while it waits, and is no movement."""
+_COME = (
+    r"(?:collected|received|gathered|accumulated|accepted|ready|finished|completed|arrived|done|have|has|got)"
+)
+_SHORT = re.compile(
+    rf"\b{_COME}\b[ :=]{{1,3}}(?:\w+[ :=]{{1,2}})?(\d+) ?(?:/|of) ?(\d+)(?![\d./])"
+    rf"|(?<![\d./])(\d+) ?(?:/|of) ?(\d+) (?:\w+ ){{0,3}}{_COME}\b",
+    re.IGNORECASE,
+)
+"""How many have come of those that are wanted: short of them, it waits, whether it says so or not."""
 _SPEAKER = re.compile(r"\[[^\[\]]*\brank ?\d+\]:?|^\W*rank[ _]?\d+\s*[:|]", re.IGNORECASE)
 """Which rank says a line: others say the same of the same wait."""
 _MARKED_BY_RAY = re.compile(r"\s*\[repeated \d+x across cluster\]")
@@ -108,7 +117,7 @@ def at_the_end(path: Path, step_marks: tuple[bytes, ...], step: int) -> Event | 
             if newest_s is None:
                 newest_s = at_s = stamp[0]
             at_s = stamp[0] if stamp[1] else at_s - (at_s - stamp[0]) % DAY_S
-        if _WAITS.search(line):
+        if _WAITS.search(line) or _is_short(rest):
             words = _SPEAKER.sub("", _MEASURED.sub("", _COUNTS_ON.sub("", rest))).strip()
             counts_s = _counted(rest)
             words = _shape(words) if _NO_STEP.search(rest) else words
@@ -237,6 +246,16 @@ def _seconds(line: str) -> tuple[float, bool, str] | None:
     hours, minutes, seconds = map(int, match.groups())
     rest = _DATE_ONLY.sub("", line[: match.start()] + line[match.end() :])
     return hours * 3600.0 + minutes * 60.0 + seconds, False, rest
+
+
+def _is_short(words: str) -> bool:
+    """Whether a line counts fewer than are wanted.
+
+    >>> _is_short("Collected 63/64 samples"), _is_short("64/64 groups ready"), _is_short("step 3/64")
+    (True, False, False)
+    """
+    pairs = ((had or had_before, of or of_before) for had, of, had_before, of_before in _SHORT.findall(words))
+    return any(int(had) < int(wanted) for had, wanted in pairs)
 
 
 def _shape(words: str) -> str:

@@ -19,6 +19,7 @@ from rollbook.diagnose.readers import (
     run_dir,
     slime,
     standstill,
+    status_rows,
     tensorboard,
     text,
     trl,
@@ -181,9 +182,8 @@ def load(
     path, format = found[0]
     reader = READERS[format]
     renamer = Renamer((*reader.names, names.VERL), by_words=reader.by_words)
-    rows = renamer.rows(reader.read(path))
     run = assemble(
-        rows,
+        status_rows.StatusRows().rows(renamer.rows(reader.read(path))),
         source=str(path),
         format=format,
         renamed=renamer.renamed,

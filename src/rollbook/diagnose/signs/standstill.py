@@ -42,6 +42,8 @@ _NOTHING_COMES = re.compile(
     r"|\b(?:in[ -]flight|running|active|outstanding)[ =:]+0(?![\d./])",
     re.IGNORECASE,
 )
+_SAYS_IT_HANGS = re.compile(r"\b(?:hang(?:s|ing)?|hung|stuck|deadlock(?:ed)?)\b", re.IGNORECASE)
+"""What is said of no slow step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ def standstill_of(view: View) -> Standstill | None:
     least = max(LEAST_S, STEPS * usual, LONGEST * longest) if usual > 0 else UNTIMED_S
     if (stage_s := _stage_seconds(view, event.text)) > 0.0:
         least = min(least, max(LEAST_S, usual + STEPS * stage_s))
+    if _SAYS_IT_HANGS.search(event.text):
+        least = min(least, max(LEAST_S, LONGEST * longest))
     if _is_hopeless(event.text):
         least = max(LEAST_S, LONGEST * pauses)
     if lasted_s < least:
