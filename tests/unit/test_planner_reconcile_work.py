@@ -14,7 +14,8 @@ from rich.console import Console
 from rollbook.cli.main import main
 from rollbook.planner.expected import Expectation, Expected, expectation_of_request
 from rollbook.planner.options import PlanOptions
-from rollbook.planner.reconcile import Reconciliation, reconcile
+from rollbook.planner.reconcile import reconcile
+from rollbook.planner.reconciliation import Reconciliation
 from rollbook.planner.show_reconciliation import show_reconciliation
 from rollbook.planner.words import seconds
 
@@ -337,3 +338,17 @@ def test_a_log_of_fewer_sequences_is_judged_by_as_many(
     assert 0.05 < found["stages"]["train"]["work_ratio"] < 0.5
     assert found["stages"]["rollout"]["work_ratio"] < 1
     assert not any("no ratio tells" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("step_s", "verdict"), [(10.2, "as planned"), (14.0, "within that range"), (25.0, "slower")]
+)
+def test_a_step_half_again_as_long_is_not_called_as_planned(step_s: float, verdict: str) -> None:
+    """Planned 10 s, give or take a factor of two."""
+    stages = {"rollout": Expected(seconds=10.0, low=5.0, high=20.0)}
+    means = {"timing_s/step": step_s, "timing_s/gen": step_s}
+    result = reconcile(Expectation(source="a plan", stages=stages, step_s=10.0), means, source="a log")
+    shown = Console(file=StringIO(), width=200)
+    show_reconciliation(result, shown)
+    assert isinstance(shown.file, StringIO)
+    assert f": {step_s / 10:.2f} x, {verdict}." in shown.file.getvalue()

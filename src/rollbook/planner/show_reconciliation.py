@@ -23,6 +23,8 @@ _STYLES = {
     "too short to judge": "dim",
 }
 _BAR_WIDTH = 30
+_VISIBLE_FRAC = 0.1
+"""From which a ratio is no 1, whatever the range."""
 
 
 def show_reconciliation(result: Reconciliation, console: Console) -> None:
@@ -31,12 +33,15 @@ def show_reconciliation(result: Reconciliation, console: Console) -> None:
     assert step.planned is not None and step.expected is not None and step.ratio is not None
     low, high = step.expected.low, step.expected.high
     span = f" ({seconds_range(low, high)})" if step.expected.has_range else ""
+    # 1.5 times as long is not as planned, though no plan says that it is not.
+    is_wide = step.verdict == "as planned" and abs(step.ratio - 1) > _VISIBLE_FRAC
+    verdict = "within that range" if is_wide else step.verdict
     is_as_foreseen = step.expected.seconds == step.planned.seconds
     console.print(
         Text.assemble(
             (f"A step takes {seconds(step.measured_s)}", "bold"),
             f"; planned were {seconds(step.expected.seconds)}{'' if is_as_foreseen else ' for the work it got'}"
-            f"{span}: {step.ratio:.2f} x, {step.verdict}."
+            f"{span}: {step.ratio:.2f} x, {verdict}."
             + ("" if is_as_foreseen else f" Before the run it was {seconds(step.planned.seconds)}."),
         )
     )
