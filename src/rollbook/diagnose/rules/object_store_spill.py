@@ -77,7 +77,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return again
     if idx is None or not slow:
         return None if not alone else _finding(view, idx or 0, evidence, alone, None)
-    heavy = sum(f.late - f.before for f in slow) >= 0.08 * step_s
+    heavy = sum(f.late - f.before for f in slow) >= max(LOST_S, 0.08 * step_s)
     together = host is not None and view.near(host.idx, slow[0].idx, share=0.1, least=8)
     cost = max(cost, lost_in_steps(view, idx) or 0.0)  # computing waits for what is moved
     fed = [] if direct else _fed_slowly(view, slow, cost)
@@ -129,6 +129,10 @@ LEAST_BYTES = 1e6
 """Spilled in a step, from which on it is worth a word."""
 
 
+LOST_S = 0.05
+"""Of a step, below which nothing went over a disk: stages of a millisecond take ten on any busy host."""
+
+
 def _in_spells(view: View, other: str | None) -> Finding | None:
     """Stretches in which the seconds of no stage, or of moving data, are many times as long, with a full host memory or
     both together, while computing takes what it took."""
@@ -158,7 +162,7 @@ def _in_spells(view: View, other: str | None) -> Finding | None:
     if host is not None and fuller:
         evidence.append(of_contrast(view, host, spells.first, "host memory in the same steps"))
     cost = sum(own.over_quiet(view.values[mover]) for mover, own in found) * view.stride
-    if len(evidence) < 2 or cost < LOST_FRAC * step_seconds(view) * spells.num_hits * view.stride:
+    if len(evidence) < 2 or cost < max(LOST_S, 0.02 * step_seconds(view)) * spells.num_hits * view.stride:
         return None
     confidence = 0.65 + 0.1 * len(evidence) + 0.1 * fuller
     return _finding(view, spells.first, evidence, min(confidence, 0.9), cost)
@@ -182,7 +186,7 @@ SHARPLY = 3.0
 FED = 1.08
 """Times as long per token from which on a stage that computes waits for its batch."""
 LOST_FRAC = 0.06
-"""Share of a step that must be lost then, or in spells: stages of a millisecond grow on any busy host."""
+"""Share of a step that must be lost then."""
 
 
 def _fed_slowly(view: View, movers: list[Break], cost_s: float) -> list[Break]:
