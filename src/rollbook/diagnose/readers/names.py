@@ -219,6 +219,8 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
         (re.compile(rf"(?:.+/)?sample_staleness(?:_(?:theta|proximal))?[/_]{how}(?:/avg)?"), f"{_AGE}/{what}")
         for how, what in (("avg", "mean"), ("max", "max"), ("min", "min"))
     ),
+    (re.compile(r"(?:\w+/)?log_?prob_gap[/_](mean|max|p\d\d)"), r"training/logprob_gap/\1"),
+    (re.compile(r"(?:\w+/)?log_?prob_gap[/_](?:median)"), "training/logprob_gap/p50"),
     (re.compile(r"mismatch/mismatch_(.+)"), r"rollout_corr/\1"),
     (re.compile(r"mismatch/(rollout_(?:is|rs)_.+)"), r"rollout_corr/\1"),
     (re.compile(r"rewards?/(chosen|rejected|accuracies|margins)(?:/mean)?"), r"preference/\1"),

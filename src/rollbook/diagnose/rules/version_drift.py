@@ -15,6 +15,8 @@ from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.gap import metrics_of_gap
+from rollbook.diagnose.signs.gap_causes import rise_is_explained
+from rollbook.diagnose.signs.gap_humps import has_quantiles, two_humps
 from rollbook.diagnose.signs.seconds import over_the_others
 from rollbook.diagnose.signs.versions import EVICTED, STALENESS, newest_follows, unit_ramp, versions_of
 from rollbook.diagnose.view import View
@@ -36,14 +38,24 @@ class Told:
 
 def judge(view: View) -> Finding | NotJudged | None:
     versions = versions_of(view)
-    if versions.oldest is None and not view.family("replica/", "/weight_version") and _spread(view) is None:
+    has_versions = versions.oldest is not None or bool(view.family("replica/", "/weight_version"))
+    if not has_versions and _spread(view) is None and not has_quantiles(view):
         return NotJudged(
             rule=RULE,
             missing=("replica/*/weight_version", f"{STALENESS}/max"),
             lacks="versions or ages of samples",
             collect="log the weight version of every replica, or of every sample (verl V1 does in its async modes)",
         )
-    ways = (_keep_their_version, _oldest_age, _among_evicted, _lags, _never_end, _spreads, _gap_parts)
+    ways = (
+        _keep_their_version,
+        _oldest_age,
+        _among_evicted,
+        _lags,
+        _never_end,
+        _spreads,
+        _gap_parts,
+        _two_humps,
+    )
     told = next((told for way in ways if (told := way(view)) is not None), None)
     if told is None:
         return None
@@ -110,6 +122,19 @@ def _gap_parts(view: View) -> Told | None:
     if rise is None:
         return None
     return Told(rise.idx, 0.96, (of_break(rise, "the labels of that replica are not its weights"),))
+
+
+def _two_humps(view: View) -> Told | None:
+    """Most tokens are as near to the trainer as they were, and a part of them moves away with every update."""
+    humps = two_humps(view)
+    if humps is None or rise_is_explained(view, humps.rise):
+        return None
+    says = f"the median is {num(humps.median_ratio)} times what it was: the labels of most replicas are their weights"
+    step = humps.rise.step
+    stands = Evidence(metric=humps.median, step=step, after=view.last(humps.median), says=says)
+    return Told(
+        humps.rise.idx, 0.88, (of_break(humps.rise, "grows with the steps in a part of the tokens"), stands)
+    )
 
 
 _NEVER_ENDS = (
