@@ -172,6 +172,38 @@ async def test_a_run_whose_trajectories_fail_stops_with_the_cause() -> None:
             rollout.buffer.published(step + 1, step + 1)
 
 
+async def test_failures_count_among_all_trajectories_however_many_have_failed_in_all() -> None:
+    """One of eight fails: a run of any length bears that, where a quarter is too much."""
+
+    async def produce(member: Member) -> Trajectory:
+        if member.group_id % 8 == 7:
+            raise EngineError("500", "look")
+        return trajectory(member, version=rollout.buffer.serving_step)
+
+    rollout = make_rollout(produce, groups_per_step=4)
+    for step in range(1, 13):
+        await rollout.collect()
+        rollout.buffer.published(step, step)
+    assert rollout.num_failures[FailureKind.ENGINE] >= 6
+
+
+async def test_a_failure_that_comes_first_is_no_rate_yet() -> None:
+    others_may_end = asyncio.Event()
+
+    async def produce(member: Member) -> Trajectory:
+        if member.group_id == 0:
+            raise EngineError("500", "look")
+        await others_may_end.wait()
+        return trajectory(member)
+
+    rollout = make_rollout(produce, groups_per_step=4)
+    collecting = asyncio.create_task(rollout.collect())
+    while not rollout.num_failures:
+        await asyncio.sleep(0)
+    others_may_end.set()
+    assert len((await collecting).groups) == 4
+
+
 async def test_a_replica_that_claims_an_unpublished_version_stops_the_run() -> None:
     async def produce(member: Member) -> Trajectory:
         return trajectory(member, version=9)
@@ -231,3 +263,15 @@ async def test_stop_cancels_what_runs_and_acknowledges_nothing() -> None:
     await rollout.stop()
     assert rollout.buffer.num_running == 4
     assert rollout.stream.acknowledged == []  # type: ignore[attr-defined]
+
+
+async def test_what_was_still_to_be_admitted_is_not_begun_after_a_stop() -> None:
+    async def produce(member: Member) -> Trajectory:
+        await asyncio.Event().wait()
+        return trajectory(member)
+
+    rollout = make_rollout(produce, groups_per_step=2 * ADMITTED_AT_ONCE)
+    rollout.admit()
+    await rollout.stop()
+    await asyncio.sleep(0)
+    assert rollout.buffer.num_admitted == ADMITTED_AT_ONCE
