@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rollbook.planner.derived_publication import step_by_bound
+from rollbook.planner.emit import emitter
 from rollbook.planner.engines import engine_sentence
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import Plan, make_plan
@@ -118,3 +119,13 @@ def test_steps_by_bound_keep_the_training_state_where_the_plan_has_it() -> None:
     assert steps[1] == chosen.step_s != search.candidate("separate_async", 8, 8, "none").step_s
     wider = Search(replace(request, max_staleness_steps=2), layouts=[chosen.rollout_layout])
     assert steps[2] == wider.candidate("separate_async", 8, 8, "optimizer").step_s
+
+
+@pytest.mark.parametrize("name", ["one GPU", "judge", "sees"])
+def test_a_node_of_an_export_has_no_more_gpus_than_the_cluster(name: str) -> None:
+    made = plan(**ALL[name])
+    gpus = made.request.cluster.num_gpus
+    for target in ("verl", "slime", "areal"):
+        text = emitter(target)(made)
+        told = [int(count) for count in re.findall(r"gpus[_-]per[_-]node[=: ]+(\d+)", text)]
+        assert told and set(told) == {min(8, gpus)}, (target, told)

@@ -68,7 +68,7 @@ def areal_yaml(plan: Plan) -> str:
         "enable_offload": not chosen.mode.startswith("separate"),
         "cluster": {
             "n_nodes": r.cluster.num_nodes,
-            "n_gpus_per_node": r.cluster.gpus_per_node,
+            "n_gpus_per_node": min(r.cluster.gpus_per_node, r.cluster.num_gpus),
             "fileroot": "experiments",
         },
         "gconfig": {

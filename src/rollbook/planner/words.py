@@ -12,13 +12,15 @@ _MOST_HOURS = 100
 def seconds(value: float) -> str:
     """Three digits, in the unit a person would use.
 
-    >>> seconds(0.0215), seconds(46.63), seconds(810.1), seconds(7421.0), seconds(7199.0), seconds(1e9)
-    ('21.5 ms', '46.6 s', '810 s', '2 h 04 min', '2 h 00 min', '11,574 days')
+    >>> seconds(0.0215), seconds(46.63), seconds(810.1), seconds(7421.0), seconds(7199.0)
+    ('21.5 ms', '46.6 s', '810 s', '2 h 04 min', '2 h 00 min')
+    >>> seconds(0.0), seconds(1e9)
+    ('0 s', '11,574 days')
     """
     if value >= _MOST_HOURS * 3600:
         return f"{value / 86400:,.{1 if value < 100 * 86400 else 0}f} days"
     if value < 1e-3:
-        return f"{value * 1e6:.0f} µs"
+        return f"{value * 1e6:.0f} µs" if value else "0 s"
     if value < 1:
         return f"{value * 1e3:.3g} ms"
     if value < 99.95:
