@@ -193,6 +193,7 @@ SKYRL = {
     "timing/generate": "timing_s/gen",
     "timing/wait_for_generation_buffer": "timing_s/gen",
     "timing/fwd_logprobs_values_reward": "timing_s/old_log_prob",
+    "timing/compute_advantages_and_returns": "timing_s/adv",
     "timing/policy_train": "timing_s/update_actor",
     "timing/sync_weights": "timing_s/update_weights",
     "timing/eval": "timing_s/testing",

@@ -13,6 +13,7 @@ import numpy as np
 
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.rules.parts.same_seconds import LOST_S, same_seconds
 from rollbook.diagnose.signs.seconds import (
     is_of_the_schedule,
     lost_in_steps,
@@ -32,6 +33,21 @@ MOVERS = ("timing_s/adv", "timing_s/reward", "timing_s/pack")
 
 
 def judge(view: View) -> Finding | NotJudged | None:
+    told = _by_signs(view)
+    if isinstance(told, Finding) or (same := same_seconds(view)) is None:
+        return told
+    evidence = [of_break(rise, "at the same tokens") for rise in same.light]
+    step = view.step_at(same.idx)
+    for metric, (before, late) in same.computing.items():
+        says = (
+            f"about {num(same.each_s)} s more as well, from {num(before)} to {num(late)} s, beyond its tokens"
+        )
+        evidence.append(Evidence(metric=metric, step=step, before=before, after=late, says=says))
+    confidence = 0.65 + 0.05 * min(len(evidence), 5)
+    return _finding(view, same.idx, evidence, confidence, same.cost_s)
+
+
+def _by_signs(view: View) -> Finding | NotJudged | None:
     said = view.events("object_store_spill")
     spilled = view.first("host/object_store_spilled_bytes")
     other = residual_of(view)
@@ -127,10 +143,6 @@ def _alone(gib: list[float]) -> float:
 
 LEAST_BYTES = 1e6
 """Spilled in a step, from which on it is worth a word."""
-
-
-LOST_S = 0.05
-"""Of a step, below which nothing went over a disk: stages of a millisecond take ten on any busy host."""
 
 
 def _in_spells(view: View, other: str | None) -> Finding | None:
