@@ -129,6 +129,22 @@ def test_steps_of_flat_rewards_move_nothing_and_are_no_fault(tiny_run: TinyRun) 
     assert [e["changed_frac"] for e in run.events_of("publication")] == [1, 0, 0]
 
 
+def test_an_update_that_moves_nothing_after_one_that_did_is_no_fault(tiny_run: TinyRun) -> None:
+    """What was moved is forgotten with the publication that brought it."""
+
+    def stands_still(controller: Controller) -> None:
+        plain = controller.trainer.update
+
+        def update(batch: Any, *args: Any, **keywords: Any) -> Any:
+            return plain(batch, *args, **keywords, lr=0.0 if batch.step else None)
+
+        controller.trainer.update = update  # type: ignore[method-assign]
+
+    run = tiny_run(num_steps=3, faults=[stands_still])
+    changed = [e["changed_frac"] for e in run.events_of("publication")]
+    assert changed[1] > 0 and changed[2:] == [0, 0]
+
+
 class ShiftsLogprobs:
     """An engine that holds the right bytes and computes something else with them, from one version on."""
 
