@@ -13,6 +13,7 @@ from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.parts.brim_in_sync import brim_in_sync
 from rollbook.diagnose.signs import memory
 from rollbook.diagnose.signs.seconds import lost_seconds
+from rollbook.diagnose.stops import stop
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, of_break, share
 
@@ -53,7 +54,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     elif is_slow and is_full and view.run.seams:
         confidence = 0.7
     elif (lives := _lives_end_at_the_brim(view, used, capacity)) is not None:
-        confidence = 0.75
+        confidence = 0.75 if len(view.run.seams) else 0.6
         evidence.append(lives)
         step = lives.step
     elif fuller is not None and grew and not grows_with_length and _leaps(view, used, capacity, fuller):
@@ -84,31 +85,57 @@ def _is_by_length(view: View, fuller: Break, length: str, factor: float) -> bool
     return fuller.rise_steps > 2 or (c is not None and c.is_at_once)
 
 
-LEAP = 1.15
-"""Peak of the last step over that of the steps before from which on it came at once."""
+LEAP, ONE_LEAP = 1.15, 1.25
+"""Peak of the last step over that of the steps before from which on it came at once: of several lives, and of one."""
+FAR = 1.5
+"""The same where the device's size is only that of the next larger one there is."""
+LEAST_PEAKS = 12
+"""Values that the only life must have."""
 
 
 def _lives_end_at_the_brim(view: View, used: str | None, capacity: float | None) -> Evidence | None:
-    """The log ends in a step whose peak leaps to the size of the device, and so did the run before it was taken up
-    again, at lengths that are no longer: what died so twice did not die of a batch."""
+    """The log ends in a step or two whose peak leaps to the size of the device, and so did the run before each time it
+    was taken up again, at lengths that are no longer: no batch was so large."""
     if used is None or capacity is None:
         return None
     known = view.values[used][np.isfinite(view.values[used])]
     lives = [known] + [np.asarray(seam.replaced[used]) for seam in view.run.seams if used in seam.replaced]
-    if len(lives) < 2 or any(len(peaks) < 4 for peaks in lives):
+    is_only_one = len(lives) < 2
+    if is_only_one and (_ends_otherwise(view) or len(known) < LEAST_PEAKS):
+        return None
+    leap = (ONE_LEAP if memory.is_size_known(view, used, capacity) else FAR) if is_only_one else LEAP
+    if any(len(peaks) < 4 for peaks in lives):
         return None
     for peaks in lives:
         before = float(np.median(peaks[-6:-2]))
-        if peaks[-1] < max(0.95 * capacity, LEAP * before) or np.max(peaks[:-2]) >= 0.95 * capacity:
+        if peaks[-1] < max(0.95 * capacity, leap * before) or np.max(peaks[:-2]) >= 0.95 * capacity:
             return None
     for metric in ("response_length/max", "response_length/mean", "perf/total_num_tokens"):
         values = view.values.get(metric, np.full(view.n, np.nan))
         if np.nanmax(values[-2:], initial=0.0) > 1.1 * np.nanmax(values[:-2], initial=0.0) > 0.0:
             return None
-    step, before, last = view.step_at(view.n - 1), float(np.median(known[-6:-2])), float(known[-1])
-    says = f"{num(before)} GiB until the step before, then {num(last)} of {num(capacity)}, at the end of each of "
-    says += f"{len(lives)} lives of the run; responses are no longer"
-    return Evidence(metric=used, step=step, before=before, after=last, says=says)
+    before, last = float(np.median(known[-6:-2])), float(known[-1])
+    step = view.step_at(view.n - 1)
+    says = f"{num(before)} GiB until shortly before the end, then {num(last)} of {num(capacity)}, "
+    says += "and the log ends" if is_only_one else f"at the end of each of {len(lives)} lives of the run"
+    return Evidence(
+        metric=used, step=step, before=before, after=last, says=f"{says}; responses are no longer"
+    )
+
+
+_ONLY_AT_LAST = ("timing_s/save_checkpoint", "timing_s/testing")
+
+
+def _ends_otherwise(view: View) -> bool:
+    """Whether an error that is not of memory ended the run, or its last step did what none before it had: a run that
+    saves or validates when it is done may take the memory for that."""
+    if stop(view) is not None:
+        return True
+    for metric in (*_ONLY_AT_LAST, *view.run.matching("val-core/", "")[:1]):
+        known = np.flatnonzero(np.isfinite(view.values.get(metric, np.full(view.n, np.nan))))
+        if len(known) and known[0] >= view.n - 2:
+            return True
+    return False
 
 
 def _leaps(view: View, used: str | None, capacity: float | None, fuller: Break) -> bool:
