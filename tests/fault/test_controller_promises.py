@@ -74,9 +74,12 @@ def test_a_lost_write_fails_the_publication_by_name_and_its_repetition_is_proven
     assert label_gaps(run, weights).max() < 2e-5
 
 
-def test_a_replica_that_misses_a_version_serves_nothing_until_it_holds_one(tiny_run: TinyRun) -> None:
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_replica_that_misses_a_version_serves_nothing_until_it_holds_one(
+    tiny_run: TinyRun, probe: bool
+) -> None:
     weights, fault = NotedWeights(), LosesWrites(replica_id=1, version=2, once=True)
-    run = tiny_run(num_steps=4, faults=[weights, fault], **REPLICAS_APART)
+    run = tiny_run(num_steps=4, faults=[weights, fault], **REPLICAS_APART, **{"sync.probe": probe})
     (quarantined,) = run.events_of("quarantined")
     assert quarantined["replica_id"] == 1
     assert TENSOR in quarantined["why"]
