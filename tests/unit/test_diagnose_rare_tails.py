@@ -81,3 +81,23 @@ def test_one_call_of_ten_minutes_holds_up_its_step_and_no_mean_moves(
     assert found.verdict == verdict
     if wait_s:
         assert "call" in found.findings[0].title
+
+
+@pytest.mark.parametrize(
+    ("scatter", "nearest", "wait_s", "verdict"),
+    [
+        (0.08, 0.85, 80.0, "tail_burst"),
+        (0.08, 0.97, 80.0, "well"),
+        (0.08, 0.85, 5.0, "well"),
+        (0.2, 0.85, 80.0, "well"),
+    ],
+    ids=["alone", "others come near", "unfelt", "by chance"],
+)
+def test_responses_that_all_end_at_the_limit_need_not_be_far_from_the_others(
+    scatter: float, nearest: float, wait_s: float, verdict: str
+) -> None:
+    """Twice the usual longest, for they were cut off; a seventh beyond the longest of any other step."""
+    usual = np.minimum(noisy(3000.0, 9, scatter, n=N), 5000.0)
+    usual[120] = nearest * 6000.0
+    longest = {"response_length/max": np.where(FEW > 0, 6000.0, usual)}
+    assert _run(FEW, wait_s=wait_s, **longest).verdict == verdict

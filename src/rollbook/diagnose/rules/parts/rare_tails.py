@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rollbook.diagnose.cost import run_seconds
 from rollbook.diagnose.finding import Evidence
+from rollbook.diagnose.rules.parts.stretches import is_own_scatter
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.seconds import validations
 from rollbook.diagnose.view import View
@@ -43,7 +44,10 @@ def rare_tails(view: View, waiting: str) -> tuple[tuple[Evidence, ...], float] |
             continue
         is_call = metric in CALLS
         mean = view.values.get("response_length/mean")
-        hit = _far_apart(values / mean if mean is not None and not is_call else values)
+        tail = values / mean if mean is not None and not is_call else values
+        hit = _far_apart(tail)
+        if hit is None and not is_call:
+            hit = _at_the_limit(values, tail)
         if hit is not None and (found := _waits(view, waiting, metric, hit, is_call=is_call)) is not None:
             return found
     return None
@@ -64,6 +68,27 @@ def _far_apart(tail: Series) -> NDArray[np.bool_] | None:
     if len(at) < LEAST_STEPS or at[0] < known[4] or least < FAR * float(np.median(order)):
         return None
     return hit
+
+
+AT_LEAST_AT_THE_LIMIT, SHORT_OF_IT, FAR_AT_THE_LIMIT = 4, 1.15, 1.8
+"""Responses that end at the limit are all of one length, and those who ran on would have been longer: they need not be
+as far from the others, none of which may come near it."""
+
+
+def _at_the_limit(longest: Series, tail: Series) -> NDArray[np.bool_] | None:
+    """[n] the steps whose longest response ends at the limit, which no other comes near to, nor would by chance."""
+    known = np.flatnonzero(np.isfinite(tail))
+    limit = float(np.nanmax(longest))
+    hit = np.nan_to_num(longest) >= 0.9999 * limit
+    at, others = np.flatnonzero(hit[known]), longest[known][~hit[known]]
+    if not AT_LEAST_AT_THE_LIMIT <= len(at) <= MOST_FRAC * len(known) or at[0] < 4:
+        return None
+    if limit < SHORT_OF_IT * float(others.max()):
+        return None
+    least = float(np.min(tail[hit]))
+    if float(np.median(tail[hit])) < FAR_AT_THE_LIMIT * float(np.median(tail[known])):
+        return None
+    return None if is_own_scatter(tail[known], least, int(at[0]), len(known)) else hit
 
 
 def _waits(
