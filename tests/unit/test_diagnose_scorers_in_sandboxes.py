@@ -50,3 +50,23 @@ def test_a_slow_scorer_and_other_failures_are_no_dead_pool(
     code: float, seconds: float, extra: dict[str, Array]
 ) -> None:
     assert "dead_sandbox_pool" not in _run(code, seconds, **extra)
+
+
+@pytest.mark.parametrize(
+    ("lost", "wait_s", "rules"),
+    [(0.5, 40.0, ["dead_sandbox_pool"]), (1.0, 2.0, []), (0.5, 0.0, [])],
+    ids=["both", "neither", "the reward alone"],
+)
+def test_time_in_which_nothing_is_generated_and_half_of_the_reward_are_a_dead_pool(
+    lost: float, wait_s: float, rules: list[str]
+) -> None:
+    """The one signal that slime has of tools, environments and scorers."""
+    since = T >= SINCE
+    values = {
+        "critic/score/mean": noisy(np.where(since, 0.4 * lost, 0.4), 1, 0.05),
+        "perf/non_generation_time/mean": noisy(np.where(since, 34.0 + wait_s, 34.0), 2, 0.1),
+        "timing_s/gen": noisy(np.where(since, 150.0 + wait_s, 150.0), 3),
+        "timing_s/step": noisy(np.where(since, 210.0 + wait_s, 210.0), 5),
+    }
+    found = [f.rule for f in diagnose(run_of(values, format="slime")).findings]
+    assert found == rules

@@ -33,6 +33,10 @@ TITLE, SCORED = "sandboxes are dead: what needs them fails", " and counts as rew
 _CAPACITY = ("env/num_active", "env/capacity", "env/num_alive")
 SCORER = "timing_s/reward"
 """Seconds of scoring: code is scored in sandboxes, which then time out or refuse."""
+CALLS = ("env/turn_s/mean", "env/turn_s/p99", "perf/non_generation_time/mean")
+"""Seconds of a call, or of a sample in which nothing is generated for it (slime): its tools, environment and score."""
+CALLED_S = 1.0
+"""Such seconds from which on something outside of the engine is called."""
 
 
 def judge(view: View) -> Finding | NotJudged | None:
@@ -41,6 +45,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         return _stopped(stopped)
     known = [m for m in (*ENV_LOAD, *ENV_FAILURES, TURNS, *_CAPACITY) if view.has(m)]
     is_agentic = any(m.startswith("env/") for m in known) or view.level(TURNS) > 2.2
+    is_agentic |= view.level(CALLS[-1]) >= CALLED_S
     if (told := _told(view)) is not None and not is_agentic:
         return told
     if not is_agentic and not _scorer_breaks(view) and not any(view.has(m) for m in ENV_FAILURES):
@@ -142,8 +147,8 @@ def _moments(view: View) -> list[int]:
     reward = reward_of(view)
     if reward.fall is not None:
         moments.append(reward.fall.idx)
-    for metric in (*ENV_FAILURES, "env/turn_s/mean"):
-        found = view.rise(metric, log=metric.startswith("env/turn_s"))
+    for metric in (*ENV_FAILURES, CALLS[0], CALLS[-1]):
+        found = view.rise(metric, log=metric in CALLS)
         if found is not None and found.score >= 5:
             moments.append(found.idx)
     for metric in (*_CAPACITY, TURNS, "env/turn_s/mean"):
@@ -266,7 +271,7 @@ def _of_the_environment(view: View, idx: int, failed: Sequence[str]) -> Iterator
     for metric in failed[:3]:
         if (c := view.contrast(metric, idx)) is not None:
             yield Sign(c, 2.0 if metric == failed[0] else 0.5)
-    for metric in ("env/turn_s/mean", "env/turn_s/p99"):
+    for metric in CALLS:
         c = view.contrast(metric, idx, width=8, log=True)
         is_called = c is not None and max(c.before, c.after) >= SANDBOX_S
         if c is not None and is_called and abs(c.score) >= 5 and not 0.6 <= c.ratio <= 1.6:
