@@ -23,7 +23,12 @@ SLOW = {"reward": 1.5, "old_log_prob": 1.7, "ref": 1.7, "adv": 40.0, "update_act
 
 
 def _verdict(
-    tmp_path: Path, *, slow: dict[str, float], tokens: float = 1.0, extra: dict[str, Array] | None = None
+    tmp_path: Path,
+    *,
+    slow: dict[str, float],
+    tokens: float = 1.0,
+    extra: dict[str, Array] | None = None,
+    of_no_stage: Array | None = None,
 ) -> str:
     log = tmp_path / "run.jsonl"
     rows = []
@@ -33,7 +38,7 @@ def _verdict(
             f"timing_s/{stage}": seconds * RNG.normal(1.0, 0.03) * (slow.get(stage, 1.0) if is_late else 1.0)
             for stage, seconds in SECONDS.items()
         }
-        data["timing_s/step"] = sum(data.values()) + 1.0
+        data["timing_s/step"] = sum(data.values()) + (1.0 if of_no_stage is None else of_no_stage[i])
         data["response_length/mean"] = 2800.0 * RNG.normal(1.0, 0.02) * (tokens if is_late else 1.0)
         data["critic/rewards/mean"] = 0.3 + 0.002 * i + RNG.normal(0.0, 0.01)
         data |= {name: float(values[i]) for name, values in (extra or {}).items()}
@@ -87,3 +92,15 @@ def test_a_little_that_was_spilled_at_the_start_is_none(tmp_path: Path) -> None:
         },
     )
     assert verdict in ("well", "not_judged")
+
+
+@pytest.mark.parametrize(("lost_s", "verdict"), [(6.0, "object_store_spill"), (0.0, "well")])
+def test_spilling_that_is_counted_tells_by_a_few_seconds_of_no_stage(
+    lost_s: float, verdict: str, tmp_path: Path
+) -> None:
+    """A step has seconds of no stage anyway: they are half again as many, growing with what is spilled."""
+    late = np.clip(np.arange(N) - SINCE + 1, 0, None) / (N - SINCE)
+    seconds = 12.0 + 2.0 * lost_s * late + RNG.normal(0.0, 0.3, N)
+    spilled = {"ray/spilled_gb_total": np.cumsum(4.0 * late)}
+    found = _verdict(tmp_path, slow={}, extra=spilled, of_no_stage=seconds)
+    assert found in (verdict, "not_judged" if verdict == "well" else verdict)

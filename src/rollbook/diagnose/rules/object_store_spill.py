@@ -72,10 +72,11 @@ def _by_signs(view: View) -> Finding | NotJudged | None:
         direct = 0.3 if len(said) >= 3 else 0.15
         if len(said) >= 3:
             alone = _alone(gib)
-    if (measured := _measured(view, spilled)) is not None:
+    measured = _measured(view, spilled)
+    if measured is not None:
         evidence.append(measured[1])
         idx, direct = measured[0] if idx is None else min(idx, measured[0]), 0.35
-    slow = _slow_movers(view, other)
+    slow = _slow_movers(view, other, None if measured is None else measured[0])
     step_s = step_seconds(view)
     host = view.rise("perf/cpu_memory_used_gb")
     fuller = host is not None and host.ratio >= 1.12 and host.score >= 5
@@ -180,15 +181,24 @@ def _in_spells(view: View, other: str | None) -> Finding | None:
     return _finding(view, spells.first, evidence, min(confidence, 0.9), cost)
 
 
-def _slow_movers(view: View, other: str | None) -> list[Break]:
+SLOW, SLOW_AS_SPILLED = 1.8, 1.25
+"""Times as long that a stage without compute takes, and that it takes where bytes are spilled since the same step."""
+
+
+def _slow_movers(view: View, other: str | None, spills_since: int | None) -> list[Break]:
     """Stages without compute, and the seconds of no stage, that became slow while compute did not."""
     found = []
     for metric in (other, *MOVERS):
         rise = view.rise(metric)
-        if rise is None or rise.peak_ratio < 1.8 or rise.score < 4:
+        if rise is None or rise.score < 4:
+            continue
+        is_told = spills_since is not None and view.near(rise.idx, spills_since, least=8)
+        if rise.peak_ratio < (SLOW_AS_SPILLED if is_told else SLOW):
             continue
         grown = _more_work(view, rise.idx) or 1.0
-        if rise.peak_ratio >= 1.5 * grown and rise.late >= 0.01 * step_seconds(view):
+        beyond = 1.1 if is_told else 1.5
+        lost_s = rise.late - rise.before if is_told else rise.late
+        if rise.peak_ratio >= beyond * grown and lost_s >= 0.01 * step_seconds(view):
             found.append(rise)
     return found
 
