@@ -73,3 +73,53 @@ def test_the_largest_age_tells_of_stale_samples_where_it_is_all_there_is() -> No
     assert diagnose(run_of(apart | {f"{STALENESS}/max": stands})).verdict == "version_drift"
     calm = {f"{STALENESS}/max": oldest, f"{STALENESS}/min": np.zeros(N)}
     assert "stale_samples" not in [f.rule for f in diagnose(run_of(calm)).findings]
+
+
+@pytest.mark.parametrize(
+    ("first", "grows_on", "rules"),
+    [(0.1, 0.0, []), (0.9, 0.0, ["stale_samples"]), (0.1, 2.0, ["stale_samples"])],
+    ids=["fills", "was full", "grows on"],
+)
+def test_a_pipeline_that_fills_over_a_third_of_the_run_and_stays_full_is_well(
+    first: float, grows_on: float, rules: list[str]
+) -> None:
+    """The gap goes with the ages either way."""
+    n = 180
+    t = np.arange(n)
+    ages = first + 2.0 * (1 - np.exp(-np.clip(t - 20 * (first > 0.5), 0, None) / 22)) + grows_on * t / n
+    gap = 1 + 0.25 * ages
+    run = {
+        f"{STALENESS}/mean": ages * np.random.default_rng(3).normal(1, 0.05, n),
+        f"{STALENESS}/max": np.round(ages + 2),
+        DIFF: noisy(0.006, 2, n=n) * gap,
+        KL: noisy(0.001, 3, 0.1, n=n) * gap,
+    }
+    assert [f.rule for f in diagnose(run_of(run, n=n)).findings] == rules
+
+
+@pytest.mark.parametrize(
+    ("all_age", "is_thrown_away", "comes_back", "is_found"),
+    [
+        (False, True, True, True),
+        (True, True, True, False),
+        (False, False, True, False),
+        (False, True, False, False),
+    ],
+    ids=["one replica", "all samples", "nothing is evicted", "the oldest stay as old"],
+)
+def test_the_oldest_age_until_the_bound_throws_them_away(
+    all_age: bool, is_thrown_away: bool, comes_back: bool, is_found: bool
+) -> None:
+    """Five versions in five steps, and from then on an eighth of the samples is evicted."""
+    ramp = np.clip(T - 60, 0, 5) * ((T < 66) | (not comes_back))
+    evicted = 250.0 * (T >= 66) * is_thrown_away
+    ages = {
+        f"{STALENESS}/mean": 1.1
+        + ramp * (0.9 if all_age else 0.13)
+        + np.random.default_rng(6).normal(0, 0.08, N),
+        f"{STALENESS}/max": 3.0 + ramp,
+        f"{STALENESS}/min": np.zeros(N),
+        "training/off_policy/evicted_samples": evicted * np.random.default_rng(7).normal(1, 0.05, N),
+    }
+    rules = {f.rule for f in diagnose(run_of(ages)).findings}
+    assert ("version_drift" in rules) is is_found

@@ -15,6 +15,7 @@ import numpy as np
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import running_median, spearman
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
+from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.gap import GAP, gap_of, metrics_of_gap
 from rollbook.diagnose.signs.gap_causes import follows_staleness, is_of_old_samples, is_unexplained_ramp
 from rollbook.diagnose.signs.policy import is_broken_update
@@ -62,8 +63,8 @@ def judge(view: View) -> Finding | NotJudged | None:
     standing = versions.all_standing_since
     if standing is None and versions.some_standing_since is not None and not newest_follows(view, rise.idx):
         standing = versions.some_standing_since
-    if standing is not None:
-        return None  # engines stand still: another rule's
+    if standing is not None or _fills_slowly(view, versions.mean, begun):
+        return None  # engines stand still: another rule's; or it is the pipeline that fills
     harm = _harm(view, rise.idx, min(rise.rise_steps, 40))
     if not harm:  # a slow rise is seen late: look from further back
         back = min(30, rise.idx // 3)
@@ -127,6 +128,21 @@ def _from_its_beginning(view: View, metric: str, rise: Break, at_first: float) -
     low = np.flatnonzero(running_median(known, 9) <= left)
     idx = int(low[-1]) + 1 if len(low) else 0
     return replace(rise, idx=idx, step=view.step_at(idx), before=at_first)
+
+
+FRESH, FILLED = 0.3, 1.15
+"""Versions behind of the first samples of an empty pipeline, and what its ages may still grow by once it is full."""
+
+
+def _fills_slowly(view: View, metric: str, rise: Break) -> bool:
+    """Whether ages grew from those of an empty pipeline to a level within the bounds in use, and stay there."""
+    known = finite(view.values[metric])
+    third = len(known) // 3
+    if third < 10 or rise.idx > third or rise.end_idx is not None or float(np.median(known[:3])) > FRESH:
+        return False
+    middle, end = float(np.median(known[third : 2 * third])), float(np.median(known[-third:]))
+    evicts = view.contrast(EVICTED, rise.idx, width=20)
+    return end <= min(FILLED * middle, ALWAYS) and (evicts is None or evicts.score < 4)
 
 
 def _apart_slowly(view: View, rise: Break) -> bool:

@@ -50,6 +50,7 @@ def judge(view: View) -> Finding | NotJudged | None:
         _keep_their_version,
         _oldest_age,
         _among_evicted,
+        _into_the_bound,
         _lags,
         _never_end,
         _spreads,
@@ -177,6 +178,38 @@ def _among_evicted(view: View) -> Told | None:
     if c is not None:
         evidence.append(of_contrast(view, c, first, "evicted a step: that replica's share"))
     return Told(idx, 0.92, tuple(evidence))
+
+
+LEAST_UNITS = 4
+"""Steps in a row in which the oldest samples age by a version each, before the bound throws them away."""
+
+
+def _into_the_bound(view: View) -> Told | None:
+    """The oldest samples age by a version a step, others do not; then they are as young as before, and from that step
+    on a part of the samples is evicted: those of a replica that stands are all beyond the bound."""
+    oldest, mean = f"{STALENESS}/max", f"{STALENESS}/mean"
+    evicts = view.rise(EVICTED, log=False)
+    if evicts is None or evicts.end_idx is not None or evicts.score < 5 or not view.has(oldest, mean):
+        return None
+    for end in range(max(1, evicts.idx - 2), min(evicts.idx + 3, view.n)):
+        ages = view.values[oldest][:end]
+        known = np.flatnonzero(np.isfinite(ages))
+        gained, passed = np.diff(ages[known]), np.diff(view.steps[known])
+        other = np.flatnonzero(np.abs(gained - passed) >= 0.35 * passed)
+        if not len(other) or len(gained) - 1 - other[-1] < LEAST_UNITS:
+            continue
+        foot, top = int(known[other[-1] + 1]), int(known[-1])
+        usual, age = view.level(oldest, max(0, foot - 20), foot + 1), float(ages[top])
+        few = np.nanmax(view.values[mean][foot : top + 1]) - view.level(mean, max(0, foot - 20), foot + 1)
+        if view.level(oldest, end, end + 12) > usual + 1.0 or not age >= usual + LEAST_UNITS - 1:
+            continue
+        if few > 0.5 * (age - usual):
+            continue  # all of them age
+        idx = max(0, view.idx_of(view.step_at(top) - age))
+        says = f"ages by one version a step to {num(age)}, then is what it was before"
+        old = Evidence(metric=oldest, step=view.step_at(foot), before=usual, after=age, says=says)
+        return Told(idx, 0.9, (old, of_break(evicts, "from there on: that replica's share")))
+    return None
 
 
 LAG = 6.0
