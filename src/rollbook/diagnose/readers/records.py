@@ -41,6 +41,8 @@ NO_METRICS = frozenset(
 )
 _SPLITS = ("type", "split", "phase", "mode", "stage", "kind", "event", "prefix")
 _IS_EVAL = re.compile(r"(?:eval|val|valid|validation|test|evaluation)(?:_.*)?", re.IGNORECASE)
+MOST_RESUMED = 3
+"""Times at the most that a counter goes back for restarts: what does so more often counts within an epoch."""
 HEAD_ENTRIES = 2000
 """Entries that are looked at to find the column of steps and how often one repeats."""
 _ALWAYS_MEASURED = frozenset({"actor/loss", "actor/pg_loss", "actor/grad_norm"})
@@ -154,6 +156,9 @@ class _Rows:
     _most: int = 1
     _told: set[str] = field(default_factory=set)
     """Metrics that have had a number."""
+    _counted: dict[str, int] = field(default_factory=dict)
+    """What other columns count steps, too -> the newest."""
+    _went_back: list[Event] = field(default_factory=list)
     watcher: LineWatcher = field(default_factory=LineWatcher)
     """Of errors that stand in fields; in rows of samples they are the samples'."""
 
@@ -170,6 +175,8 @@ class _Rows:
         }
         self._told.update(name for name, value in data.items() if value == value)
         self._num += 1
+        if found is not None and not self.repeats:
+            self._count_others(entry, step)
         if not self.repeats:
             if data and (ended := self.watcher.ending.step(step)):
                 yield ended
@@ -186,6 +193,17 @@ class _Rows:
         for name, value in data.items():
             self._held.setdefault(name, []).append(value)
 
+    def _count_others(self, entry: Entry, step: int) -> None:
+        """Notice a column that counts steps, too, and goes back where the steps go on: the run was taken up again."""
+        for key in _MAY_BEGIN_AGAIN:
+            if key == self.key or (count := _count(entry.get(key))) is None:
+                continue
+            before = self._counted.get(key, count)
+            self._counted[key] = count
+            if count < before and step == self._step + 1:
+                says = f"{key} goes back from {before} to {count} at step {step}"
+                self._went_back.append(Event(kind="resumed", step=self._step, text=says))
+
     def _is_measured(self, name: str) -> bool:
         """Whether null stands for NaN: a logger writes null of what it does not measure, too, from the first row on."""
         found = meant(name)
@@ -199,6 +217,7 @@ class _Rows:
 
     def rest(self) -> Iterator[Row | Event]:
         yield from self._mean()
+        yield from self._went_back if len(self._went_back) <= MOST_RESUMED else ()
         yield from self.watcher.end(self._step)
         if self.repeats:
             says = f"a step has up to {counted(self._most, 'row')} of the same metrics: their means are read"

@@ -120,10 +120,11 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
                 "ecovered from checkpoint",
                 "oaded checkpoint",
                 "ontinuing training from",
+                "ecover checkpoint",
             ),
             r"[Rr]esum(?:ing|ed) (?:training |run )?from|Setting global step to \d+|Load from checkpoint folder"
             r"|Continuing training from (?:checkpoint|global step|epoch)"
-            r"|Recovered from checkpoint|Loaded checkpoint from .*step"
+            r"|Recovered from checkpoint|[Ff]ound (?:a )?recover checkpoint|Loaded checkpoint from .*step"
             r"|successfully loaded checkpoint .*at iteration \d+",
         ),
         (

@@ -180,17 +180,21 @@ def _gap_leaps(view: View, idx: int, before: float) -> bool:
     return len(near) >= 2 and bool(near[-2] >= ENGINE_IS_OFF * before > 0.0)
 
 
+WARMS_UP_FROM = 0.5
+"""Share of the rate before it at which a second warm-up begins at the most: a rate that has decayed is low as well."""
+
+
 def _warms_up_once(view: View, idx: int) -> bool:
     """Whether a rate that stood, or had only fallen, is a small part of itself at one step of the run alone, and climbs
     from there step by step: no schedule with cycles does so."""
     lr = view.values["actor/lr"]
     known = finite(lr)
-    falls = int((known[1:] < 0.3 * known[:-1]).sum())
+    falls = int((known[1:] < WARMS_UP_FROM * known[:-1]).sum())
     after = lr[idx : idx + 6]
     before = lr[max(0, idx - 6) : idx]
     return bool(
         falls == 1
-        and lr[idx] <= 0.3 * lr[idx - 1]
+        and lr[idx] <= WARMS_UP_FROM * lr[idx - 1]
         and np.all(np.diff(finite(before)) <= 0)
         and np.all(np.diff(finite(after)) > 0)
     )
