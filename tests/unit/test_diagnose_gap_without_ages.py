@@ -52,3 +52,26 @@ def test_a_jump_that_stays_is_numerics_and_the_check_names_older_samples() -> No
     finding = diagnose(run_of(_apart(np.where(T >= 40, 3.0, 1.0)))).findings[0]
     assert finding.rule == "engine_mismatch"
     assert "some versions older" in finding.next_check
+
+
+SHORT = np.arange(98, dtype=np.float64)
+
+
+def _only_kl(times: Array) -> str:
+    without = {DIFF: np.full(98, np.nan), PEARSON: np.full(98, np.nan)}
+    return diagnose(run_of({KL: noisy(0.0025 * times**2, 3, 0.16, n=98)} | without, n=98)).verdict
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3])
+@pytest.mark.parametrize("left", [3, 4, 8])
+def test_engines_that_are_restarted_just_before_the_log_ends_had_old_weights_for_half_of_it(
+    left: int, rate: float
+) -> None:
+    """No level of before lasts, and no level of after."""
+    away = np.hypot(1.0, rate * np.clip(SHORT - 39, 0, None))
+    assert _only_kl(np.where(98 - left > SHORT, away, 1.0)) == "missed_weight_sync"
+
+
+@pytest.mark.parametrize("size", [0.05, 0.3])
+def test_a_gap_that_wanders_and_is_back_at_the_end_is_well(size: float) -> None:
+    assert _only_kl(1 + size * np.sin(np.clip((SHORT - 39) / 55, 0, 1) * np.pi)) == "well"

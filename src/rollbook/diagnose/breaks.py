@@ -180,8 +180,8 @@ SPELL_STEPS = 5
 
 
 def _spells(clean: Series, direction: Direction) -> int | None:
-    """Start of the first of at least two spells far off the level of the run's first third, to which the series comes
-    back between them. So frequent that they make half of the run, no single stretch stands out of it."""
+    """Start of the first spell far off the level of the run's first third, to which the series comes back before the
+    next one or the end. Where they make half of the run, no single stretch stands out of it."""
     third = len(clean) // 3
     if third < 12:
         return None
@@ -193,7 +193,9 @@ def _spells(clean: Series, direction: Direction) -> int | None:
     for (_, end), (start, _) in itertools.pairwise(spells):
         if start - end >= SPELL_STEPS and float(np.median(np.abs(away[end:start]))) <= 2.0:
             return spells[0][0]
-    return None
+    at_last = np.abs(away[spells[-1][1] :]) if spells else away[:0]
+    is_back = len(at_last) >= changes.MIN_POINTS and float(np.median(at_last)) <= 2.0
+    return spells[0][0] if is_back and spells[-1][1] - spells[-1][0] >= third else None
 
 
 def _describe(
