@@ -56,7 +56,7 @@ def is_asynchronous(view: View) -> bool:
     ages = (f"{STALENESS}/mean", f"{STALENESS}/max", f"{STALENESS}_worst/mean")
     if any(view.has(age) for age in ages) or view.run.format == "prime-rl":
         return True
-    if any(view.family(parts) for parts in ("buffer/", "fully_async/")):
+    if any(view.family(parts) for parts in ("buffer/", "queue/", "fully_async/")):
         return True
     if not view.has("timing_s/gen", LONGEST_CALL):
         return False

@@ -12,6 +12,7 @@ from rollbook.diagnose.cost import is_asynchronous, is_worth
 from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.readers.words import pieces_of
 from rollbook.diagnose.rules.parts.longer_waits import RULE
+from rollbook.diagnose.signs.books import missing_groups
 from rollbook.diagnose.signs.seconds import lost_in_steps
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, share
@@ -33,9 +34,27 @@ WAITS = 1.5
 
 
 def lost_in_flight(view: View) -> Finding | None:
-    """Ever fewer that run at the same count of those under way, or while the trainer waits ever longer; or batches that
-    stay short with nothing under way."""
-    return _ever_fewer(view) or _short_with_none_left(view)
+    """Counts of what is sent off and of what comes that part; ever fewer that run at the same count of those under way,
+    or while the trainer waits ever longer; or batches that stay short with nothing under way."""
+    return _counts_part(view) or _ever_fewer(view) or _short_with_none_left(view)
+
+
+def _counts_part(view: View) -> Finding | None:
+    """What was sent off is neither trained, given up nor under way."""
+    missing = missing_groups(view)
+    if missing is None:
+        return None
+    since, others = missing.since, ", ".join(missing.others)
+    says = f"{num(since.late)} of what is sent off never comes, {num(missing.num)} by now; before, the counts agreed"
+    beside = f"against this one, with {others}" if others else "against this one"
+    evidence = [
+        Evidence(metric=missing.sent, step=since.step, before=since.before, after=since.late, says=says),
+        Evidence(metric=missing.came, step=since.step, after=view.last(missing.came, 1), says=beside),
+    ]
+    title = "groups vanish on their way: more is sent off than comes, fails or is under way"
+    found = _finding(view, since.idx, title, evidence, 0.93 if others else 0.88)
+    is_felt = found.cost_s is not None and is_worth(view, found.cost_s)
+    return found if is_felt else replace(found, cost_s=None)
 
 
 def _ever_fewer(view: View) -> Finding | None:
