@@ -53,3 +53,11 @@ def test_a_peak_that_the_training_has_too_is_not_the_hand_overs() -> None:
         for how, size in (("mean", 800.0), ("max", 3e3))
     }
     assert _verdict(peak, trained | grown | SLOWER) == "late_oom_with_length"
+
+
+@pytest.mark.parametrize("name", ["sync/oom_retries", "weight_sync/num_alloc_retries"])
+def test_what_is_near_the_brim_for_long_runs_out_when_an_allocation_must_be_tried_again(name: str) -> None:
+    near_since_60 = 63 + 12.5 * np.clip((T - 20) / 40, 0, 1) + 2.5 * np.clip((T - 60) / 50, 0, 1)
+    felt = SLOWER | {name: np.where(T >= 95, 1.0 + (T >= 105) * 2.0, 0.0)}
+    found = diagnose(run_of({"memory/update_weights/peak_gb": near_since_60} | felt)).findings
+    assert [(f.rule, f.step) for f in found] == [("oom_in_sync", 96)]

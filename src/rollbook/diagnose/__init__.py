@@ -2,7 +2,8 @@
 never judges a signal that was not collected: it says so, and how to collect it. The way of a log to its verdict:
 
     readers/      a file, folder or server -> rows: `table.py` finds the format and loads, a file per format streams,
-                  `names.py`, `words.py`, `renamer.py` turn names into the catalogue's, `assemble.py` makes one run
+                  `names.py`, `words.py`, `renamer.py` turn names into the catalogue's, `status_rows.py` keeps apart
+                  what tells of no step, `assemble.py` makes one run
     series.py     that run: a column a metric, a row a step, events (what the log says in words), seams (restarts)
     changes.py    noise and change points; on them `breaks.py` (what lasts) and `spells.py` (what comes and goes)
     view.py       the run as rules ask it: levels, trends, breaks, contrasts at a step; `env_words.py`,

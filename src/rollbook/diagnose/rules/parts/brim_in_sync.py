@@ -43,6 +43,8 @@ def brim_in_sync(view: View) -> tuple[Evidence, ...]:
     if not waits:
         return ()
     at = int(np.flatnonzero(np.nan_to_num(values) >= NEAR * capacity)[0])
+    tried = (view.begins(metric, 1.0) for metric in _retries(view))
+    at = max([at, *filter(None, tried)])  # near the brim it may live for long, if nothing need be tried again
     step, early = view.step_at(at), view.level(metric, 0, max(3, view.n // 8))
     has_room = f", {num(view.last(trained, 3))} GiB in training" if trained is not None else ""
     says = f"{num(early)} GiB at first, {num(top)} of {num(capacity)} in the end{has_room}"
@@ -52,18 +54,12 @@ def brim_in_sync(view: View) -> tuple[Evidence, ...]:
 def _waits(view: View) -> tuple[Evidence, ...]:
     """Allocations that were tried again, and hand-overs that take longer."""
     found = []
-    for metric in view.values:
-        words = words_of(metric)
-        is_retries = bool(words & {"retries", "retry"}) and bool(words & {"alloc", "allocation", "memory"})
-        if is_retries and view.count(metric) >= 12:
-            early, late = view.level(metric, 0, max(3, view.n // 8)), view.last(metric)
-            if late >= early + 2.0:
-                says = f"{num(early)} allocations were tried again at first, {num(late)} now"
-                found.append(
-                    Evidence(
-                        metric=metric, step=view.step_at(view.n - 1), before=early, after=late, says=says
-                    )
-                )
+    for metric in _retries(view):
+        early, late = view.level(metric, 0, max(3, view.n // 8)), view.last(metric)
+        if late >= early + 2.0:
+            says = f"{num(early)} allocations were tried again at first, {num(late)} now"
+            step = view.step_at(view.n - 1)
+            found.append(Evidence(metric=metric, step=step, before=early, after=late, says=says))
     seconds = "timing_s/update_weights"
     ratio, steadiness = view.trend(seconds)
     if ratio >= SLOWER and steadiness >= 0.6:
@@ -73,6 +69,17 @@ def _waits(view: View) -> tuple[Evidence, ...]:
             Evidence(metric=seconds, step=view.step_at(view.n - 1), before=early, after=late, says=says)
         )
     return tuple(found)
+
+
+def _retries(view: View) -> list[str]:
+    """Series of allocations that were tried again."""
+    return [
+        metric
+        for metric in view.values
+        if (words := words_of(metric)) & {"retries", "retry"}
+        and words & {"alloc", "allocation", "memory", "oom"}
+        and view.count(metric) >= 12
+    ]
 
 
 def _peak_in_sync(view: View) -> str | None:
