@@ -60,6 +60,40 @@ def test_a_stage_that_was_told_before_stands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("before", "verdict"),
+    [
+        ("update_weights started", "oom_in_sync"),
+        ("update_weights done, 3.1 s", "late_oom_with_length"),
+        ("[worker 2] sync_weights of version 30 took 2.2 s", "late_oom_with_length"),
+    ],
+)
+def test_a_hand_over_that_was_done_ran_out_of_nothing(before: str, verdict: str, tmp_path: Path) -> None:
+    """Said twice, as every step says it."""
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    log = _log(tmp_path, before, before, "Traceback (most recent call last):", error)
+    assert diagnose(load(str(log))).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [
+        ("_move_model_to_vllm", "oom_in_sync"),
+        ("push_params_to_engine", "oom_in_sync"),
+        ("broadcast_rollout_weights", "oom_in_sync"),
+        ("move_batch_to_device", "late_oom_with_length"),
+        ("load_model", "late_oom_with_length"),
+    ],
+)
+def test_a_function_that_hands_weights_to_an_engine_is_known_by_the_words_of_its_name(
+    name: str, verdict: str, tmp_path: Path
+) -> None:
+    frames = f'File "vllm_trainer.py", line 4, in {name}', 'File "zero.py", line 9, in gather'
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    log = _log(tmp_path, "Traceback (most recent call last):", *frames, error)
+    assert diagnose(load(str(log))).verdict == verdict
+
+
+@pytest.mark.parametrize(
     "words",
     [
         "[torch_memory_saver.cpp] cuMemCreate CUDA_ERROR_OUT_OF_MEMORY (may not be an issue e.g. torch will retry)",

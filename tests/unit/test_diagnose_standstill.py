@@ -41,6 +41,8 @@ def _again(
     [
         ("replay buffer has 60 of 64 groups, waiting", "buffer_never_fills"),
         ("still short of 3 trajectories for this batch", "buffer_never_fills"),
+        ("queue of work: pending 0, running 2, finished 62", "buffer_never_fills"),
+        ("62 done, 2 running, 0 pending", "buffer_never_fills"),
         ("rank 3 waits at a barrier for rank 5", "collective_hang"),
         ("waiting for the licence server", "run_stopped"),
     ],
@@ -135,6 +137,18 @@ def test_a_run_that_goes_on_or_is_over_raises_no_alarm(lines: list[str], tmp_pat
     assert diagnose(load(str(_ended(tmp_path, lines)))).findings == ()
 
 
+def test_a_worker_that_died_before_the_others_waited_for_hours_ended_nothing(tmp_path: Path) -> None:
+    """The same words are the end where nobody waits."""
+    died = "(raylet) A worker died or was killed while executing a task. Worker exit type: SYSTEM_ERROR"
+    waits = _again(lambda _: "queue of work: pending 0, running 2, finished 62")
+    found = {
+        bool(after): diagnose(load(str(_ended(tmp_path, [died, *after])))).findings for after in (waits, [])
+    }
+    assert [f.rule for f in found[True]] == ["buffer_never_fills"]
+    assert any("A worker died" in item.says for item in found[True][0].evidence)
+    assert [f.rule for f in found[False]] == ["run_stopped"]
+
+
 def test_waiting_before_a_step_is_forgotten(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     lines = [*_steps(20)[:10], *_again(lambda _: "waiting for samples, 60/64"), *_steps(20)[10:]]
@@ -183,6 +197,29 @@ def test_a_bar_that_stands_still_while_its_own_clock_runs_is_a_standstill(
 )
 def test_bars_that_move_or_are_young_stand_for_nothing(lines: list[str], tmp_path: Path) -> None:
     assert diagnose(load(str(_ended(tmp_path, lines)))).findings == ()
+
+
+TALKS_ON = _again(lambda i: f"10.0.0.3:{45000 + i} GET /health 200 OK", count=100)
+DRAWN = [_bar(20, 64, 1), _bar(52, 64, 2), _bar(61, 64, 4)]
+
+
+@pytest.mark.parametrize(
+    ("bars", "after", "rule"),
+    [
+        (DRAWN, TALKS_ON, "buffer_never_fills"),
+        (DRAWN, TALKS_ON[:8], None),
+        (DRAWN, TALKS_ON[::33], None),
+        ([*DRAWN, _bar(64, 64, 5)], TALKS_ON, None),
+        (DRAWN[:1], TALKS_ON, None),
+        ([*DRAWN, _bar(1, 64, 0)], TALKS_ON, None),
+    ],
+    ids=["hours", "minutes", "four lines", "it came to its end", "drawn once", "begun anew"],
+)
+def test_a_bar_that_is_drawn_no_more_while_others_talk_on_stands_still(
+    bars: list[str], after: list[str], rule: str | None, tmp_path: Path
+) -> None:
+    found = diagnose(load(str(_ended(tmp_path, [*bars, *after])))).findings
+    assert [f.rule for f in found] == ([rule] if rule else [])
 
 
 def _counted(says: Callable[[int], str], *seconds: int) -> list[str]:

@@ -74,6 +74,10 @@ def test_a_run_that_died_before_its_first_step_leads_with_its_error(
             "filter_starvation",
         ),
         ("step 0 waited 3600 s for its groups; under way: trajectory 0/0", "buffer_never_fills"),
+        ("Timed out waiting for 64 rollouts, only received 59.", "buffer_never_fills"),
+        ("only 62 of 64 agent trajectories came; waited until the deadline", "buffer_never_fills"),
+        ("timed out waiting for 8 ranks of group 1", "run_stopped"),
+        ("the tokenizer timed out on 3 samples", "run_stopped"),
     ],
 )
 def test_the_words_of_an_error_say_which_rule_it_belongs_to(what: str, rule: str, tmp_path: Path) -> None:

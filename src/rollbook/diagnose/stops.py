@@ -26,7 +26,12 @@ _TOLD_BY: tuple[tuple[str, str], ...] = (
     ("dead_scorer", r"trajectories failed, \d+ of them as reward"),
     ("dead_sandbox_pool", r"trajectories failed, \d+ of them as (?:environment|sandbox_lost)"),
     ("filter_starvation", r"groups and lost \d+ [^:]*: \d+ flat|num_gen_batches=\d+ >= max_num_gen_batches"),
-    ("buffer_never_fills", r"waited [\d.e+]+ s for its groups|trajectories failed, \d+ of them as timeout"),
+    (
+        "buffer_never_fills",
+        r"waited [\d.e+]+ s for its groups|trajectories failed, \d+ of them as timeout"
+        r"|(?i:(?=.*(?:time[d ]?[- ]?out|deadline))(?=.*\bwait)(?!.*(?:process group|\brank|nccl|collective))"
+        r".*\b\d+ (?:\w+ )?(?:rollout|sample|group|trajector|episode|prompt|response)\w*)",
+    ),
     ("mismatch_to_nan", r"not finite|\bNaN\b|\bnan\b"),
 )
 

@@ -2,8 +2,8 @@
 
 Whatever the wording: a line that speaks of waiting, whose numbers stand still until the log ends, and that has time
 stamps or counts the seconds itself ("elapsed=1800s"). Or a progress bar that is drawn again and again at one number
-short of its last: "1021/1024 [1:07:11<00:06, 13.20s/it]". What of it is an alarm, against the seconds of a step, is not
-decided here.
+short of its last, "1021/1024 [1:07:11<00:06, 13.20s/it]", or is drawn no more while others talk on. What of it is an
+alarm, against the seconds of a step, is not decided here.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def at_the_end(path: Path, step_marks: tuple[bytes, ...], step: int) -> Event | 
     said: list[_Said] = []
     """Newest first."""
     newest_s: float | None = None
-    at_s = 0.0
+    at_s = since_bar_s = 0.0
     bars: list[str] = []
     for num_after, raw in enumerate(reversed(_last_lines(path))):
         if any(mark in raw for mark in step_marks):
@@ -109,6 +109,8 @@ def at_the_end(path: Path, step_marks: tuple[bytes, ...], step: int) -> Event | 
         if is_proper_end(line):
             return None
         if "%|" in line:
+            if not bars and newest_s is not None and num_after >= LEAST_LINES:
+                since_bar_s = newest_s - at_s
             bars.append(line)
             continue
         stamp, rest = _seconds(line), line
@@ -122,7 +124,7 @@ def at_the_end(path: Path, step_marks: tuple[bytes, ...], step: int) -> Event | 
             counts_s = _counted(rest)
             words = _shape(words) if _NO_STEP.search(rest) else words
             said.append(_Said(None if stamp is None else at_s, words, counts_s, line, num_after))
-    if (stands := _bar_stands(bars, step)) is not None:
+    if (stands := _bar_stands(bars, step, since_bar_s)) is not None:
         return stands
     found = [
         told
@@ -195,29 +197,29 @@ def _counted_on(same: list[_Said]) -> float:
     return lasted_s
 
 
-def _bar_stands(bars: list[str], step: int) -> Event | None:
-    """The bar that was drawn last, where it was drawn before at the same number: since the number changed, or since it
-    was drawn there first.
+def _bar_stands(bars: list[str], step: int, since_s: float) -> Event | None:
+    """The bar that was drawn last: since its number changed, or since it was drawn there first.
 
     Args:
         bars: lines with bars since the last step, newest first.
+        since_s: seconds that others talked on after it.
     """
     drawn = [match for line in bars if (match := _BAR.search(line)) is not None]
     if not drawn or int(drawn[0][2]) >= int(drawn[0][3]):
         return None
     seconds = [seconds_of(bar[4]) for bar in drawn]
-    since_s, count = seconds[0], 0
+    first_s, count, moved = seconds[0], 0, False
     for bar, passed_s in zip(drawn, seconds, strict=True):
         if bar[1].strip()[-40:] != drawn[0][1].strip()[-40:] or bar[3] != drawn[0][3]:
             continue  # another bar
-        if passed_s > since_s or bar[2] != drawn[0][2]:
-            break  # begun anew, or it still moved
-        since_s, count = passed_s, count + 1
-    if count < 2:
+        if passed_s > first_s or bar[2] != drawn[0][2]:
+            moved = passed_s < first_s  # or begun anew
+            break
+        first_s, count = passed_s, count + 1
+    if count < 2 and not (moved and since_s > 0.0):
         return None
-    return Event(
-        kind=KIND, step=step, text=bars[0][:300], fields={"lasted_s": seconds[0] - since_s, "count": count}
-    )
+    fields = {"lasted_s": seconds[0] - first_s + since_s, "count": count}
+    return Event(kind=KIND, step=step, text=bars[0][:300], fields=fields)
 
 
 def _last_lines(path: Path) -> list[bytes]:

@@ -210,6 +210,15 @@ _STAGES = tuple(
 """(stage, its words as they are, its words as a pattern)."""
 _OF_METRICS = ("timing_s/", "token_ms/", "mfu/", "perf/", "timing/", "time/")
 """Before these words they are metrics' names: every step has `timing_s/update_weights`, and is in no stage for it."""
+_OVER = "over"
+"""In place of a stage: the one that was under way has ended."""
+_IS_OVER = re.compile(
+    r"\b(?:done|finished|completed?|ended|succeeded|took|(?:time )?cost|elapsed)\b", re.IGNORECASE
+)
+_NAME = re.compile(r"[A-Za-z]\w*_\w+")
+_ENGINES = ("vllm", "sglang", "engine", "rollout", "inference", "generation")
+_HANDED = {"model", "weight", "weights", "param", "params", "parameter", "parameters"}
+_HANDS = {"move", "sync", "push", "send", "broadcast", "transfer", "copy", "publish", "load", "update", "put"}
 
 
 def _stage_of(line: str) -> str:
@@ -218,8 +227,20 @@ def _stage_of(line: str) -> str:
         if any(map(line.__contains__, needles)) and any(
             not line[: found.start()].endswith(_OF_METRICS) for found in words.finditer(line)
         ):
-            return stage
-    return ""
+            return _OVER if _IS_OVER.search(line) else stage
+    return "sync" if _hands_over(line) else ""
+
+
+def _hands_over(line: str) -> bool:
+    """Whether a line is in a function that hands weights to an engine, by the words of its name.
+
+    >>> _hands_over("trainer.py, line 7, in _move_model_to_vllm"), _hands_over("in load_model, vllm_engine.py")
+    (True, False)
+    """
+    if not any(map(line.__contains__, _ENGINES)):
+        return False
+    names = (frozenset(name.lower().split("_")) for name in _NAME.findall(line))
+    return any(said & _HANDED and said & _HANDS and said.intersection(_ENGINES) for said in names)
 
 
 MAX_TEXT = 300
@@ -237,6 +258,8 @@ class TroubleWatcher:
 
     def __init__(self) -> None:
         self._context: list[str] = []
+        self.newest_stage = ""
+        """What the newest line said of a stage, empty for nothing."""
         self._placeless: Event | None = None
         """The newest event, where no line before it was in a stage: it is in that of the next one that is."""
 
@@ -267,13 +290,12 @@ class TroubleWatcher:
         self._placeless = None if stages else event
         return event
 
-    @property
-    def newest_stage(self) -> str:
-        """The stage that the newest line was in, empty for none."""
-        return self._context[-1] if self._context else ""
-
     def remember(self, stage: str) -> None:
-        """The stage of a line, empty for none; nothing is kept while no line of late was in one."""
+        """What a line says of a stage, empty for nothing; nothing is kept while no line of late was in one."""
+        self.newest_stage = stage
+        if stage == _OVER:
+            self._context.clear()
+            return
         if stage and self._placeless is not None:
             self._placeless.fields["stage"] = stage
             self._placeless = None

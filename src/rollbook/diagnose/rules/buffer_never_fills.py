@@ -20,7 +20,7 @@ from rollbook.diagnose.signs.environments import failure_kinds_of
 from rollbook.diagnose.signs.seconds import excess_of, lost_seconds, stalls_at_end, waiting_of
 from rollbook.diagnose.signs.standstill import Standstill, standstill_of
 from rollbook.diagnose.signs.versions import EVICTED, STALENESS
-from rollbook.diagnose.stops import Stop, stopped_by
+from rollbook.diagnose.stops import Stop, stop, stopped_by
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, of_break
 
@@ -38,7 +38,7 @@ def judge(view: View) -> Finding | NotJudged | None:
     if (standing := standstill_of(view)) is not None and standing.told_by == RULE:
         waits = longer_waits.for_good(view, excess) if excess is not None else None
         told = [found for found in (lost_in_flight(view), waits) if found is not None]
-        return _stands_still(standing, min(told, key=lambda found: found.step, default=None))
+        return _stands_still(standing, min(told, key=lambda found: found.step, default=None), stop(view))
     if (lost := lost_in_flight(view)) is not None:
         return lost
     if excess is None and (stalled := _whole_steps(view)) is not None:
@@ -71,16 +71,17 @@ def _stopped(found: Stop) -> Finding:
     )
 
 
-def _stands_still(found: Standstill, waits: Finding | None) -> Finding:
-    """The finding, dated by where waiting began to grow where it did before."""
+def _stands_still(found: Standstill, waits: Finding | None, beside: Stop | None) -> Finding:
+    """The finding, dated by where waiting began to grow where it did before, with what died beside it."""
     earlier = waits if waits is not None and waits.step < found.step else None
+    died = () if beside is None else (Evidence(metric="log", step=beside.step, says=beside.words),)
     return Finding(
         rule=RULE,
         title="the log ends while the trainer waits for samples that do not come",
         area="async",
         confidence=0.92,
         step=earlier.step if earlier else found.step,
-        evidence=(found.evidence, *(earlier.evidence if earlier else ())),
+        evidence=(found.evidence, *died, *(earlier.evidence if earlier else ())),
         cost_s=found.lasted_s,
         action=f"{MISSING}; put a deadline on every trajectory, so that a step goes on without them",
         next_check=OLDEST,

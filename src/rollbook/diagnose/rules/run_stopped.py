@@ -9,8 +9,8 @@ from rollbook.diagnose.stops import CAUSES, stop
 from rollbook.diagnose.view import View
 
 RULE = "run_stopped"
-_FROM_OUTSIDE = ("killed", "scheduler", "interrupted")
-"""Somebody or something ended what stood still."""
+_FROM_OUTSIDE = ("killed", "scheduler", "interrupted", "process_gone")
+"""Somebody or something ended what stood still, or a process of it that the others went on without."""
 
 
 def judge(view: View) -> Finding | None:

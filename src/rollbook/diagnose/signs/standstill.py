@@ -21,7 +21,9 @@ _TOLD_BY: tuple[tuple[str, str], ...] = (
     ),
     (
         "buffer_never_fills",
-        r"sample|group|batch|rollout|trajector|buffer|prompt|generat|response|queue|episode|experience|accepted|collected",
+        r"sample|group|batch|rollout|trajector|buffer|prompt|generat|response|queue|episode|experience|accepted|collected"
+        r"|(?=.*\b(?:running\W{1,3}\d|\d+ running))"
+        r"(?=.*\b(?:(?:finished|completed|done)\W{1,3}\d|\d+ (?:finished|completed|done)))",
     ),
 )
 STEPS = 5.0
