@@ -194,7 +194,22 @@ def far_from_start(view: View) -> float:
         return 0.0
     if gap.num_bad >= 2 and gap.num_bad >= gap.num_fine:
         return 0.6 if gap.num_bad == gap.num_fine else 0.85 if gap.num_bad >= 3 else 0.75
-    return 0.65 if gap.num_bad == 1 and gap.num_fine == 0 and len(gap.metrics) == 1 else 0.0
+    is_the_only_one = gap.num_bad == 1 and gap.num_fine == 0 and len(gap.metrics) == 1
+    return 0.65 if is_the_only_one and not _is_lived_with(view, gap) else 0.0
+
+
+FLAT = 1.25
+"""Times by which a gap that stands wanders, at the most."""
+LEARNS = 0.75
+"""Rank correlation of reward and step from which on a run learns."""
+
+
+def _is_lived_with(view: View, gap: Gap) -> bool:
+    """Whether a gap that is not far beyond what is too much stands where it was from the first step on, and the run
+    learns all along: so does one whose engine computes in eight bits by intention."""
+    reward = view.first("critic/score/mean", "critic/rewards/mean")
+    stands = 1 / FLAT <= gap.overall_ratio <= FLAT and gap.rise is None
+    return stands and reward is not None and view.trend(reward)[1] >= LEARNS
 
 
 def _own_gap_is_fine(view: View) -> bool:
