@@ -142,7 +142,7 @@ def _fills_slowly(view: View, metric: str, rise: Break) -> bool:
         return False
     middle, end = float(np.median(known[third : 2 * third])), float(np.median(known[-third:]))
     evicts = view.contrast(EVICTED, rise.idx, width=20)
-    return end <= min(FILLED * middle, ALWAYS) and (evicts is None or evicts.score < 4)
+    return end <= min(FILLED * middle, VERY_OLD) and (evicts is None or evicts.score < 4)
 
 
 def _apart_slowly(view: View, rise: Break) -> bool:

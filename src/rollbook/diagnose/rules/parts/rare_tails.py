@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from rollbook.diagnose.cost import run_seconds
 from rollbook.diagnose.finding import Evidence
-from rollbook.diagnose.rules.parts.stretches import is_own_scatter
 from rollbook.diagnose.series import Series
 from rollbook.diagnose.signs.seconds import validations
 from rollbook.diagnose.view import View
@@ -70,25 +69,26 @@ def _far_apart(tail: Series) -> NDArray[np.bool_] | None:
     return hit
 
 
-AT_LEAST_AT_THE_LIMIT, SHORT_OF_IT, FAR_AT_THE_LIMIT = 4, 1.15, 1.8
-"""Responses that end at the limit are all of one length, and those who ran on would have been longer: they need not be
-as far from the others, none of which may come near it."""
+AT_LEAST_AT_THE_LIMIT, FAR_AT_THE_LIMIT = 4, 1.8
+"""Responses that end at the limit are all of one length, and would have run on: they need not be as far from others."""
+NEAR_IT, FEW_NEAR = 1.15, 0.2
+"""Limit over a response that comes near it, and such steps for each at the limit up to which they are not one tail: of
+one, as many lie just below it as above."""
 
 
 def _at_the_limit(longest: Series, tail: Series) -> NDArray[np.bool_] | None:
-    """[n] the steps whose longest response ends at the limit, which no other comes near to, nor would by chance."""
+    """[n] the steps whose longest response ends at the limit, which hardly any other comes near to."""
     known = np.flatnonzero(np.isfinite(tail))
     limit = float(np.nanmax(longest))
     hit = np.nan_to_num(longest) >= 0.9999 * limit
     at, others = np.flatnonzero(hit[known]), longest[known][~hit[known]]
     if not AT_LEAST_AT_THE_LIMIT <= len(at) <= MOST_FRAC * len(known) or at[0] < 4:
         return None
-    if limit < SHORT_OF_IT * float(others.max()):
+    if (others >= limit / NEAR_IT).sum() > FEW_NEAR * len(at):
         return None
-    least = float(np.min(tail[hit]))
     if float(np.median(tail[hit])) < FAR_AT_THE_LIMIT * float(np.median(tail[known])):
         return None
-    return None if is_own_scatter(tail[known], least, int(at[0]), len(known)) else hit
+    return hit
 
 
 def _waits(
