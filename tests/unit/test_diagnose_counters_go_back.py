@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from diagnose_runs import noisy, run_of
 from rollbook.diagnose.readers.table import load
 from rollbook.diagnose.readers.trouble import TroubleWatcher
+from rollbook.diagnose.series import Event
 from rollbook.diagnose.tree import diagnose
 
 N, SINCE = 120, 70
@@ -72,7 +73,7 @@ def _cosine(t: NDArray[np.float64], of: int) -> NDArray[np.float64]:
     return 1e-6 * np.minimum((t + 1) / 10, 0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * np.minimum(t / of, 1))))
 
 
-@pytest.mark.parametrize("at", [50, 60, 75])
+@pytest.mark.parametrize("at", [60, 82, 85])
 def test_a_rate_that_had_decayed_and_warms_up_again_from_half_of_it_began_anew(at: int) -> None:
     lr = np.where(at > T, _cosine(T, N), _cosine(np.clip(T - at, 0, None), N))
     found = diagnose(run_of({"actor/lr": lr})).findings
@@ -80,3 +81,18 @@ def test_a_rate_that_had_decayed_and_warms_up_again_from_half_of_it_began_anew(a
     cycles = 1e-6 * (0.55 + 0.45 * np.cos(2 * np.pi * T / 40))
     for whole in (_cosine(T, N), cycles):
         assert diagnose(run_of({"actor/lr": whole})).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("times", "is_resumed", "found"),
+    [(8.0, True, ["discontinuity_after_resume"]), (8.0, False, []), (0.2, True, [])],
+    ids=["at a restart", "at a bad batch", "a little"],
+)
+def test_ratios_that_are_clipped_at_once_after_a_restart_are_those_of_lost_moments(
+    times: float, is_resumed: bool, found: list[str]
+) -> None:
+    calms_down = np.where(ON, np.exp(-np.clip(T - SINCE, 0, None) / 8), 0.0)
+    run = run_of({"actor/pg_clipfrac": noisy(2e-3, 7, 0.1) * (1 + times * calms_down)})
+    if is_resumed:
+        run.events.append(Event(kind="resumed", step=SINCE, text=f"Resuming from global_step_{SINCE}"))
+    assert [f.rule for f in diagnose(run).findings] == found

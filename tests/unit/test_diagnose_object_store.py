@@ -94,7 +94,7 @@ def test_a_little_that_was_spilled_at_the_start_is_none(tmp_path: Path) -> None:
     assert verdict in ("well", "not_judged")
 
 
-@pytest.mark.parametrize(("lost_s", "verdict"), [(6.0, "object_store_spill"), (0.0, "well")])
+@pytest.mark.parametrize(("lost_s", "verdict"), [(3.0, "object_store_spill"), (0.0, "well")])
 def test_spilling_that_is_counted_tells_by_a_few_seconds_of_no_stage(
     lost_s: float, verdict: str, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ _STATE = (
     ("critic/score/mean", "reward", 0.10, -1, "the weights are older"),
     ("response_length/mean", "response length", 0.15, 0, "the weights are older"),
     ("actor/ppo_kl", "step KL", 0.8, 1, "the optimizer lost its moments"),
+    ("actor/pg_clipfrac", "clipped share", 1.0, 1, "the optimizer lost its moments"),
 )
 LONE_JUMP = 7.0
 """Noises that a series must jump by when it is the only one: of eight at many restarts, some jump by chance."""
@@ -138,6 +139,8 @@ def _changes(view: View, restart: Restart) -> Iterator[Change]:
     for metric, name, least, way, meaning in _STATE:
         if metric == "critic/rewards/mean" and view.has("critic/score/mean"):
             continue
+        if metric == "actor/pg_clipfrac" and not restart.is_certain:
+            continue  # it jumps for one bad batch, too
         if metric == "actor/lr" and _schedule_goes_on(view, idx):
             continue
         jump = jump_at(view, metric, idx)
