@@ -36,7 +36,9 @@ _CALL = _words("call calls turn turns step exec execute execution run tool tools
 _GETTING = _words("create creation acquire acquisition lease spawn start startup checkout boot")
 _LIVING = _words("running open alive live living existing")
 """Words of those in use, or of all that there are where another name says how many are in use."""
-_IN_USE = _words("active leased busy use") | _LIVING
+_IN_USE = _words("active leased busy use used occupied assigned") | _LIVING
+_OF_A_HOST = _words("memory mem ram gb mb bytes cpu cpus cores disk gpu")
+"""What is used of them is no number of them."""
 _CAPACITY = _words("capacity healthy")
 
 
@@ -83,7 +85,7 @@ def _meant(name: str, series: Series) -> str | None:
         return None
     if words & _CAPACITY:
         return "env/capacity"
-    return "env/num_active" if words & _IN_USE else None
+    return "env/num_active" if words & _IN_USE and not words & _OF_A_HOST else None
 
 
 _ABOUT_TURNS = _words("num number turns mean avg average rollout rollouts env train multi total count per")

@@ -20,6 +20,7 @@ from rollbook.diagnose.env_words import named_by_words
 from rollbook.diagnose.series import Event, RunSeries, Series, finite
 from rollbook.diagnose.spells import Spells, find_spells
 from rollbook.diagnose.spill_words import SPILLED, spilled_by_words
+from rollbook.diagnose.version_words import versions_by_words
 
 T = TypeVar("T")
 
@@ -88,6 +89,8 @@ class View:
         values = run.values if block == 1 else {k: _blocks(v, block) for k, v in run.values.items()}
         view = cls(run, steps, dict(values), block)
         for metric, name in named_by_words(values).items():
+            view.derive(metric, values[name], of=(name,))
+        for metric, name in versions_by_words(values).items():
             view.derive(metric, values[name], of=(name,))
         if SPILLED not in values and (told := spilled_by_words(values)) is not None:
             view.derive(SPILLED, told[1], of=told[:1])

@@ -13,6 +13,7 @@ import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.parts.dying_sandboxes import ACTION, LOST, RULE, dying_sandboxes, finding
+from rollbook.diagnose.rules.parts.failed_rollouts import failed_rollouts
 from rollbook.diagnose.signs.environments import (
     ENV_FAILURES,
     ENV_LOAD,
@@ -23,6 +24,7 @@ from rollbook.diagnose.signs.environments import (
     failures_rise,
 )
 from rollbook.diagnose.signs.gap import GAP, gap_of, parts_at
+from rollbook.diagnose.signs.living import too_few
 from rollbook.diagnose.signs.policy import policy_of
 from rollbook.diagnose.signs.rewards import lost_reward, lowest_reward, other_prompts, reward_of, sources_of
 from rollbook.diagnose.stops import Stop, stopped_by
@@ -63,7 +65,8 @@ def judge(view: View) -> Finding | NotJudged | None:
         # The first of the surest, at the one of the steps around it that parts before and after.
         beside = [f for f in found if f.confidence == best.confidence and 0 <= f.step - best.step <= BESIDE]
         return max(beside, key=_parted)
-    return dying_sandboxes(view) or told
+    anew = failed_rollouts(view) if is_agentic else None
+    return dying_sandboxes(view) or anew or told
 
 
 BESIDE = 2
@@ -284,6 +287,10 @@ def _of_the_environment(view: View, idx: int, failed: Sequence[str]) -> Iterator
         c = view.contrast(metric, idx, width=8)
         if c is not None and c.score <= -5 and c.ratio <= 0.75:
             yield Sign(c, 2.0)
+            if (few := too_few(view, idx)) is not None and (
+                used := view.contrast(few, idx, width=8)
+            ) is not None:
+                yield Sign(used, 1.5, "all that are left are in use: fewer than were before")
             break
     c = view.contrast(TURNS, idx, width=8)
     if c is not None and c.score <= -5 and c.ratio <= 0.85:

@@ -1,4 +1,5 @@
-"""Sandboxes that live against those in use: what is not given back is the difference, and it only grows."""
+"""Sandboxes that live against those in use: what is not given back is the difference, and it only grows; where a part
+of them died, there is none."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollbook.diagnose.changes import foot_of_climb, running_median, spearman
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.view import View, once
 
 LIVING, IN_USE, LEASED = "env/num_alive", "env/num_active", "env/num_leased"
@@ -21,6 +22,31 @@ BEYOND = 1.5
 STEADY = 0.9
 LEAST_CLIMB = 0.25
 """Share of the log over which they must grow: a pool that is filled, or scaled up once, is at its level soon."""
+
+CAPACITY = "env/capacity"
+FULL = 0.97
+"""Those in use over those that live, from which on none is free."""
+SHORT = 0.95
+"""Those that are left over those in use before, up to which they are too few."""
+WAITS = 1.05
+"""Growth of the seconds of a call from which on it waits for a free one."""
+
+
+def too_few(view: View, idx: int) -> str | None:
+    """Metric of those in use, where fewer live from a position on than were in use until then, and
+    every one of them is in use: where there was less to do, calls would not wait."""
+    for living in (LIVING, CAPACITY, IN_USE):
+        used = next((m for m in (IN_USE, LEASED) if m != living and view.has(m, living)), None)
+        left, needed = view.contrast(living, idx, width=8), view.contrast(used, idx, width=8)
+        if used is None or left is None or needed is None or left.after > SHORT * needed.before:
+            continue
+        share = view.values[used] / np.maximum(view.values[living], 1.0)
+        before, after = (float(np.mean(finite(part) >= FULL)) for part in (share[:idx], share[idx:]))
+        calls = view.contrast("env/turn_s/mean", idx)
+        if before <= 0.2 and after >= 0.8 and (calls is None or calls.ratio >= WAITS):
+            return used
+    return None
+
 
 _TOLD = (
     re.compile(

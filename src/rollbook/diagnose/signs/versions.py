@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import foot_of_climb, noise_scale, running_median, spearman
 from rollbook.diagnose.readers.words import pieces_of
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.signs.deaths import deaths_of
 from rollbook.diagnose.view import View, once
 
@@ -239,7 +240,21 @@ def _standing_replicas(view: View) -> tuple[tuple[str, ...], int | None]:
             behind = max(np.nanmax(view.values[m]) for m in every) - last
         replica = metric.split("/")[1]
         is_dead = replica in gone and gone[replica].step <= view.step_at(begin) + 1
-        if behind >= 3 and len(same) >= 3 and not is_dead:
+        is_left = _is_left_behind(view, every, metric, begin)
+        if behind >= 3 and len(same) >= 3 and is_left and not is_dead:
             standing.append(replica)
             since = begin if since is None else min(since, begin)
     return tuple(standing), since
+
+
+LEFT_BEHIND = 2
+"""Newer versions that other replicas took since one stands: between two publications all stand, and one takes the next
+of them a little later."""
+
+
+def _is_left_behind(view: View, every: Sequence[str], metric: str, begin: int) -> bool:
+    """Whether other replicas went on without this one, or all of them stand."""
+    last = view.last(metric, 1)
+    newer = [v[v > last] for m in every if m != metric and len(v := finite(view.values[m][begin:]))]
+    taken = len(np.unique(np.concatenate(newer))) if newer else 0
+    return taken == 0 or taken >= LEFT_BEHIND
