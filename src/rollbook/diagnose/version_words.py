@@ -27,8 +27,6 @@ _BESIDE = _words(
     "weight weights policy model param params current served serving loaded id num by per versions step node nodes host"
     " gpu"
 )
-    "weight weights policy model param params current served serving loaded id num by per versions step"
-)
 
 
 def versions_by_words(values: Mapping[str, Series]) -> dict[str, str]:
