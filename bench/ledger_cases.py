@@ -16,7 +16,7 @@ from typing import Any
 
 from rollbook.errors import ConfigError, RunError
 from rollbook.ledger.account import Range, StepAccount
-from rollbook.ledger.assumptions import Assumptions
+from rollbook.ledger.assumptions import Assumptions, StackAssumptions
 from rollbook.ledger.decode import decode_step, prefill_call_s, prefill_s, replica_weight_bytes
 from rollbook.ledger.flops import attention_flops, forward_flops, prefill_flops
 from rollbook.ledger.generation import decode_widening
@@ -108,6 +108,8 @@ def compare(case: Case, assumptions: Assumptions) -> list[Comparison]:
 @functools.cache
 def find_model(text: str) -> ModelSpec:
     """The model that a free text such as "Kimi-K2 1T" or "DeepSeek-V3/R1" names, by its longest known start."""
+    if re.search(r"\bcut to\b", text):
+        raise NotCovered(f"{text!r} is no whole model")
     words = re.split(r"[\s/]+", text.strip())
     for start in range(len(words)):
         for end in range(len(words), start, -1):
@@ -497,7 +499,8 @@ def train_stack_of(case: Case, model: ModelSpec) -> str:
     ):
         return "fsdp_experts"
     said = str(config.get("torch_compile", "")).lower()
-    if said == "true" or (said == "" and re.search(r"torchtitan|fms|torch\.compile", framework)):
+    # Liger's kernels fuse what torch.compile fuses.
+    if said == "true" or (said == "" and re.search(r"torchtitan|fms|torch\.compile|liger", framework)):
         return "fsdp_compiled"
     if "fsdp2 trainer" in framework:
         return "fsdp_primerl" if "rl" in kind else "fsdp_plain"
@@ -583,11 +586,23 @@ def _pretraining_rate(
     )
     stack = assumptions.stacks[name]
     rate = train_tokens_per_s_per_gpu(model, cluster, stack, layout, sequence_tokens=sequence)
+    micro_batch_tokens = _degree(config.get("mbs", 1)) * sequence / (degrees[0] * degrees[2])
+    rate = min(rate, micro_batch_tokens / _launches_s(model, assumptions, stack, degrees[1]))
     tokens = sequences * sequence / cluster.num_gpus
     update_s = update_exchange_s(model, cluster, stack, layout, num_gpus=cluster.num_gpus)
     rate = tokens / (tokens / rate + update_s + optimizer_s(model.computed_params, cluster, cluster.num_gpus))
     wider, _ = train_widening(model, cluster, assumptions, layout, stack=name)
     return rate, assumptions.train_error_frac * wider
+
+
+def _launches_s(model: ModelSpec, assumptions: Assumptions, stack: StackAssumptions, pp_size: int) -> float:
+    """Least seconds of a micro batch, however few its tokens; as `TrainPrices` has them for steps.
+
+    Experts are launched alike wherever torch FSDP shards them.
+    """
+    if model.num_experts and stack.gather_passes:
+        stack = assumptions.stacks["fsdp_experts"]
+    return max(model.num_layers / pp_size * stack.micro_batch_layer_s, 1e-9)
 
 
 def _fsdp_rate(
@@ -636,6 +651,8 @@ def _fsdp_rate(
         virtual_stages=2 if "interleav" in str(config.get("schedule", "")).lower() else 1,
     )
     rate = train_tokens_per_s_per_gpu(model, cluster, stack, layout, sequence_tokens=sequence)
+    micro_batch_tokens = _degree(config.get("mbs", 1)) * sequence / (layout.tp_size * layout.cp_size)
+    rate = min(rate, micro_batch_tokens / _launches_s(model, assumptions, stack, pp_size))
     seconds = sequence / layout.cp_size / rate
     if kind == "RL Full":
         seconds += 2 * model.params / assumptions.sync.disk_bytes_per_s
@@ -705,8 +722,12 @@ def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
     for key, method in _SYNC_METRICS:
         if key not in measured:
             continue
-        if method == "delta" and "sparse delta over" in str(config.get("framework", "")):
-            continue  # it gathers whole tensors first; the ledger's delta compares shards
+        if (
+            method == "delta"
+            and "sparse delta over" in str(config.get("framework", ""))
+            and "changed_fraction" not in config
+        ):
+            continue  # it gathers whole tensors first, and what changed was not published
         if method == "broadcast" and nic_unknown and cluster.num_nodes > 1:
             continue
         # miles writes slices first and lets the engine quantise them all at once.
@@ -721,8 +742,10 @@ def sync_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         account = sync_account(model, cluster, assumptions.sync, replace(work, method=method))
         for key in _SYNC_SECONDS:
             if key in measured:
-                alone = "only the broadcast" in str(case.get("notes", "")).lower()
-                seconds = account.seconds - account.fixed_s * alone
+                alone = re.search(
+                    r"only the (broadcast|loop)", str(case.get("notes", "")), re.IGNORECASE
+                ) or re.search(r"pause and resume .{0,20}not inside", str(case.get("missing", "")))
+                seconds = account.seconds - account.fixed_s * (alone is not None)
                 yield key, middle(measured[key]), _within(seconds, account.error_frac)
                 return
     if "time_s" in measured and "receive only" in str(config.get("note", "")):
@@ -742,6 +765,11 @@ def published_work(
     """A case's publication, as a plan would describe one, with what only measurements have."""
     per_node = 8
     placement = " ".join(str(config.get(key, "")) for key in ("placement", "nodes", "device", "hardware"))
+    placement += "".join(
+        f" {role} {config[key]}"
+        for role, key in (("trainer", "train_layout"), ("engine, rollout", "rollout_layout"))
+        if key in config
+    )
     sides = re.search(r"(\d+)\s*\+\s*(\d+)\s*node", placement)
     counted = _is_counted(config)
     named = re.search(r"(\d+)\s*policy.*?\+\s*(\d+)\s*rollout", placement)
@@ -765,7 +793,7 @@ def published_work(
             replica=replica,
             train=_publishing_layout(trainer, placement, model, train),
             sync_method="broadcast",
-            changed_frac=_changed_frac(model),
+            changed_frac=float(config.get("changed_fraction", _changed_frac(model))),
             state_is_offloaded=(offloads and "veomni" not in placement) or bool(config.get("param_offload")),
         ),
         replace(assumptions, stack="megatron" if _is_megatron(trainer) else "fsdp"),
@@ -797,7 +825,9 @@ def _published_replica(config: dict[str, Any], placement: str, device: str, usua
         r"(?:H\d+|A\d+)\s+(TP)(\d+)", device
     )
     ep_size = re.search(r"(?:generation|vLLM|SGLang|rollout|engine).*EP\s*(\d+)", placement)
-    repeats_dense = ep_size is not None and not re.search(r"TP", placement[ep_size.start() :])
+    engines = placement[ep_size.start() :] if ep_size else ""
+    # "DP16 TP1 EP16", or an EP without any TP: every GPU computes attention for its own sequences.
+    repeats_dense = ep_size is not None and not re.search(r"TP(?!\s*1\b)", engines)
     return ReplicaLayout(
         tp_size=1 if repeats_dense else int(tp_size[2]) if tp_size else usual_tp,
         ep_size=int(ep_size[1]) if ep_size else 1,
@@ -884,7 +914,10 @@ def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         raise NotCovered("updates of parameters that stay in host memory")
     model = find_model(config.get("text_backbone", config["model"]))
     assumptions = _as_published(case, assumptions)
-    cluster = Cluster(accelerator=accelerator_of(config["gpu"]), num_gpus=count_of(config["gpus"]))
+    # A critic of its own works beside the actor's GPUs, which generate and train.
+    actors = re.search(r"(\d+) actor", str(config.get("gpu_split", "")))
+    num_gpus = int(actors[1]) if actors else count_of(config["gpus"])
+    cluster = Cluster(accelerator=accelerator_of(config["gpu"]), num_gpus=num_gpus)
     said = " ".join(str(case.get(key, "")) for key in ("notes", "config"))
     workload = _workload(config, measured, said)
     mode, num_rollout, num_train = _split(config)
@@ -964,6 +997,7 @@ def _as_configured(config: dict[str, Any], workload: Workload, assumptions: Assu
         "max_running_requests_per_engine",
         "max_running_requests",
         "max_batch_size",
+        "rollout_micro_batch_size",
     )
     memory = _first(config, {}, "mem_fraction", "gpu_memory_utilization", "mem_fraction_static")
     tokens = _first(
@@ -1020,7 +1054,10 @@ def _step_method(case: Case) -> SyncMethod:
 def _waits_a_step_ahead(config: dict[str, Any]) -> bool:
     """slime's asynchronous loop and verl's of one step off generate the next step whole beside this one's training:
     nothing fills its tail."""
-    return re.search(r"one[ _-]step[ _-](ahead|off)", str(config.get("mode", "")).lower()) is not None
+    return (
+        re.search(r"\b(one|1)[ _-]step(\(s\))?[ _-](ahead|off)", str(config.get("mode", "")).lower())
+        is not None
+    )
 
 
 def _rollout_engine(case: Case) -> str:
@@ -1042,6 +1079,10 @@ def _rollout_engine(case: Case) -> str:
 def _is_old_verl(config: dict[str, Any]) -> bool:
     """verl before 0.6, or vLLM before 0.10 where that is said; of an unknown year, before Blackwell."""
     framework = str(config.get("framework", "")).lower()
+    if re.search(r"\bverl v1\b", framework) or re.search(
+        r"qwen-?3(\.\d|-next)", str(config.get("model")).lower()
+    ):
+        return False  # its second trainer, and models, of 2026
     version, vllm = (re.search(name + r"\D{0,3}0\.(\d+)", framework) for name in (r"\bverl", "vllm"))
     if version is not None:
         return int(version[1]) < 6
@@ -1086,7 +1127,7 @@ def _train_layout(
 def _workload(config: dict[str, Any], measured: dict[str, Any], said: str) -> Workload:
     prompts = _first(config, {}, "prompts_per_step", "train_batch_size_prompts", "num_prompts")
     group = _first(config, {}, "generations_per_prompt", "rollout_n", "group_size")
-    samples = _first(config, {}, "samples_per_step", "sequences_per_step")
+    samples = _first(config, {}, "samples_per_step", "sequences_per_step", "rollout_batch_G_GBS")
     if samples is not None and (prompts is None or group is None):
         group = count_of(group or (count_of(samples) // count_of(prompts) if prompts else USUAL_GROUP))
         prompts = max(count_of(samples) // group, 1)
@@ -1147,18 +1188,23 @@ _NUM_LENGTHS = 1000
 
 def _split(config: dict[str, Any]) -> tuple[Mode, int, int]:
     mode = str(config.get("mode", "colocated sync")).lower()
-    if not re.search(r"async|disaggregated|one[ _-]step[ _-]off", mode):
+    if not re.search(r"async|disaggregated|one[ _-]step[ _-]off", mode) or "disaggregated critic" in mode:
         return "sync", 0, 0
+    if "coloc" in mode and "async" in mode:
+        return "colocate_async", 0, 0
     policy = str(config.get("on_off_policy", "")).lower()
     split = str(config.get("gpu_split", config.get("resource_split", mode)))
     train = re.search(r"(\d+)\s*(?:train|policy)", split)
     rollout = re.search(r"(\d+)\s*(?:gen|rollout)", split)
+    nodes = re.search(r"(\d+) hybrid \+ (\d+) standalone nodes of (\d+)", split)
     lockstep = str(config.get("staleness_threshold")) == "0"
     apart: Mode = (
         "separate_async" if ("async" in mode or "off" in policy) and not lockstep else "separate_sync"
     )
     if train and rollout:
         return apart, int(rollout[1]), int(train[1])
+    if nodes:
+        return apart, int(nodes[2]) * int(nodes[3]), int(nodes[1]) * int(nodes[3])
     half = count_of(config["gpus"]) // 2
     return apart, half, half
 

@@ -14,6 +14,7 @@ from rollbook.ledger.model import load_model
 from rollbook.ledger.reliability import widening
 from rollbook.ledger.step import Layouts, step_account
 from rollbook.ledger.sync import SyncWork, sync_account
+from rollbook.ledger.train import train_widening
 from rollbook.ledger.workload import Mode, Workload
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import make_plan
@@ -78,6 +79,15 @@ def test_an_unmeasured_kind_of_model_widens_where_it_was_not_measured() -> None:
 
 def test_unmeasured_numbers_widen_training() -> None:
     assert account(train=TrainLayout(dtype="float8")).train.error_frac == 1.25 * DEFAULT.train_error_frac
+
+
+def test_a_stack_whose_runs_differ_has_the_wider_range() -> None:
+    def error_frac(stack: str) -> float:
+        model, layout = load_model("Qwen3-30B-A3B"), TrainLayout(ep_size=8)
+        cluster = Cluster(accelerator=load_accelerator("H100"), num_gpus=8)
+        return train_widening(model, cluster, DEFAULT, layout, stack=stack)[0]
+
+    assert error_frac("fsdp_experts") == 2 * error_frac("megatron_overlap")
 
 
 @pytest.mark.parametrize("mode", ["colocate_async"])

@@ -11,7 +11,7 @@ import pytest
 
 from rollbook.errors import ConfigError, PlanError
 from rollbook.ledger.agents import agent_account, sandboxes_needed
-from rollbook.ledger.assumptions import Assumptions, load_assumptions
+from rollbook.ledger.assumptions import Assumptions, SwitchAssumptions, load_assumptions
 from rollbook.ledger.asynchrony import async_account
 from rollbook.ledger.checkpoint import checkpoint_account
 from rollbook.ledger.decode import decode_step, experts_touched, replica_weight_bytes
@@ -95,6 +95,28 @@ def test_receivers_that_take_their_shard_are_faster_than_one_stream() -> None:
     assert seconds["broadcast"] < seconds["delta"] < by_tensor.seconds
 
 
+def test_slices_wait_for_the_ports_that_send_them() -> None:
+    """Kimi K2 for four replicas: 4 x 2.05 TB out of 32 ports of 45 GB/s, one of eight stages at a time, take 5.7 s."""
+    big = load_model("Kimi-K2")
+    cluster = Cluster(accelerator=H100, num_gpus=384)
+    work = replace(
+        SYNC,
+        method="sharded",
+        num_train_gpus=256,
+        num_rollout_gpus=128,
+        replica_gpus=32,
+        pp_size=8,
+        ep_size=32,
+    )
+    in_turn = replace(DEFAULT.sync, stages_in_turn=1.0)
+    turns_s = sync_account(big, cluster, in_turn, work).stages_s["transfer"]
+    assert turns_s == pytest.approx(4 * published_bytes(big, "bfloat16") / (32 * 45e9), rel=0.01)
+    # All stages at once are held up by the 32 ports of each replica, not by the 256 that send.
+    at_once_s = sync_account(big, cluster, DEFAULT.sync, work).stages_s["transfer"]
+    assert at_once_s == pytest.approx(published_bytes(big, "bfloat16") / (32 * 45e9), rel=0.01)
+    assert DEFAULT.for_framework("skyrl").sync.stages_in_turn == 1.0
+
+
 def test_delta_sends_positions_and_values_of_what_changed() -> None:
     """2 % of 8.03e9 numbers at 4 + 2 bytes."""
     account = sync_account(LLAMA, CLUSTER, DEFAULT.sync, replace(SYNC, method="delta", changed_frac=0.02))
@@ -155,6 +177,23 @@ def test_hand_over_moves_the_training_state_both_ways() -> None:
     )
     assert sum(m.bytes for m in level_1) - sum(m.bytes for m in moves) == 2 * 16e9
     assert pinned_bytes(level_1) == pytest.approx(16e9 + 16 * 8.03e9 / 64)
+
+
+def test_state_travels_faster_where_the_device_shares_its_hosts_memory() -> None:
+    """Over a link of 450 GB/s seven times as fast as over PCIe, and never faster than the link."""
+    grace = Cluster(accelerator=load_accelerator("GB200"), num_gpus=64)
+    slow = replace(DEFAULT.switch, state_bytes_per_s=1.2e9)
+
+    def state_s(cluster: Cluster, switch: SwitchAssumptions) -> float:
+        moves = hand_over(
+            LLAMA, cluster, switch, num_gpus=64, rollout_weights_bytes_per_gpu=0.0, state_bytes_per_param=16.0
+        )
+        return sum(move.seconds for move in moves if move.name.startswith("training state"))
+
+    assert state_s(CLUSTER, slow) == pytest.approx(2 * 16 * 8.03e9 / 64 / 1.2e9)
+    assert state_s(CLUSTER, slow) / state_s(grace, slow) == pytest.approx(450 / 64)
+    pinned = replace(DEFAULT.switch, state_bytes_per_s=1e12)
+    assert state_s(grace, pinned) == pytest.approx(2 * 16 * 8.03e9 / 64 / 450e9)
 
 
 def test_hand_over_moves_the_critics_state_too_and_frozen_models_one_way() -> None:

@@ -157,6 +157,8 @@ class StackAssumptions:
     repeats_linear: float
     """1 where linear-attention layers are computed whole on every rank of tensor and context parallelism, 0 where they
     are divided; between where frameworks differ."""
+    error_factor: float
+    """On the error of training: 1, or more where published runs of the stack differ by more."""
     balance_frac: float
     """Work of the mean GPU over work of the fullest, with sequences packed by length."""
 
@@ -193,6 +195,8 @@ class SyncAssumptions:
     shard_gather_bytes_per_s: float
     """Trainers of one pipeline stage making the tensors whose slices each receiver takes; huge where slices go from
     shard to shard."""
+    stages_in_turn: float
+    """1 where the trainer's pipeline stages send their slices one after the other, 0 where they do at once."""
     disk_bytes_per_s: float
     """Gathering, writing and reading on a shared file system."""
     overlap_frac: float

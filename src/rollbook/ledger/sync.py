@@ -308,7 +308,10 @@ def _rates(
     if work.method == "disk":
         return {"gather": gather, "transfer": assumptions.disk_bytes_per_s, "load": load}
     port = _STREAM_FRAC * link
-    senders = math.inf if crosses else _LINK_FRAC * link * work.num_train_gpus
+    # Every replica is sent its own slices, by the GPUs of one pipeline stage at a time where stages take turns.
+    copies = max(work.num_rollout_gpus // work.replica_gpus, 1) if crosses else 1
+    turns = work.pp_size if assumptions.stages_in_turn else 1
+    senders = (port if crosses else _LINK_FRAC * link) * work.num_train_gpus / copies / turns
     staged = work.pp_size * assumptions.shard_gather_bytes_per_s
     return {
         # The trainer holds bfloat16, whatever the engine is sent.

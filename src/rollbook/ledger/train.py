@@ -347,7 +347,8 @@ def train_widening(
         "model": model_traits(model),
         "dtype": [layout.dtype],
     }
-    return widening(assumptions, stack, traits, what=f"{stack} training")
+    wider, notes = widening(assumptions, stack, traits, what=f"{stack} training")
+    return wider * assumptions.stacks[stack].error_factor, notes
 
 
 def _with_micro_batches(
