@@ -69,8 +69,9 @@ def _far_apart(tail: Series) -> NDArray[np.bool_] | None:
     return hit
 
 
-AT_LEAST_AT_THE_LIMIT, FAR_AT_THE_LIMIT = 4, 1.8
-"""Responses that end at the limit are all of one length, and would have run on: they need not be as far from others."""
+AT_LEAST_AT_THE_LIMIT, RARE, FAR_AT_THE_LIMIT = 4, 0.1, 1.8
+"""Responses that end at the limit are all of one length, and would have run on: they need not be as far from others.
+More than a tenth of the steps that have one are no rare ones: how often they come must then have changed."""
 NEAR_IT, FEW_NEAR = 1.15, 0.2
 """Limit over a response that comes near it, and such steps for each at the limit up to which they are not one tail: of
 one, as many lie just below it as above."""
@@ -82,7 +83,7 @@ def _at_the_limit(longest: Series, tail: Series) -> NDArray[np.bool_] | None:
     limit = float(np.nanmax(longest))
     hit = np.nan_to_num(longest) >= 0.9999 * limit
     at, others = np.flatnonzero(hit[known]), longest[known][~hit[known]]
-    if not AT_LEAST_AT_THE_LIMIT <= len(at) <= MOST_FRAC * len(known) or at[0] < 4:
+    if not AT_LEAST_AT_THE_LIMIT <= len(at) <= RARE * len(known) or at[0] < 4:
         return None
     if (others >= limit / NEAR_IT).sum() > FEW_NEAR * len(at):
         return None
