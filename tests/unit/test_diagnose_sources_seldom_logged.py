@@ -96,3 +96,41 @@ def test_one_zero_of_a_source_that_was_solved_counts_where_the_rewards_fell(
     others = {"math": {20: 0.4, 80: 0.42}}
     found = diagnose(run_of(_reward(lost) | _validations(code=code, **others))).findings
     assert [(f.rule, f.step) for f in found] == ([("one_source_all_zero", SINCE + 1)] if is_found else [])
+
+
+def _each(before: float, *since: float) -> dict[int, float]:
+    """Four scores about a level, and those since."""
+    scores = [0.8 * before, 0.9 * before, 0.95 * before, before, *since]
+    return {10 + 12 * i: score for i, score in enumerate(scores)}
+
+
+HALVED = {"math": _each(0.6, 0.62, 0.63, 0.6, 0.65), "hotpotqa": _each(0.5, 0.52, 0.49, 0.53, 0.5)}
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.15])
+def test_a_source_of_which_hardly_an_answer_counts_any_more_is_named_as_one_of_none(lost: float) -> None:
+    scores = _validations(code=_each(0.5, 0.03, 0.01, 0.06, 0.02), **HALVED)
+    statistics = {m.replace("mean@1", "best@4/mean"): np.minimum(1.0, 1.5 * s) for m, s in scores.items()}
+    found = diagnose(run_of(_reward(lost) | scores | statistics)).findings
+    assert [f.rule for f in found] == ["one_source_all_zero"]
+    assert 46 <= found[0].step - 1 <= 60
+    assert "nearly all rewards of source 'code'" in found[0].title
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        _each(0.5, 0.2, 0.15, 0.18, 0.2),
+        _each(0.5, 0.03, 0.02, 0.3, 0.4),
+        {**_each(0.5, 0.03, 0.01, 0.02, 0.02), 34: 0.3, 46: 0.1},
+        _each(0.12, 0.01, 0.005, 0.01, 0.01),
+    ],
+    ids=["some are right", "it came back", "it faded", "it was hardly solved"],
+)
+def test_a_source_that_becomes_worse_is_not_broken(code: dict[int, float]) -> None:
+    assert not diagnose(run_of(_reward(0.0) | _validations(code=code, **HALVED))).findings
+
+
+def test_a_source_that_falls_with_all_others_is_unlearned() -> None:
+    scores = {s: _each(0.5, 0.03, 0.01, 0.06, 0.02) for s in ("code", "math", "hotpotqa")}
+    assert not diagnose(run_of(_reward(0.0) | _validations(**scores))).findings

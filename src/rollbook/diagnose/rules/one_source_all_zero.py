@@ -16,6 +16,11 @@ import numpy as np
 from rollbook.diagnose.changes import noise_scale, running_median
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.parts.every_reward_zero import every_reward_zero
+from rollbook.diagnose.rules.parts.others_go_on import (
+    floor_of,
+    nearly_zero_while_others_go_on,
+    zero_while_others_go_on,
+)
 from rollbook.diagnose.rules.parts.unnamed_source import HARD, OTHERS_SOLVE, RULE, part_of_the_reward_gone
 from rollbook.diagnose.series import Series, finite, runs_of
 from rollbook.diagnose.signs.rewards import lowest_reward, new_curriculum, reward_of, sources_of
@@ -55,6 +60,8 @@ class Zero:
     idx: int
     source: str
     metric: str
+    is_exact: bool
+    """Whether none is right, rather than hardly one."""
 
 
 def _at_zero(view: View, group: dict[str, str], *, is_held_out: bool) -> Iterator[Zero]:
@@ -63,6 +70,9 @@ def _at_zero(view: View, group: dict[str, str], *, is_held_out: bool) -> Iterato
     for source, metric in group.items():
         others = [m for s, m in group.items() if s != source]
         since = _held_out_since(view, metric, others) if is_held_out else _trained_since(view, metric)
+        is_exact = since is not None
+        if is_held_out and since is None:
+            since = nearly_zero_while_others_go_on(view, metric, others)
         if since is None or not (living or is_held_out) or _is_unlearned(view, metric, since):
             continue
         if _others_fall(view, since, others):
@@ -71,7 +81,8 @@ def _at_zero(view: View, group: dict[str, str], *, is_held_out: bool) -> Iterato
         if len(past) and new_curriculum(view, int(past[-1]), since):
             continue  # the tasks became harder
         several = len(living) < (len(group) - 1) / 2  # at once: more likely what they share
-        yield Zero((0.85 if is_held_out else 0.95) - 0.2 * several, since, source, metric)
+        confidence = 0.85 if is_held_out else 0.95
+        yield Zero(confidence - 0.2 * several - 0.05 * (not is_exact), since, source, metric, is_exact)
 
 
 def _trained_since(view: View, metric: str) -> int | None:
@@ -81,7 +92,7 @@ def _trained_since(view: View, metric: str) -> int | None:
 
 def _held_out_since(view: View, metric: str, others: list[str]) -> int | None:
     since = _zero_since(view, metric, 1)
-    since = _zero_while_others_go_on(view, metric, others) if since is None else since
+    since = zero_while_others_go_on(view, metric, others) if since is None else since
     return _zero_now_and_then(view, metric) if since is None else since
 
 
@@ -89,10 +100,11 @@ def _finding(view: View, zero: Zero, others: list[str]) -> Finding:
     idx, source, metric = zero.idx, zero.source, zero.metric
     step, before, rest = view.step_at(idx), view.level(metric, 0, idx), finite(view.values[metric][idx:])
     floor = float(rest[0])  # held-out scores come every few steps
-    ended = _until(view, metric, idx)
+    ended = _until(view, metric, idx) if zero.is_exact else None
     num_zero = int((np.abs(rest - floor) <= 1e-9).sum())
     until = f", until step {ended}, {num_zero} times in all" if ended is not None else ""
-    says = f"{num(before)} before, exactly {num(floor)} since step {step}{until}"
+    after = f"exactly {num(floor)}" if zero.is_exact else f"{num(float(np.median(rest)))}"
+    says = f"{num(before)} before, {after} since step {step}{until}"
     evidence = [Evidence(metric=metric, step=step, before=before, after=floor, says=says)]
     beside = (view.contrast(other, idx) for other in others)
     evidence += [of_contrast(view, c, idx, "goes on") for c in beside if c is not None]
@@ -106,9 +118,11 @@ def _finding(view: View, zero: Zero, others: list[str]) -> Finding:
         f"its scorer was down: take the run up from before step {step}, or know that the updates until step {ended} "
         "learned from zeros; let a scorer that fails fail its trajectory instead of scoring it 0"
     )
+    some = "" if zero.is_exact else "nearly "
     return Finding(
         rule=RULE,
-        title=f"all rewards of source {source!r} {'are zero' if ended is None else f'were zero until step {ended}'}",
+        title=f"{some}all rewards of source {source!r} "
+        + ("are zero" if ended is None else f"were zero until step {ended}"),
         area="data",
         confidence=share(zero.confidence),
         step=step,
@@ -125,43 +139,6 @@ def _zero_since(view: View, metric: str, least: int) -> int | None:
     floors = {0.0, lowest_reward(view)}
     found = [since for floor in floors if (since := _at_floor_since(view, metric, floor, least)) is not None]
     return min(found, default=None)
-
-
-GO_ON_SCORES = 3
-"""Held-out scores at the floor, up to the last one, where every other source goes on as before; a small model may
-well have none right of a source that it hardly solves."""
-SOLVED = 0.1
-"""Level of a score above the floor that such a source must have had."""
-
-
-def _zero_while_others_go_on(view: View, metric: str, others: list[str]) -> int | None:
-    """Position from which a held-out score, never at the floor before, is exactly there to the end, while all others
-    are as good as they were: of few evaluations those that others passed count."""
-    values = view.values[metric] - _floor_of(view, metric)
-    known = np.flatnonzero(np.isfinite(values))
-    zeros = np.flatnonzero(np.abs(values[known]) <= 1e-9)
-    first = len(known) - len(zeros)
-    if not len(zeros) or not first or zeros[0] != first:
-        return None
-    since, worst = int(known[first]), float(values[known[:first]].min())
-    fell = _falls_between(view, int(known[first - 1]), since) if worst >= FIRMLY else None
-    if fell is None and (len(zeros) < GO_ON_SCORES or first < 2 or worst < SOLVED):
-        return None
-    before = [view.level(m, int(known[max(0, first - 3)]), since) for m in others]
-    after = [view.level(m, since) for m in others]
-    goes_on = bool(others) and all(b >= 0.9 * a > 0.0 for a, b in zip(before, after, strict=True))
-    return (since if fell is None else fell) if goes_on else None
-
-
-FIRMLY = 0.25
-"""Level of a score above the floor from which on a single zero, after a fall of the rewards of training, is no luck."""
-
-
-def _falls_between(view: View, start: int, end: int) -> int | None:
-    """Position after one and up to another at which the mean reward of training falls most, if it does at once."""
-    at = (view.contrast(reward_of(view).metric, idx, width=10) for idx in range(start + 1, end + 1))
-    falls = [(c.score, i) for i, c in enumerate(at) if c is not None and c.score <= -5 and c.is_at_once]
-    return start + 1 + min(falls)[1] if falls else None
 
 
 OUTAGE_STEPS = 6
@@ -208,21 +185,15 @@ def _num_answers(values: Series, top: float = 1.0) -> float:
     return min(1.0 / float(steps.min()), by_scatter)
 
 
-def _floor_of(view: View, metric: str) -> float:
-    """What a score reads when every answer is wrong: of rewards from -1 to 1, -1."""
-    low = float(np.nanmin(view.values[metric]))
-    return lowest_reward(view) if low < -1e-9 else 0.0
-
-
 def _answers_of(view: View, metric: str) -> float:
-    floor = _floor_of(view, metric)
+    floor = floor_of(view, metric)
     return _num_answers(view.values[metric] - floor, 1.0 - floor)
 
 
 def _zero_now_and_then(view: View, metric: str) -> int | None:
     """Position of the first of several held-out scores that are exactly those of wrong answers while those between
     count so many right ones that chance is out."""
-    floor = _floor_of(view, metric)
+    floor = floor_of(view, metric)
     values = view.values[metric] - floor
     known = np.flatnonzero(np.isfinite(values))
     zeros = known[np.abs(values[known]) <= 1e-9]
@@ -247,8 +218,8 @@ def _never_right(view: View, group: dict[str, str]) -> Finding | None:
     """A source without one right answer in all of the run, or since it was added, beside others that are solved."""
     form = _FORM if view.run.format == "trl" else _FORMAT
     group = {s: m for s, m in group.items() if not form.search(s)}
-    levels = {s: view.level(m) - _floor_of(view, m) for s, m in group.items()}
-    top = {s: float(np.nanmax(view.values[m])) - _floor_of(view, m) for s, m in group.items()}
+    levels = {s: view.level(m) - floor_of(view, m) for s, m in group.items()}
+    top = {s: float(np.nanmax(view.values[m])) - floor_of(view, m) for s, m in group.items()}
     dead = [s for s in group if top[s] <= 1e-9 and not HARD.search(s)]
     others = [s for s in group if top[s] > 1e-9]
     if len(dead) != 1 or not others or min(levels[s] for s in others) < OTHERS_SOLVE:
@@ -305,7 +276,7 @@ def _is_unlearned(view: View, metric: str, since: int) -> bool:
     ratio, steadiness = view.trend("actor/entropy")
     if not (ratio >= 1.4 and steadiness >= 0.8):
         return False
-    past = view.values[metric][:since] - _floor_of(view, metric)
+    past = view.values[metric][:since] - floor_of(view, metric)
     past = finite(past)
     some = past[np.abs(past) > 1e-9]
     width = 7 if len(past) >= 20 else 3

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollbook.diagnose.series import Series
 from rollbook.diagnose.view import View, once
 
 ENV_LOAD = ("env/turn_s/mean", "env/turn_s/p99", "env/turn_s/max", "env/queue_depth")
+ROLLOUTS_FAILED = "training/rollout_failure/evicted_samples"
 ENV_FAILURES = (
     "failures/frac",
     "failures/num",
     "failures/sandbox_lost/num",
     "failures/timeout/num",
     "failures/environment/num",
-    "training/rollout_failure/evicted_samples",
+    ROLLOUTS_FAILED,
     "response/aborted_ratio",
     "env/num_timeouts",
     "env/num_errors",
@@ -78,10 +80,7 @@ def failing_lines(view: View) -> FailingLines | None:
         return None
     at = [view.idx_of(event.step + 1) if event.step is not None else 0 for event in said]
     counts = np.bincount(np.minimum(at, view.n - 1), minlength=view.n).astype(np.float64)
-    before, passed = np.cumsum(counts)[:-1], np.arange(1, view.n)
-    after, left = counts.sum() - before, view.n - passed
-    likelier = before * np.log((before + 0.5) / passed) + after * np.log((after + 0.5) / left)
-    idx = int(passed[3:-3][np.argmax(likelier[3:-3])])
+    idx = likeliest_change(counts)
     since = counts[idx:]
     rates = float(counts[:idx].sum() + 1) / idx, float(since.mean())
     is_to_the_end = since[-max(3, len(since) // 4) :].any() and (since > 0).sum() >= 5
@@ -92,6 +91,14 @@ def failing_lines(view: View) -> FailingLines | None:
     third = max(2, (view.n - int(np.flatnonzero(counts)[0])) // 3)
     grows = bool(counts[-third:].mean() >= EVER_MORE * counts[idx : idx + third].mean())
     return FailingLines(idx, float(counts[:idx].mean()), rates[1], told[0], is_used_up, grows)
+
+
+def likeliest_change(counts: Series) -> int:
+    """Position at which the rate of a count most likely changed, three steps and more from either end."""
+    before, passed = np.cumsum(counts)[:-1], np.arange(1, len(counts))
+    after, left = counts.sum() - before, len(counts) - passed
+    likelier = before * np.log((before + 0.5) / passed) + after * np.log((after + 0.5) / left)
+    return int(passed[3:-3][np.argmax(likelier[3:-3])])
 
 
 @dataclass(frozen=True, slots=True)

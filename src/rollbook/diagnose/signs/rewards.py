@@ -138,7 +138,7 @@ _TRAIN = re.compile(
     r"|critic/(?:rewards|score)/(.+)/mean"
 )
 _HELD_OUT = re.compile(
-    r"val-(?:core|aux)/(.+)/(?:reward|score|acc)/mean@\d+|val-core/(.+)/[^/]+/[^/]+"
+    r"val-(?:core|aux)/(.+)/(?:reward|score|acc)/mean@\d+|val-core/(.+?)/[^/]+/(?:[a-z]+@\d+/)?[^/]+"
     r"|val/(.+)/(?:exact_match|reward|acc|score)|val/test_score/(.+)"
 )
 
@@ -155,11 +155,11 @@ def held_out_of(view: View) -> dict[str, str]:
 
 
 def _by_source(view: View, pattern: re.Pattern[str], *, least: int = 2) -> dict[str, str]:
-    """Source -> its metric with the most values, and so many at the least."""
+    """Source -> its metric with the most values, and so many at the least; of several that of the first form."""
     found: dict[str, str] = {}
-    for metric in view.run.values:
-        match = pattern.fullmatch(metric)
-        if match is None or view.count(metric) < least:
+    told = [(metric, match) for metric in view.run.values if (match := pattern.fullmatch(metric)) is not None]
+    for metric, match in sorted(told, key=lambda each: each[1].lastindex or 0):
+        if view.count(metric) < least:
             continue
         source = next(g for g in match.groups() if g)
         if source not in found or view.count(metric) > view.count(found[source]):
