@@ -14,7 +14,7 @@ from rollbook.diagnose.signs.deaths import deaths_of
 from rollbook.diagnose.signs.gap import GAP_METRICS, far_from_start, gap_of
 from rollbook.diagnose.signs.lengths import length_growth
 from rollbook.diagnose.signs.publications import publications_of
-from rollbook.diagnose.signs.rewards import REWARD, reward_decline, reward_of
+from rollbook.diagnose.signs.rewards import REWARD, of_all_answers, reward_decline, reward_of
 from rollbook.diagnose.signs.seconds import excess_of, step_seconds
 from rollbook.diagnose.signs.versions import versions_of
 from rollbook.diagnose.view import View
@@ -31,7 +31,7 @@ def judge(view: View) -> tuple[Signal, ...]:
 
 def _reward(view: View) -> Signal:
     name = "reward by source"
-    metric = view.first(*REWARD)
+    metric = of_all_answers(view)
     sources = view.family("reward/", "/mean") or view.family("val-core/")
     if metric is None:
         return Signal(name=name, verdict="not collected", says=_too_few(view, REWARD, "reward"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollbook.diagnose.finding import Evidence, State
-from rollbook.diagnose.signs.rewards import REWARD, reward_decline
+from rollbook.diagnose.signs.rewards import REWARD, of_all_answers, reward_decline
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, until_now
 
@@ -25,13 +25,10 @@ def reward_falls(view: View) -> State | None:
 
 
 def reward_saturates(view: View) -> State | None:
-    metric = view.first(*REWARD)
-    if metric is None or view.n < 12:
+    trained, metric = view.first(*REWARD), of_all_answers(view)
+    if trained is None or metric is None or view.n < 12:
         return None
-    top = _best_of(view, metric.replace("/mean", "/max"))
-    sources = view.family("reward/", "/mean")
-    if len(sources) == 1 and not _is_a_function(view, sources[0]):
-        metric = sources[0]  # of all that was generated: groups that were all right are not trained
+    top = _best_of(view, trained.replace("/mean", "/max"))
     last = view.last(metric, max(5, view.n // 10))
     if not np.isfinite(top):
         top = _best_of(view, "critic/rewards/max")  # of a score it lacks the KL term, and may lie below it
@@ -53,12 +50,6 @@ def reward_saturates(view: View) -> State | None:
         ),
         advice="take harder prompts, or stop",
     )
-
-
-def _is_a_function(view: View, metric: str) -> bool:
-    """Whether what the catalogue has for the reward of a source is that of a reward function in the log, as TRL calls
-    it: a part of the reward, whose format may long be right while the answers are not."""
-    return view.run.in_log.get(metric, metric).removeprefix("train/").startswith("rewards/")
 
 
 def _best_of(view: View, metric: str) -> float:

@@ -25,6 +25,19 @@ class Reward:
 
 
 @once("bottom")
+def of_all_answers(view: View) -> str | None:
+    """The mean reward of all that was generated, where the log has it: groups that were all right are not trained, and
+    lack in the mean of those that were."""
+    sources = view.family("reward/", "/mean")
+    return sources[0] if len(sources) == 1 and not _is_a_function(view, sources[0]) else view.first(*REWARD)
+
+
+def _is_a_function(view: View, metric: str) -> bool:
+    """Whether what the catalogue has for the reward of a source is that of a reward function in the log, as TRL calls
+    it: a part of the reward, whose format may long be right while the answers are not."""
+    return view.run.in_log.get(metric, metric).removeprefix("train/").startswith("rewards/")
+
+
 def lowest_reward(view: View) -> float:
     """The reward of a wrong answer: 0, or less where rewards are negative."""
     low = view.level("critic/score/min")
