@@ -43,11 +43,12 @@ def _history(tmp_path: Path, counter: NDArray[np.int64], *, shaken: float) -> li
 @pytest.mark.parametrize(
     ("counter", "shaken", "found"),
     [
-        (np.arange(1, N + 1) - 30 * ON.astype(np.int64), 1.0, ["discontinuity_after_resume 71"]),
+        (np.arange(1, N + 1) - 30 * ON.astype(np.int64), 0.4, ["discontinuity_after_resume 71"]),
         (np.arange(1, N + 1) - 30 * ON.astype(np.int64), 0.0, []),
         (np.arange(N) % 10, 0.0, []),
+        (np.arange(N) % SINCE, 0.4, []),
     ],
-    ids=["taken up without moments", "taken up whole", "counted within an epoch"],
+    ids=["taken up without moments", "taken up whole", "counted within an epoch", "in one of two epochs"],
 )
 def test_one_of_two_counters_goes_back_where_a_run_was_taken_up_again(
     counter: NDArray[np.int64], shaken: float, found: list[str], tmp_path: Path

@@ -156,8 +156,8 @@ class _Rows:
     _most: int = 1
     _told: set[str] = field(default_factory=set)
     """Metrics that have had a number."""
-    _counted: dict[str, int] = field(default_factory=dict)
-    """What other columns count steps, too -> the newest."""
+    _counted: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """What other columns count steps, too -> the least and the newest."""
     _went_back: list[Event] = field(default_factory=list)
     watcher: LineWatcher = field(default_factory=LineWatcher)
     """Of errors that stand in fields; in rows of samples they are the samples'."""
@@ -198,9 +198,9 @@ class _Rows:
         for key in _MAY_BEGIN_AGAIN:
             if key == self.key or (count := _count(entry.get(key))) is None:
                 continue
-            before = self._counted.get(key, count)
-            self._counted[key] = count
-            if count < before and step == self._step + 1:
+            least, before = self._counted.get(key, (count, count))
+            self._counted[key] = min(least, count), count
+            if least + 1 < count < before and step == self._step + 1:  # to the least: the next epoch
                 says = f"{key} goes back from {before} to {count} at step {step}"
                 self._went_back.append(Event(kind="resumed", step=self._step, text=says))
 
