@@ -47,6 +47,11 @@ def test_steps_that_are_long_at_no_period_stall_though_others_save() -> None:
     assert 62 <= step <= 75
 
 
+def test_whole_steps_that_take_half_as_long_again_are_hiccups() -> None:
+    """Ten of them, at no period, and minutes each: many a thing takes them, and the run goes on."""
+    assert _verdict(noisy(130.0, 31, 0.15, n=N) * IRREGULAR)[0] == "well"
+
+
 def test_what_comes_by_a_period_only_later_is_no_schedule() -> None:
     assert _verdict(400.0 * ((T >= 80) & (T % 7 == 0)))[0] == "collective_hang"
 

@@ -162,6 +162,8 @@ RARE = 0.02
 """Share of the steps since the first stall below which stalls are hiccups."""
 ONE_LENGTH = 0.05
 """Spread of the seconds of stalls, over their median, below which they are one time-out: hiccups vary."""
+STEP_TIMES = 2.0
+"""Times their usual seconds that whole steps take, where they alone are timed, before they stall: much takes less."""
 LINK = 2.5
 """Times as long at the same tokens from which on computing cannot be it."""
 
@@ -203,6 +205,8 @@ def _stalls_again(view: View, timed: tuple[str, ...]) -> Finding | None:
 def _are_no_hiccups(view: View, metric: str, spells: Spells) -> bool:
     """Whether spells of a stage are stalls, and not the moments for which a busy cluster stands still."""
     if spells.inside - spells.before < STALL_S:
+        return False
+    if metric == "timing_s/step" and spells.inside < STEP_TIMES * spells.before:
         return False
     if _keep_to_a_stage(view, metric, spells):
         return True
