@@ -59,3 +59,14 @@ def test_a_gap_that_is_back_for_the_last_four_steps_has_ended() -> None:
     ).findings[0]
     assert found.rule == "missed_weight_sync"
     assert found.until_step == 117
+
+
+def test_a_divergence_that_is_printed_as_zero_for_long_flickers_later() -> None:
+    """0.0002 in its first five hundred steps, 0.0004 to 0.0005 later: a last digit now and then, and no rise."""
+    n = 700
+    kl = noisy(np.where(np.arange(n) < 500, 0.0002, 0.00047), 3, 0.1, n=n)
+    without = {DIFF: np.full(n, np.nan), PEARSON: np.full(n, np.nan)}
+    late = {KL: kl, "rollout_corr/k3_kl": np.where(np.arange(n) >= 690, 0.0009, kl)}
+    run = run_of(late | without, n=n, decimals=3)
+    assert View.of(run).resolution(KL) == 0.001
+    assert diagnose(run).verdict != "engine_mismatch"

@@ -169,15 +169,12 @@ class View:
         """Step of the decimals that a metric was printed with (0.001 for "0.003"); 0 when there is no such step."""
         if metric not in self._resolutions:
             values = self.values[metric]
-            sample = finite(values)[:400]
+            known = finite(values)
+            sample = known[known % 1 != 0][:400]  # a series may be 0.000 for long
             found = 0.0
             for decimals in (2, 3, 4):
                 scaled = sample * 10.0**decimals
-                if (
-                    len(sample) >= 8
-                    and np.all(np.abs(scaled - np.round(scaled)) < 1e-6)
-                    and np.any(sample % 1)
-                ):
+                if len(known) >= 8 and len(sample) and np.all(np.abs(scaled - np.round(scaled)) < 1e-6):
                     found = 10.0**-decimals
                     break
             self._resolutions[metric] = found
