@@ -26,3 +26,23 @@ def test_a_wide_gap_that_stands_in_a_run_that_learns_is_meant(name: str, level: 
     assert _verdict(name, noisy(level, 3, 0.06, n=N), STANDS) == "engine_mismatch"
     assert _verdict(name, noisy(level * (1 + T / N), 3, 0.06, n=N), LEARNS) != "well"
     assert _verdict(name, noisy(4 * level, 3, 0.06, n=N), LEARNS) == "engine_mismatch"
+
+
+LONG = 500
+SINCE = np.clip(np.arange(LONG) - 150, 0, None) / 350
+
+
+@pytest.mark.parametrize(("step_nats", "verdict"), [(6e-4, "engine_mismatch"), (2e-5, "missed_weight_sync")])
+def test_a_gap_that_grows_by_less_than_the_policy_moves_is_not_of_engines_that_stand(
+    step_nats: float, verdict: str
+) -> None:
+    """In 350 steps to 2.4 times, 0.02 nats: engines with the weights of the start would be 0.2 nats away in the first
+    run, and are 0.007 in the second."""
+    apart = 1 + 1.4 * SINCE
+    gap = {
+        DIFF: noisy(0.008 * apart, 3, n=LONG),
+        KL: noisy(0.004 * apart**2, 4, 0.08, n=LONG),
+        PEARSON: 1 - 0.005 * apart**2,
+        "actor/ppo_kl": step_nats * (1 + np.random.default_rng(5).normal(0, 1, LONG)),
+    }
+    assert diagnose(run_of(gap, n=LONG)).verdict == verdict

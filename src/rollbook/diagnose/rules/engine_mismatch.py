@@ -13,7 +13,7 @@ import numpy as np
 
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.signs.gap import GAP, accelerates, far_from_start, gap_of, metrics_of_gap, usual_level
-from rollbook.diagnose.signs.gap_causes import moves_the_gap, rise_is_explained
+from rollbook.diagnose.signs.gap_causes import moves_the_gap, rise_is_explained, trails_the_policy
 from rollbook.diagnose.signs.publications import publications_of
 from rollbook.diagnose.signs.seconds import is_of_the_schedule
 from rollbook.diagnose.signs.versions import STALENESS, has_ages
@@ -87,6 +87,10 @@ def _rises(view: View) -> Finding | None:
         return _disagree(view, 0, 0.7, "from the first step, and grows")
     if rise.is_ramp and accelerates(view, rise):
         return _disagree(view, view.foot(rise), 0.75, "ever more and ever faster: it feeds on itself")
+    if rise.is_ramp and trails_the_policy(view, rise):
+        return _disagree(
+            view, view.foot(rise), 0.75, "ever more, and by less than the policy moves: it is published"
+        )
     if rise.is_ramp or rise.idx < LEAST_PAST:
         return None
     if view.n - rise.idx < TELLS_AFTER:

@@ -8,6 +8,7 @@ import numpy as np
 
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import running_median, spearman
+from rollbook.diagnose.series import finite
 from rollbook.diagnose.signs.gap import GAP, Gap, accelerates, gap_led, gap_of, levels_off
 from rollbook.diagnose.signs.policy import policy_of, step_kl_holds_the_gap
 from rollbook.diagnose.signs.versions import has_ages, versions_of
@@ -127,7 +128,34 @@ def is_unexplained_ramp(view: View, gap: Gap, rise: Break) -> bool:
     if gap.num_fine == 0 and gap.num_bad > 0:
         return False  # it was wrong from the start: numerics
     feeds_on_itself = accelerates(view, rise) or policy_of(view).nan_step is not None
-    return not (rise_is_explained(view, rise) or feeds_on_itself)
+    return not (rise_is_explained(view, rise) or feeds_on_itself or trails_the_policy(view, rise))
+
+
+TRAILS = 0.25
+"""KL of engine and trainer that was gained, over that of all steps meanwhile, up to which no engine stands:
+it is 0.6 and more in runs whose engines do, and steps that undo each other make up for some of it."""
+HELD = 0.3
+"""KL of a step over that of engine and trainer from which on they may be the same one."""
+MANY_STEPS = 100
+SURE = 4.0
+"""Standard errors by which the mean of a step's KL, which scatters, must be above zero."""
+
+
+def trails_the_policy(view: View, rise: Break) -> bool:
+    """Whether a gap grows by far less than the policy moved since: an engine with the weights of the start would be as
+    far from the trainer as all of its steps add up to."""
+    apart = view.first("rollout_corr/kl", "rollout_corr/k3_kl")
+    moved = view.values.get("actor/ppo_kl")
+    if apart is None or moved is None or rise.end_idx is not None:
+        return False
+    steps = finite(moved[rise.idx :])
+    if len(steps) < MANY_STEPS:
+        return False
+    mean, error = float(steps.mean()), float(steps.std()) / np.sqrt(len(steps))
+    if mean > HELD * view.last(apart):
+        return False  # it is taken against the engine's logprobs itself
+    gained = view.last(apart, len(steps) // 5) - view.level(apart, max(0, rise.idx - 40), rise.idx)
+    return mean >= SURE * error and gained <= TRAILS * mean * (view.n - rise.idx) * view.stride
 
 
 def moves_the_gap(view: View) -> tuple[tuple[str | None, float], ...]:
