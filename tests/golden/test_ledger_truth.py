@@ -189,6 +189,38 @@ def test_seconds_of_a_publication_without_a_method_are_read_by_its_words() -> No
     assert predicted(**skyrl, train_layout="TP4 PP4 EP8", rollout_layout="DP16 TP1 EP16") > in_turn + 1
 
 
+def test_parts_of_a_publication_are_read() -> None:
+    """A delta of a stated share, and seconds that leave out what stands before and after the stream."""
+    run = {"model": "Qwen3-8B", "gpu": "H100", "framework": "slime, sparse delta over NCCL", "train_gpus": 16}
+    case = {"id": "x", "family": "f", "category": "weight_sync", "config": {**run, "rollout_gpus": 16}}
+
+    def predicted(measured: str, **more: object) -> float:
+        config = {
+            **case["config"],
+            **{key: value for key, value in more.items() if key == "changed_fraction"},
+        }
+        said = {key: value for key, value in more.items() if key != "changed_fraction"}
+        (found,) = compare(
+            {**case, "config": config, "measured": {measured: 1.0}, **said}, load_assumptions("default")
+        )
+        return found.predicted.value
+
+    share = 0.01
+    sent_s = share * (4 + 2) * find_model("Qwen3-8B").computed_params / 8e8
+    assert predicted("delta_sharded_s", changed_fraction=2 * share) - predicted(
+        "delta_sharded_s", changed_fraction=share
+    ) == pytest.approx(sent_s, rel=0.01)
+    with pytest.raises(NotCovered):
+        predicted("delta_sharded_s")
+    case["config"]["framework"] = "somebody's, NIXL"
+    base_s = load_assumptions("default").sync.slices_base_s
+    whole = predicted("sync_s")
+    assert whole - predicted("sync_s", notes="Only the loop of buckets") == pytest.approx(base_s)
+    assert whole - predicted(
+        "sync_s", missing=["pause and resume of the engine not inside"]
+    ) == pytest.approx(base_s)
+
+
 def test_an_engine_has_graphs_where_the_case_says_so() -> None:
     """verl before 0.6 ran vLLM without them; SGLang always has them."""
 
