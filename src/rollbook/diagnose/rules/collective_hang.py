@@ -1,5 +1,6 @@
 """One rank stopped, or is slow, and the others wait in a collective: a trainer stage stalls once and the log ends,
-stalls again and again, or slows down for good by a failing link. The work is the same, and the time goes elsewhere.
+stalls again and again, or slows down for good by a failing link. The work is the same, and the time goes elsewhere. Or
+the log ends in stacks of ranks that stand in a collective, and none stood so before.
 
 Longer batches, memory at the brim, validations and checkpoints take minutes as well, and a rank that raised an error
 lets the others wait: there the error is the cause.

@@ -1,7 +1,8 @@
 """The object store is full and batches go over the disk: moving data becomes slow, computing does not.
 
 Told by Ray's lines, by the bytes that are spilled, or by stages that hardly compute (advantages, scoring, seconds of no
-stage) becoming many times as slow at the same tokens. Where computing stages slow down alone, the host is slow.
+stage) becoming many times as slow at the same tokens, or each by the same seconds. Where computing stages slow down
+alone, or all do in proportion, the host is slow.
 """
 
 from __future__ import annotations

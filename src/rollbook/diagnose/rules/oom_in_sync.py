@@ -1,7 +1,7 @@
 """Out of memory while weights change hands: both copies and the buckets do not fit beside what was not given back.
 
-Told by the error's own words, by the hand-over's peak and seconds rising to the brim, or by lives of the run that each
-end in one leap there. Memory that grew, or leapt, with the responses is `late_oom_with_length`.
+Told by the error's own words, by the hand-over's peak and seconds rising to the brim, or by a life of the run, or
+several, that end in one leap there. Memory that grew, or leapt, with the responses is `late_oom_with_length`.
 """
 
 from __future__ import annotations
