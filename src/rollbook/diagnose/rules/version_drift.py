@@ -1,8 +1,8 @@
 """Some replicas no longer take new versions while the others do: their share of the samples grows ever older.
 
 The oldest samples age by one version a step, the newest do not: the spread is the sign, not the mean. Where a bound
-evicts them, they age among what is evicted; a replica that only takes new versions late ages more slowly. Without versions,
-the quantiles of the gap tell: its median nearly stands, and what is above moves away.
+evicts them, they age among what is evicted; a replica that only takes new versions late ages more slowly. Without
+versions, the quantiles of the gap tell: its median nearly stands, and what is above moves away.
 """
 
 from __future__ import annotations
