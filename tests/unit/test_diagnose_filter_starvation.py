@@ -92,3 +92,25 @@ def test_a_ramp_of_drops_is_dated_by_its_foot(counts: str, power: float) -> None
     found = judge(View.of(run_of({counts: series[counts], "timing_s/gen": seconds}, n=n)))
     assert isinstance(found, Finding)
     assert abs(found.step - 121) <= 18
+
+
+@pytest.mark.parametrize(
+    ("dropped", "kept", "verdict"),
+    [
+        ("rollout/rejected", "rollout/accepted", "filter_starvation"),
+        ("groups_discarded", "kept/groups", "filter_starvation"),
+        ("rollout/rejected", "rollout/finished", "well"),
+        ("rollout/rejected_tokens", "rollout/accepted_tokens", "well"),
+        ("rollout/dropped_stale", "rollout/accepted_stale", "well"),
+    ],
+)
+def test_what_a_filter_drops_is_known_beside_what_it_keeps(dropped: str, kept: str, verdict: str) -> None:
+    counts = {dropped: _dropped(30, 500), kept: np.full(N, 64.0)}
+    found = diagnose(run_of(TOKENS | counts | {"timing_s/gen": _gen(4.0)}, n=N))
+    rules = [f.rule for f in found.findings]
+    assert ("filter_starvation" in rules) == (verdict == "filter_starvation")
+
+
+def test_a_filter_that_drops_as_much_as_ever_is_no_finding() -> None:
+    counts = {"rollout/rejected": _dropped(30, 30), "rollout/accepted": np.full(N, 64.0)}
+    assert not diagnose(run_of(TOKENS | counts, n=N)).findings

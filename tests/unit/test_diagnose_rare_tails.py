@@ -104,3 +104,31 @@ def test_a_tail_that_reaches_the_limit_by_itself_comes_near_it_as_often() -> Non
         longest = np.minimum(noisy(3000.0, seed, 0.35, n=N), 6000.0)
         waits = {"timing_s/gen": longest * 0.02, "timing_s/step": longest * 0.02 + 55}
         assert _run(np.zeros(N), **{"response_length/max": longest, **waits}).verdict == "well"
+
+
+AGENTIC = {"num_turns/mean": noisy(11.0, 51, n=N)}
+FRESH = {f"training/off_policy/trajectory_staleness/{of}": np.zeros(N) for of in ("mean", "max")}
+
+
+def test_steps_of_a_synchronous_agentic_job_that_wait_for_nothing_that_is_measured_wait_for_a_call() -> None:
+    found = _run(FEW, longest=1.0, **AGENTIC, **FRESH)
+    assert (found.verdict, found.findings[0].step, len(found.findings)) == ("tail_burst", 62, 1)
+
+
+@pytest.mark.parametrize(
+    ("hit", "wait_s", "changed"),
+    [
+        (FEW, 60.0, AGENTIC | FRESH),
+        (1.0 * np.isin(T, (61, 139)), 250.0, AGENTIC | FRESH),
+        (FEW, 250.0, AGENTIC | FRESH | {"timing_s/update_actor": noisy(40.0, 11, n=N) * (1 + 4 * FEW)}),
+        (FEW, 250.0, FRESH),
+    ],
+    ids=["not for long", "twice", "slow host", "no calls"],
+)
+def test_other_waits_of_such_a_job_are_no_calls(hit: Array, wait_s: float, changed: dict[str, Array]) -> None:
+    assert _run(hit, longest=1.0, wait_s=wait_s, **changed).verdict == "well"
+
+
+def test_an_asynchronous_job_waits_for_its_buffer() -> None:
+    ages = {name: series + 0.5 for name, series in FRESH.items()}
+    assert _run(FEW, longest=1.0, **AGENTIC, **ages).verdict == "buffer_never_fills"

@@ -6,8 +6,8 @@ never judges a signal that was not collected: it says so, and how to collect it.
                   what tells of no step, `assemble.py` makes one run
     series.py     that run: a column a metric, a row a step, events (what the log says in words), seams (restarts)
     changes.py    noise and change points; on them `breaks.py` (what lasts) and `spells.py` (what comes and goes)
-    view.py       the run as rules ask it: levels, trends, breaks, contrasts at a step; `env_words.py`,
-                  `spill_words.py`, `version_words.py` and `units.py` add metrics known by the words of their names
+    view.py       the run as rules ask it: levels, trends, breaks, contrasts at a step; `env_words.py`, `units.py`,
+                  `filter_words.py`, `spill_words.py`, `version_words.py`: metrics known by the words of their names
     signs/        what a group of metrics did, worked out once a run: the gap, versions, rewards, seconds, memory
     stops.py      the error that ended the run, and which rule its words belong to
     rules/        a file per verdict: a Finding, NotJudged or nothing; `rules/parts/` has their long or shared parts

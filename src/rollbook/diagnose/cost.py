@@ -51,10 +51,14 @@ LONGEST_CALL = "timing_s/agent_loop/generate_sequences/max"
 
 
 def is_asynchronous(view: View) -> bool:
-    """Whether samples wait for the trainer, or it for them: only such runs log how old samples are, a buffer or a
-    queue between the two, or wait less for a step's samples than the longest of them took."""
-    ages = (f"{STALENESS}/mean", f"{STALENESS}/max", f"{STALENESS}_worst/mean")
-    if any(view.has(age) for age in ages) or view.run.format == "prime-rl":
+    """Whether samples wait for the trainer, or it for them: only such runs have samples of older versions, a buffer or
+    a queue between the two, or wait less for a step's samples than the longest of them took."""
+    ages = [
+        age for age in (f"{STALENESS}/mean", f"{STALENESS}/max", f"{STALENESS}_worst/mean") if view.has(age)
+    ]
+    if ages and all(np.nanmax(view.values[age]) == 0.0 for age in ages):
+        return False
+    if ages or view.run.format == "prime-rl":
         return True
     if any(view.family(parts) for parts in ("buffer/", "queue/", "fully_async/")):
         return True

@@ -17,6 +17,7 @@ from rollbook.diagnose import changes
 from rollbook.diagnose.breaks import BASELINE, Break, find_break, ratio_of
 from rollbook.diagnose.changes import Direction
 from rollbook.diagnose.env_words import named_by_words
+from rollbook.diagnose.filter_words import DROPPED, dropped_by_words
 from rollbook.diagnose.series import Event, RunSeries, Series, finite
 from rollbook.diagnose.spells import Spells, find_spells
 from rollbook.diagnose.spill_words import SPILLED, spilled_by_words
@@ -92,6 +93,8 @@ class View:
             view.derive(metric, values[name], of=(name,))
         for metric, name in versions_by_words(values).items():
             view.derive(metric, values[name], of=(name,))
+        if not any(metric in values for metric in DROPPED) and (name := dropped_by_words(values)) is not None:
+            view.derive(DROPPED[0], values[name], of=(name,))
         if SPILLED not in values and (told := spilled_by_words(values)) is not None:
             view.derive(SPILLED, told[1], of=told[:1])
         return view

@@ -13,9 +13,10 @@ import numpy as np
 
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import running_median
+from rollbook.diagnose.filter_words import BATCHES, DROPPED
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.series import Series
-from rollbook.diagnose.signs.dropped import BATCHES, DROPPED, FLAT_GROUPS, batch_of
+from rollbook.diagnose.signs.dropped import FLAT_GROUPS, batch_of
 from rollbook.diagnose.signs.rewards import reward_of
 from rollbook.diagnose.signs.seconds import excess_of
 from rollbook.diagnose.stops import Stop, stopped_by

@@ -79,6 +79,14 @@ def _far_apart(view: View, waiting: str) -> Finding | None:
         return None
     evidence, cost_s = found
     told = finding(confidence=0.8, step=evidence[0].step, evidence=evidence, cost_s=cost_s)
+    if evidence[0].metric == waiting:
+        return replace(
+            told,
+            title="a few trajectories hold up single steps, whose responses are no longer",
+            confidence=0.7,
+            action="put a deadline on every call and every trajectory, and go on with those that have finished",
+            next_check="log the seconds of the longest call of a step: which tool, on which host?",
+        )
     if evidence[0].metric not in CALLS:
         return told
     return replace(

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollbook.diagnose.breaks import Break
+from rollbook.diagnose.filter_words import DROPPED
 from rollbook.diagnose.readers.words import pieces_of
 from rollbook.diagnose.series import Series, finite
-from rollbook.diagnose.signs.dropped import DROPPED
 from rollbook.diagnose.view import View, once
 
 

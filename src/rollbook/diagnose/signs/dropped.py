@@ -6,8 +6,6 @@ import numpy as np
 
 from rollbook.diagnose.view import View
 
-BATCHES = "train/num_gen_batches"
-DROPPED = ("training/filter_groups/evicted_samples", "filter/flat/num_groups", BATCHES)
 FLAT_GROUPS = "evicted/flat/num_groups"
 """Groups that our own filter dropped; logged in the steps that have some."""
 

@@ -8,9 +8,9 @@ import numpy as np
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.changes import foot_of_climb
 from rollbook.diagnose.cost import is_asynchronous
+from rollbook.diagnose.filter_words import DROPPED
 from rollbook.diagnose.finding import Evidence, Finding
 from rollbook.diagnose.series import Series
-from rollbook.diagnose.signs.dropped import DROPPED
 from rollbook.diagnose.signs.environments import ENV_FAILURES
 from rollbook.diagnose.signs.seconds import host_slowdown, is_of_the_schedule, residual_of, step_seconds
 from rollbook.diagnose.signs.versions import EVICTED, STALENESS

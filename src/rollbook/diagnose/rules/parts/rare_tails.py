@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.diagnose.cost import run_seconds
+from rollbook.diagnose.cost import is_asynchronous, run_seconds
 from rollbook.diagnose.finding import Evidence
 from rollbook.diagnose.series import Series
+from rollbook.diagnose.signs.environments import TURNS
 from rollbook.diagnose.signs.seconds import validations
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num
@@ -49,7 +50,17 @@ def rare_tails(view: View, waiting: str) -> tuple[tuple[Evidence, ...], float] |
             hit = _at_the_limit(values, tail)
         if hit is not None and (found := _waits(view, waiting, metric, hit, is_call=is_call)) is not None:
             return found
-    return None
+    return _for_what_nobody_measures(view, waiting)
+
+
+def _for_what_nobody_measures(view: View, waiting: str) -> tuple[tuple[Evidence, ...], float] | None:
+    """Steps of a synchronous agentic job that wait many times as long as all others for what looks as always: some
+    trajectory waited for a call whose seconds the log does not have."""
+    if is_asynchronous(view) or not view.level(TURNS) > 2.2 or any(view.has(metric) for metric in CALLS):
+        return None
+    hit = _far_apart(view.values[waiting]) if view.count(waiting) >= 20 else None
+    found = _waits(view, waiting, waiting, hit, is_call=False) if hit is not None else None
+    return None if found is None else (found[0][1:], found[1])
 
 
 def _far_apart(tail: Series) -> NDArray[np.bool_] | None:
