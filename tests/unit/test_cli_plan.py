@@ -161,6 +161,16 @@ def test_planning_imports_no_torch() -> None:
             "at most 16",
         ),
         (["--model", "qwen3-8b", "--prompt-tokens", "1m"], "a prompt of 1000000", "lower --prompt-tokens"),
+        (
+            ["--model", "qwen3-8b", "--max-context", "2k"],
+            "beyond the 2048 of --max-context",
+            "raise --max-context",
+        ),
+        (
+            ["--model", "qwen3-8b", "--turns", "5000", "--env-seconds", "10"],
+            "--turns is 5000",
+            "of at most 4096",
+        ),
     ],
 )
 def test_a_mistake_is_told_with_a_remedy_and_no_traceback(
@@ -371,6 +381,28 @@ def test_an_unknown_gpu_names_the_nearest_few_and_how_to_see_all(capsys: pytest.
         assert len(hint) < 200
     code, out, _ = run(capsys, "plan", "--gpu", "list")
     assert code == 0 and {"H100 SXM", "MI300X"} <= set(out.splitlines())
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_an_unknown_model_is_told_how_to_see_all(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    for name in ("bert-base-uncased", "qwen3-9b"):
+        code, _, err = run(capsys, command, "--model", name)
+        assert code == 2 and "`rollbook plan --model list` prints all" in err
+    code, out, _ = run(capsys, command, "--model", "list")
+    assert code == 0 and {"Qwen3-8B", "DeepSeek-V3"} <= set(out.splitlines())
+
+
+@pytest.mark.parametrize("option", ["-o", "--html"])
+def test_a_place_that_no_file_can_have_is_told_before_the_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    def work(*args: object, **kwargs: object) -> None:
+        raise AssertionError("planned first")
+
+    monkeypatch.setattr("rollbook.planner.plan.make_plan", work)
+    for path, why in ((tmp_path, "it is a folder"), (tmp_path / "no" / "file", "there is no folder")):
+        code, _, err = run(capsys, "plan", "--model", "qwen3-8b", option, str(path))
+        assert code == 2 and f"cannot write {path}: {why}" in err
 
 
 def test_a_plan_without_a_model_says_how_to_name_one(capsys: pytest.CaptureFixture[str]) -> None:

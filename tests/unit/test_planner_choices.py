@@ -141,6 +141,18 @@ def test_nothing_is_lent_where_training_waits_less_than_the_switches() -> None:
     )
 
 
+def test_gpus_that_a_step_has_no_work_for_are_told() -> None:
+    """Two responses a step keep two replicas busy, however many there are."""
+    few = plan(is_brief=False, model="qwen3-8b", num_gpus=64, prompts=1, group_size=2)
+    told = next(note for note in few.chosen_notes if "too little work" in note)
+    enough = int(told.split()[0])
+    same = next(size for size in few.sizes if size.num_gpus == enough)
+    assert few.chosen and same.best and enough < 64 and f"other {64 - enough} " in told
+    assert same.best.step_s <= 1.05 * few.chosen.step_s
+    busy = plan(is_brief=False, model="qwen3-8b", num_gpus=16)
+    assert not any("too little work" in note for note in busy.chosen_notes)
+
+
 def test_growing_responses_are_followed_over_training() -> None:
     grown = plan(is_brief=False, length_growth=0.01, horizon=100).growth
     assert [at.step for at in grown] == [0, 25, 50, 75, 100]

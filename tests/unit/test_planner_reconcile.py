@@ -341,6 +341,27 @@ def test_reconcile_reads_verls_file_and_takes_missing_lengths_from_it(
     assert losses + data["mfu_frac"] == pytest.approx(1.0)
 
 
+def test_what_the_reader_did_with_a_log_is_told_beside_its_account(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of two runs one is compared, a step without seconds is in no mean: neither goes unsaid."""
+    workload, log = tmp_path / "workload.toml", verl_log(tmp_path / "verl.jsonl")
+    workload.write_text(WORKLOAD)
+    data = json.loads(log.read_text().splitlines()[0])["data"]
+    rows = [
+        {"step": step, "data": data | {"critic/rewards/mean": 0.1 * run_idx + 0.01 * step}}
+        for run_idx in range(2)
+        for step in range(1, 31)
+    ]
+    rows[-5]["data"]["timing_s/step"] = float("nan")
+    log.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    code, out, err = run(capsys, str(log), "--workload", str(workload), "--json")
+    assert code == 0, err
+    told = " ".join(json.loads(out)["notes"])
+    assert "of the log: 2 runs in one log" in told
+    assert "timing_s/step in 1 step" in told
+
+
 @pytest.mark.parametrize(
     ("line", "option", "priced"),
     [

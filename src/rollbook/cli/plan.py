@@ -19,7 +19,10 @@ DEFAULTS = PlanOptions(model="")
 _TOP = 6
 
 ModelOption = Annotated[
-    str, typer.Option("--model", help="Name in the registry, or a Hugging Face config.json or its folder.")
+    str,
+    typer.Option(
+        "--model", help="Name in the registry (`list`: all), or a Hugging Face config.json or its folder."
+    ),
 ]
 GpuOption = Annotated[
     str, typer.Option("--gpu", help="Accelerator (`list`: all names), or a hardware.toml of calibrate.")
@@ -279,19 +282,20 @@ def command(
     Example: rollbook plan --model Qwen3-32B --num-gpus 128 --response-tokens 8k --max-response-tokens 32k
     """
     from rollbook.errors import PlanError
-    from rollbook.ledger.hardware import accelerator_names
     from rollbook.planner.emit_targets import TRAINS_WITH, engine_written
     from rollbook.planner.plan import make_plan
 
-    if gpu == "list":
-        typer.echo("\n".join(accelerator_names()))
+    if lists_names(model, gpu):
         return
     require_number("--top", top, least=1, remedy="give at least 1: the topologies to print")
     if emit and as_json:
         raise PlanError("--json beside --emit: one of the two is printed", "leave one of them out")
     if top != _TOP and (emit or as_json):
         raise PlanError(f"--top is {top} and no table is printed", "leave out --top, or --json and --emit")
-    write = _emitter(emit) if emit else None  # a misspelt name is told before the work
+    # What is misspelt is told before the work.
+    write = _emitter(emit) if emit else None
+    for path in (output, html):
+        _require_place(path)
     assumed = assume or _loop_of(output, emit)
     options = PlanOptions(
         model=model, gpu=gpu, num_gpus=num_gpus, gpus_per_node=gpus_per_node, prompts=prompts,
@@ -346,6 +350,17 @@ def command(
         _tell_what_cannot_run(plan)
 
 
+def lists_names(model: str, gpu: str) -> bool:
+    """Whether one of both asks for its names, which are then printed."""
+    from rollbook.ledger.hardware import accelerator_names
+    from rollbook.ledger.model import model_names
+
+    names = accelerator_names() if gpu == "list" else model_names() if model == "list" else []
+    if names:
+        typer.echo("\n".join(names))
+    return bool(names)
+
+
 def _tell_what_cannot_run(plan: Plan) -> None:
     from rollbook.planner.execution import execution
 
@@ -369,6 +384,18 @@ def _loop_of(output: Path | None, emit: str) -> str:
     loops = {LOOPS.get(emit, DEFAULTS.assume)} if emit else set[str]()
     loops |= {"rollbook"} if output is not None else set[str]()
     return loops.pop() if len(loops) == 1 else DEFAULTS.assume
+
+
+def _require_place(path: Path | None) -> None:
+    """Raises ConfigError where no file can be."""
+    from rollbook.errors import ConfigError
+
+    if path is not None and path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder", "choose a file in it")
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(
+            f"cannot write {path}: there is no folder {path.parent}", "choose a file in a folder that exists"
+        )
 
 
 def _write(path: Path, text: str) -> None:

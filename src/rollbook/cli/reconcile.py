@@ -91,7 +91,8 @@ def command(
         num_steps=measured.num_steps,
         left_out=measured.left_out,
     )
-    result = replace(result, notes=(*measured.notes, *result.notes))
+    about_the_log = tuple(f"of the log: {note}" for note in series.notes)
+    result = replace(result, notes=(*measured.notes, *result.notes, *about_the_log))
     ending = ending_of(Path(run))
     if ending is not None and ending.why:
         result = replace(

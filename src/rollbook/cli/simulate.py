@@ -55,6 +55,7 @@ from rollbook.cli.plan import (
     StackOption,
     StalenessOption,
     TurnsOption,
+    lists_names,
 )
 from rollbook.planner.options import Bounds, PlanOptions, option_name
 
@@ -183,6 +184,8 @@ def command(
     from rollbook.planner.simulate import simulate
     from rollbook.planner.words import device_words, seconds
 
+    if lists_names(model, gpu):
+        return
     numbers = {
         "steps": steps, "seed": seed, "sync_every": sync_every, "lend": lend, "failure_frac": failure_frac,
         "replica_mtbf_hours": replica_mtbf_hours, "replica_recovery_seconds": replica_recovery_seconds,

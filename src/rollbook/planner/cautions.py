@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rollbook.ledger.lengths import DEFAULT_SIGMA
@@ -15,9 +16,29 @@ from rollbook.planner.beside import Checkpointing, checkpointing
 from rollbook.planner.candidate import Candidate, host_bytes_per_gpu
 from rollbook.planner.request import HOST_BYTES_PER_GPU, PAPER_HAS_NO_RANGE, PlanRequest
 from rollbook.planner.waterfall import above_peak
-from rollbook.planner.words import format_bytes, percent
+from rollbook.planner.words import format_bytes, percent, seconds
 
 _VISIBLE_CHECKPOINTS_FRAC = 0.05
+_SPARE_FRAC = 0.05
+"""What half of the GPUs or fewer may add to a step before the others are of use."""
+
+
+def spare_gpus(chosen: Candidate, num_gpus: int, step_s: Mapping[int, float]) -> list[str]:
+    """That far fewer GPUs would take about as long: a step may have too little work for all of them.
+
+    Args:
+        step_s: of the best topology, by the number of GPUs.
+    """
+    enough = [
+        n for n, other_s in step_s.items() if n < num_gpus and other_s <= (1 + _SPARE_FRAC) * chosen.step_s
+    ]
+    if not enough:
+        return []
+    fewest = min(enough)
+    return [
+        f"{counted(fewest, 'GPU')} would take {seconds(step_s[fewest])} a step: the step has too little work for the "
+        f"other {num_gpus - fewest} (--num-gpus {fewest}, or more --prompts)"
+    ]
 
 
 def checkpoint_advice(request: PlanRequest, chosen: Candidate, planned: Checkpointing) -> list[str]:

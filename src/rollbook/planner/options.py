@@ -16,7 +16,7 @@ from types import UnionType
 from rollbook.errors import ConfigError, PlanError, RunError, nearest_name
 from rollbook.ledger.assumptions import Assumptions, load_assumptions
 from rollbook.ledger.hardware import Accelerator, Cluster, accelerator_names, load_accelerator
-from rollbook.ledger.model import load_model
+from rollbook.ledger.model import ModelSpec, load_model
 from rollbook.ledger.quantity import parse_count, require_number
 from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
@@ -171,7 +171,7 @@ class PlanOptions:
             raise of_options(error) from None
 
     def _request(self) -> PlanRequest:
-        model = load_model(self.model)
+        model = _model(self.model)
         measured = _read_lengths(self.lengths) if self.lengths else ()
         mean_response = self._count("response_tokens", most=_MOST_TOKENS)
         prompt_tokens = self._count("prompt_tokens", most=_MOST_TOKENS)
@@ -194,7 +194,7 @@ class PlanOptions:
             length_samples=measured,
             algorithm=choice_of("--algorithm", self.algorithm, "grpo", "ppo"),
             reward=reward,
-            reward_model=load_model(self.reward_model) if self.reward_model else None,
+            reward_model=_model(self.reward_model) if self.reward_model else None,
             reward_response_tokens=self._count("reward_tokens", most=_MOST_TOKENS)
             if reward == "generative"
             else 0.0,
@@ -378,6 +378,18 @@ def read_options(path: Path) -> dict[str, str | int | float | bool | Path]:
 
 _LONGEST_HINT = 120
 _NUM_NEAR = 3
+
+
+def _model(name: str) -> ModelSpec:
+    """Raises ConfigError that says how to see every name."""
+    try:
+        return load_model(name)
+    except ConfigError as error:
+        if "name in the registry" not in error.what:
+            raise
+        raise ConfigError(
+            error.what, f"{error.remedy}; `rollbook plan --model list` prints all names"
+        ) from None
 
 
 def _accelerator(name: str, model_path: str) -> Accelerator:

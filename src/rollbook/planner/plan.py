@@ -13,7 +13,7 @@ from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.layout import ReplicaLayout
 from rollbook.planner.beside import Beside, beside
 from rollbook.planner.candidate import Candidate, host_bytes_per_node
-from rollbook.planner.cautions import checkpoint_advice, warnings_of, without_effect
+from rollbook.planner.cautions import checkpoint_advice, spare_gpus, warnings_of, without_effect
 from rollbook.planner.choice import best_of, choose
 from rollbook.planner.derivation import derive
 from rollbook.planner.growth import Grown, growth
@@ -195,6 +195,7 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
     is_moved = chosen is not None and chosen.train.is_offloaded
     placed = replace(search.request, offload=chosen.train.offload) if chosen and is_moved else search.request
     has_front = not brief and not request.cluster.accelerator.is_cpu  # a CPU plan is of this machine
+    sizes = _sizes(request, search, chosen) if has_front and chosen else []
     return Plan(
         request=request,
         base=base,
@@ -206,7 +207,7 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         derivation=tuple(derive(request, search, candidates, chosen, because, publication, around, changes)),
         base_waterfall=tuple(waterfall(base.account, request.cluster)),
         chosen_waterfall=tuple(waterfall(chosen.account, request.cluster)) if chosen else (),
-        sizes=tuple(_sizes(request, search, chosen)) if has_front and chosen else (),
+        sizes=tuple(sizes),
         shifts=()
         if brief or chosen is None
         else tuple(sensitivity(placed, chosen, search.layouts, search.engines)),
@@ -216,6 +217,11 @@ def make_plan(request: PlanRequest, *, is_brief: bool = False) -> Plan:
         smallest_changes=changes,
         warnings=tuple(warnings_of(request, base)),
         advice=(
+            *spare_gpus(
+                chosen,
+                request.cluster.num_gpus,
+                {s.num_gpus: s.best.step_s for s in sizes if s.best is not None},
+            ),
             *checkpoint_advice(request, chosen, around.checkpoint),
             *(
                 f"{option} changes nothing of what is recommended: {why}"

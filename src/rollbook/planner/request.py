@@ -104,13 +104,21 @@ class PlanRequest:
                 )
             cut = ", where longer ones are then cut" if work.length_samples else ""
             mean = " and --response-tokens below it" if fitting < work.response_tokens else ""
+            asked = self.max_context_tokens
+            longer = "raise --max-context" if asked else "give --max-context if the model's rope is scaled"
+            other = "raise --max-context" if asked else "choose a model with a longer context"
             raise PlanError(
                 f"a prompt of {work.prompt_tokens:.0f}{seen} and a response of up to {work.max_response_tokens} tokens "
-                f"make {longest:.0f}, beyond the {limit} of {self.model.name}",
-                f"lower --max-response-tokens to {fitting}{mean}{cut}, or give --max-context if the model's rope "
-                "is scaled"
+                f"make {longest:.0f}, beyond the {limit} of {'--max-context' if asked else self.model.name}",
+                f"lower --max-response-tokens to {fitting}{mean}{cut}, or {longer}"
                 if fitting > 0
-                else f"lower {shorter}, or choose a model with a longer context",
+                else f"lower {shorter}, or {other}",
+            )
+        if work.agent.num_turns > work.response_tokens:
+            raise PlanError(
+                f"--turns is {work.agent.num_turns:g} where all responses of a trajectory together have "
+                f"{work.response_tokens:.0f} tokens: less than one a turn",
+                f"raise --response-tokens, or give --turns of at most {work.response_tokens:.0f}",
             )
         if work.num_mini_batches > work.num_sequences:
             raise PlanError(

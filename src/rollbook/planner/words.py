@@ -14,14 +14,14 @@ def seconds(value: float) -> str:
 
     >>> seconds(0.0215), seconds(46.63), seconds(810.1), seconds(7421.0), seconds(7199.0)
     ('21.5 ms', '46.6 s', '810 s', '2 h 04 min', '2 h 00 min')
-    >>> seconds(0.0), seconds(1e9)
-    ('0 s', '11,574 days')
+    >>> seconds(0.0), seconds(1e9), seconds(0.99961), seconds(0.00099961)
+    ('0 s', '11,574 days', '1.0 s', '1 ms')
     """
     if value >= _MOST_HOURS * 3600:
         return f"{value / 86400:,.{1 if value < 100 * 86400 else 0}f} days"
-    if value < 1e-3:
+    if value < 0.9995e-3:
         return f"{value * 1e6:.0f} µs" if value else "0 s"
-    if value < 1:
+    if value < 0.9995:
         return f"{value * 1e3:.3g} ms"
     if value < 99.95:
         return f"{value:.1f} s"
