@@ -43,6 +43,13 @@ def test_samples_that_age_beyond_what_they_had_come_to_are_stale(since: int) -> 
     assert abs(found.findings[0].step - since) <= 10
 
 
+def test_a_ramp_of_ages_is_dated_where_it_left_its_level() -> None:
+    """Not half-way up, though most steps before that were fresh; one that leaps is dated by its leap."""
+    ramp = _aged(0.5 + 6.5 * np.clip((T - 60) / 30, 0, 1))
+    leap = _aged(0.5 + 6.5 * (T >= 60))
+    assert [abs(found.findings[0].step - 61) <= 6 for found in (ramp, leap)] == [True, True]
+
+
 def test_samples_that_age_on_over_the_whole_log_never_fill_anything() -> None:
     assert _aged(9.0 * np.sqrt(T / N)).verdict == "stale_samples"
 

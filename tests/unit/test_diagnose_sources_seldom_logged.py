@@ -117,6 +117,12 @@ def test_a_source_of_which_hardly_an_answer_counts_any_more_is_named_as_one_of_n
     assert "nearly all rewards of source 'code'" in found[0].title
 
 
+def test_it_is_dated_by_its_fall_though_some_scores_are_exactly_zero() -> None:
+    code = _each(0.5, 0.02, 0.0, 0.03, 0.0)
+    found = diagnose(run_of(_reward(0.0) | _validations(code=code, **HALVED))).findings
+    assert [(f.rule, f.step) for f in found] == [("one_source_all_zero", 59)]
+
+
 @pytest.mark.parametrize(
     "code",
     [

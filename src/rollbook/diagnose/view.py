@@ -93,8 +93,11 @@ class View:
             view.derive(metric, values[name], of=(name,))
         for metric, name in versions_by_words(values).items():
             view.derive(metric, values[name], of=(name,))
-        if not any(metric in values for metric in DROPPED) and (name := dropped_by_words(values)) is not None:
-            view.derive(DROPPED[0], values[name], of=(name,))
+        if (
+            not any(metric in values for metric in DROPPED)
+            and (dropped := dropped_by_words(values)) is not None
+        ):
+            view.derive(DROPPED[0], values[dropped], of=(dropped,))
         if SPILLED not in values and (told := spilled_by_words(values)) is not None:
             view.derive(SPILLED, told[1], of=told[:1])
         return view

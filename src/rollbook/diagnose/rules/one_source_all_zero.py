@@ -69,10 +69,9 @@ def _at_zero(view: View, group: dict[str, str], *, is_held_out: bool) -> Iterato
     living = [s for s, m in group.items() if view.last(m, 3) > lowest_reward(view) + 1e-6]
     for source, metric in group.items():
         others = [m for s, m in group.items() if s != source]
-        since = _held_out_since(view, metric, others) if is_held_out else _trained_since(view, metric)
-        is_exact = since is not None
-        if is_held_out and since is None:
-            since = nearly_zero_while_others_go_on(view, metric, others)
+        since, is_exact = (
+            _held_out_since(view, metric, others) if is_held_out else (_trained_since(view, metric), True)
+        )
         if since is None or not (living or is_held_out) or _is_unlearned(view, metric, since):
             continue
         if _others_fall(view, since, others):
@@ -90,10 +89,13 @@ def _trained_since(view: View, metric: str) -> int | None:
     return _outage(view, metric) if since is None else since
 
 
-def _held_out_since(view: View, metric: str, others: list[str]) -> int | None:
+def _held_out_since(view: View, metric: str, others: list[str]) -> tuple[int | None, bool]:
+    """The position, and whether no answer is right there."""
     since = _zero_since(view, metric, 1)
     since = zero_while_others_go_on(view, metric, others) if since is None else since
-    return _zero_now_and_then(view, metric) if since is None else since
+    if since is None and (since := nearly_zero_while_others_go_on(view, metric, others)) is not None:
+        return since, False
+    return (_zero_now_and_then(view, metric) if since is None else since), True
 
 
 def _finding(view: View, zero: Zero, others: list[str]) -> Finding:

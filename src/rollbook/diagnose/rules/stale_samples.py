@@ -122,12 +122,11 @@ LEFT = 0.15
 def _from_its_beginning(view: View, metric: str, rise: Break, at_first: float) -> Break:
     """A rise, dated where its first level was left."""
     left = at_first + LEFT * (rise.late - at_first)
-    if rise.before <= left:
-        return rise
     known = np.nan_to_num(view.values[metric][: rise.idx + 1], nan=at_first)
     low = np.flatnonzero(running_median(known, 9) <= left)
-    idx = int(low[-1]) + 1 if len(low) else 0
-    return replace(rise, idx=idx, step=view.step_at(idx), before=at_first)
+    idx = min(rise.idx, int(low[-1]) + 1 if len(low) else 0)
+    before = rise.before if rise.before <= left else at_first
+    return replace(rise, idx=idx, step=view.step_at(idx), before=before)
 
 
 FRESH, FILLED = 0.3, 1.15
