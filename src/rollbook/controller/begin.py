@@ -114,7 +114,8 @@ def _topology(controller: Controller) -> str:
     cluster, device = controller.config.cluster, controller.config.model.device
     ranks = f"'s {cluster.num_trainer_ranks} ranks" if cluster.num_trainer_ranks > 1 else ""
     where = ", in processes on Ray" if cluster.kind == "ray" else ""
-    return f"{controller.config.run.schedule}: {engines} on {rollout.device}, {beside} the trainer{ranks} on {device}{where}"
+    of_engines = f"{controller.config.run.schedule}: {engines} on {rollout.device}"
+    return f"{of_engines}, {beside} the trainer{ranks} on {device}{where}"
 
 
 async def _note_mismatch(controller: Controller) -> None:
