@@ -32,6 +32,12 @@ def test_rollouts_that_fail_at_once_and_for_good_are_of_dead_sandboxes(waits: fl
     assert _found(longer | {FAILED: _failed(np.full(N, 14.0))}) == [("dead_sandbox_pool", SINCE + 1)]
 
 
+@pytest.mark.parametrize(("sequences", "is_found"), [(1024.0, True), (4096.0, False)])
+def test_they_may_be_counted_in_groups_of_many(sequences: float, is_found: bool) -> None:
+    failed = {FAILED: _failed(np.full(N, 18.0)), "batch/num_sequences": np.full(N, sequences)}
+    assert bool(_found(failed)) is is_found
+
+
 @pytest.mark.parametrize(
     ("failed", "turns"),
     [

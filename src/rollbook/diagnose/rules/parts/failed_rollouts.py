@@ -15,8 +15,8 @@ from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, of_contrast
 
 LEAST_FAILED = 5.0
-LEAST_FRAC = 0.03
-"""Of the batch, a step."""
+LEAST_FRAC = 0.01
+"""Of the sequences of a batch, a step: some logs count groups, of which one has many."""
 HARDLY = 0.1
 """Of those that fail since, up to which hardly one failed before."""
 LEVEL = 1.6
