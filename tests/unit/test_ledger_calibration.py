@@ -95,8 +95,10 @@ def test_hardware_toml_reads_back_equal(tmp_path: Path) -> None:
 def test_measured_machine_serves_as_an_accelerator(tmp_path: Path) -> None:
     MACHINE.write(tmp_path / "hardware.toml")
     gpu = load_accelerator(str(tmp_path / "hardware.toml"))
-    assert gpu.peak("bfloat16") == 2e11
+    assert gpu.peak("bfloat16") == 8e10, "a processor computes in float32, whatever it reaches in bfloat16"
     assert gpu.hbm_bytes_per_s == 2e10
+    on_gpu = replace(MACHINE, device="cuda").as_accelerator()
+    assert (on_gpu.peak("bfloat16"), on_gpu.peak("float32")) == (2e11, 8e10)
 
 
 @pytest.mark.parametrize("text", ["", "[machine]\nname = 1", "not toml", "[machine]\nnonsense = 3"])

@@ -18,16 +18,16 @@ from rollbook.observe.catalogue import lookup
 def num(value: float | None) -> str:
     """Three significant digits, no trailing noise.
 
-    >>> [num(v) for v in (0.00312, 41.26, 1800.0, 0.0, 12345.6)]
-    ['0.00312', '41.3', '1800', '0', '12,346']
+    >>> [num(v) for v in (0.00312, 41.26, 999.7, 1800.0, 0.0, 12345.6)]
+    ['0.00312', '41.3', '1000', '1800', '0', '12,346']
     """
     if value is None or math.isnan(value):
         return "?"
     if math.isinf(value):
         return "inf"
-    if abs(value) >= 10_000:
+    if abs(value) >= 9999.5:
         return f"{value:,.0f}"
-    if abs(value) >= 1000 or value == int(value):
+    if abs(value) >= 999.5 or value == int(value):
         return f"{value:.0f}"
     return f"{value:.3g}"
 
