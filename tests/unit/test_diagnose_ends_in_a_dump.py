@@ -23,6 +23,11 @@ DUMPS = {
         "    all_to_all_single (torch/distributed/distributed_c10d.py:4512)",
         "    dispatch (megatron/core/transformer/moe/token_dispatcher.py:410)",
     ),
+    "a watch's, one line a rank": (
+        "[watch] stack of rank 2: forward (qwen2/modeling_qwen2.py:98) > _pre_forward_unshard "
+        "(torch/distributed/fsdp/_runtime_utils.py:410)",
+        "[watch] stack of rank 5: step (trainer/actor.py:77) > all_reduce (torch/distributed/distributed_c10d.py:2810)",
+    ),
     "recorder's files": (
         "collective 5121 (ALLGATHER, tp_group) on ranks 0-2: state=started, 912 s",
         "rank 3: last enqueued collective 5120",
@@ -72,3 +77,20 @@ def test_who_looks_at_the_stacks_again_and_again_also_does_at_the_end(
 
 def test_stacks_that_stand_in_no_collective_tell_no_hang_of_one(tmp_path: Path) -> None:
     assert _verdict(tmp_path, (40, ELSEWHERE)) in NO_ALARM
+
+
+@pytest.mark.parametrize(
+    ("place", "verdict"),
+    [
+        ("torch/distributed/fsdp/_runtime_utils.py:410", "collective_hang"),
+        ("ours/unshard.py:3", "run_stopped"),
+    ],
+)
+def test_ranks_that_gather_a_shard_when_the_job_is_killed_hang(
+    place: str, verdict: str, tmp_path: Path
+) -> None:
+    stacks = tuple(
+        f"[watch] stack of rank {rank}: forward > _pre_forward_unshard ({place})" for rank in (2, 5)
+    )
+    killed = "slurmstepd: error: *** JOB 7 ON node-3 CANCELLED AT 2026-05-06T22:00:00 DUE TO TIME LIMIT ***"
+    assert _verdict(tmp_path, (40, (*stacks, killed))) == verdict

@@ -38,6 +38,8 @@ OTHERS = {
     "is_truncated/mean": "response_length/clip_ratio",
     "generator/mean_output_tokens": "response_length/mean",
     "cuda/max_reserved_gib": "perf/max_memory_reserved_gb",
+    "gpu_memory/allocated_gib": "perf/max_memory_allocated_gb",
+    "allocatedMemoryGB": "perf/max_memory_allocated_gb",
     "mismatch_kl/all/mean": "rollout_corr/kl",
     "train_infer_kl": "rollout_corr/kl",
     "off_policy_level/all/mean": "training/off_policy/trajectory_staleness/mean",
@@ -123,6 +125,7 @@ ANY = np.full(60, np.nan)
         ("rollout/reward_livecodebench", "rollout/reward_numina_math", "rollout/reward_hotpotqa"),
         ("train/code_reward", "train/math_reward"),
         ("reward/deep_math", "reward/live_code_bench"),
+        ("rollout/critic/score/deep_math/mean", "rollout/critic/score/code/mean"),
     ],
 )
 def test_sources_with_names_of_their_own_are_judged(names: tuple[str, ...], tmp_path: Path) -> None:

@@ -70,6 +70,38 @@ def test_a_queue_that_fills_or_is_young_raises_no_alarm(
     assert not any("taken up again" in note for note in found.notes)
 
 
+def _heartbeat(i: int, *, last: float = 901.0, every_s: float = 120.0) -> dict[str, object]:
+    """What a watch writes beside the newest step: which collective the first and the last rank are in."""
+    return {
+        "step": 30,
+        "data": {
+            "watch/seconds_since_last_step": every_s * i,
+            "watch/gpu_power_w_mean": 130.0 + i % 3,
+            "watch/nccl_seq_first": 902.0,
+            "watch/nccl_seq_last": last,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("beats", "rule"),
+    [
+        ([_heartbeat(i) for i in range(1, 21)], "collective_hang"),
+        ([_heartbeat(i, last=902.0) for i in range(1, 21)], "run_stopped"),
+        ([_heartbeat(i, last=880.0 + i) for i in range(1, 21)], "well"),
+        ([_heartbeat(i, every_s=20.0) for i in range(1, 21)], "well"),
+        ([*(_heartbeat(i) for i in range(1, 21)), {"step": 31, "data": _step(31)}], "well"),
+    ],
+    ids=["one is behind", "none is behind", "it moves", "not long", "the step came"],
+)
+def test_a_rank_that_is_a_collective_behind_and_stays_there_hangs_the_run(
+    beats: list[dict[str, object]], rule: str, tmp_path: Path
+) -> None:
+    found = _of_lines(tmp_path, [*STEPS, *beats])
+    assert found.verdict in (rule, "not_judged" if rule == "well" else rule)
+    assert not any("taken up again" in note for note in found.notes)
+
+
 def _devices(busy: float, watts: float) -> dict[str, object]:
     return {
         f"system.gpu.{i}.{name}": v
@@ -101,3 +133,15 @@ def test_devices_that_are_busy_at_idle_power_spin_in_a_collective(
     assert found.verdict in (rule, "not_judged" if rule == "well" else rule)
     assert (found.last_step, found.num_steps) == (40, 40)
     assert not any("taken up again" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("watts", "rule"), [(130.0, "collective_hang"), (500.0, "well")])
+def test_the_mean_of_all_devices_tells_as_much(watts: float, rule: str, tmp_path: Path) -> None:
+    def mean(busy: float, power: float) -> dict[str, object]:
+        return {"system.gpu.mean.gpu": busy, "system.gpu.mean.powerWatts": power, "system.network.sent": 0.2}
+
+    lines: list[dict[str, object]] = [
+        {"_step": i, "_timestamp": STEP_S * i, **_step(i), **mean(85.0, 540.0)} for i in range(1, 41)
+    ]
+    lines += [{"_timestamp": STEP_S * 40 + 60.0 * i, **mean(99.5, watts)} for i in range(1, 61)]
+    assert _of_lines(tmp_path, lines).verdict in (rule, "not_judged" if rule == "well" else rule)

@@ -1,5 +1,6 @@
-"""Rows of metrics that tell of no step: what waits and for how long (`buffer/ready_groups`, `buffer/wait_s`), or what
-the devices do meanwhile. Each stands for those before it; a log that ends in the same one again and again stands still.
+"""Rows of metrics that tell of no step: what waits and for how long (`buffer/ready_groups`, `buffer/wait_s`), how long
+ago the last step was, or what the devices do meanwhile. Each stands for those before it; a log that ends in the same
+one again and again stands still.
 
 What of it is an alarm, against the seconds of a step, is decided where lines said again and again are.
 """
@@ -19,6 +20,8 @@ from rollbook.diagnose.wording import num
 
 _OF_A_STEP = re.compile(r"(?:actor|critic|training|timing_s|response_length|reward|val\w*|val-\w+)/")
 _WAITING = frozenset({"wait", "waiting", "waited", "elapsed", "idle", "stalled", "stuck", "pending"})
+_SINCE_A_STEP = frozenset({"since", "last", "step"})
+_OF_COLLECTIVES = frozenset({"nccl", "rccl", "collective", "collectives"})
 _OF_DEVICES = re.compile(r"(?:^|/)system[./]")
 MAX_SHOWN = 6
 """Values of a row that are shown."""
@@ -64,6 +67,7 @@ class StatusRows:
                 self._hold(item)
             elif _waits(item):
                 yield from self._let_go(unless=item)
+                self._after.add(item.data)
                 self._hold(item)
             else:
                 yield from self._let_go()
@@ -80,14 +84,15 @@ class StatusRows:
         self._held, self._count = row, self._count + 1
 
     def _let_go(self, unless: Row | None = None) -> Iterator[Row]:
-        """The row that is held, if no later one stands for it; those of the devices stand beside no step."""
+        """The row that is held, if no later one stands for it; those of the devices, and those that say how long ago a
+        step was, stand beside no step."""
         held = self._held
         if held is None or (
             unless is not None and held.step == unless.step and held.data.keys() == unless.data.keys()
         ):
             return
         self._held = None
-        if not _is_of_devices(held):
+        if not _is_of_devices(held) and not any(map(_is_since_a_step, held.data)):
             yield held
 
     def _stands(self) -> Event | None:
@@ -97,26 +102,29 @@ class StatusRows:
             return None
         lasted_s = 0.0 if first.at_s is None or last.at_s is None else last.at_s - first.at_s
         lasted_s = max([lasted_s, *(v for name, v in last.data.items() if _counts(name))])
-        if not _is_of_devices(last):
-            shown = list(last.data.items())[:MAX_SHOWN]
-            says = ", ".join(f"{name} {num(v)}" for name, v in shown)
-        elif not self._after.busy or not self._in_steps.power:
+        says = self._spin() or _behind(last.data)
+        if says is None and _is_of_devices(last):
             return None
-        else:
-            busy, power = np.median(self._after.busy), float(np.median(self._after.power))
-            usual = float(np.median(self._in_steps.power))
-            if busy < BUSY or power > IDLE_POWER * usual:
-                return None
-            says = (
-                f"no step, while all devices are busy at {num(power)} W, {num(usual)} W in the steps before: "
-            )
-            says += "they spin in a collective"
+        if says is None:
+            shown = [item for item in last.data.items() if not pieces_of(item[0]) & _OF_COLLECTIVES]
+            says = ", ".join(f"{name} {num(v)}" for name, v in shown[:MAX_SHOWN])
         return Event(
             kind=KIND,
             step=last.step,
             text=says,
             fields={"lasted_s": lasted_s, "count": self._count, "beside": ()},
         )
+
+    def _spin(self) -> str | None:
+        """That the devices are busy and draw little, where both are known."""
+        if not self._after.busy or not self._in_steps.power:
+            return None
+        busy, power = np.median(self._after.busy), float(np.median(self._after.power))
+        usual = float(np.median(self._in_steps.power))
+        if busy < BUSY or power > IDLE_POWER * usual:
+            return None
+        says = f"no step, while all devices are busy at {num(power)} W, {num(usual)} W in the steps before: "
+        return says + "they spin in a collective"
 
 
 def _is_of_devices(row: Row) -> bool:
@@ -132,7 +140,26 @@ def _waits(row: Row) -> bool:
 
 def _counts(name: str) -> bool:
     """Whether a name is of seconds that a wait has lasted."""
-    return "s" in words_of(name) and bool(pieces_of(name) & _WAITING)
+    return ("s" in words_of(name) and bool(pieces_of(name) & _WAITING)) or _is_since_a_step(name)
+
+
+def _is_since_a_step(name: str) -> bool:
+    return "s" in words_of(name) and pieces_of(name) >= _SINCE_A_STEP
+
+
+def _behind(data: dict[str, float]) -> str | None:
+    """That some ranks have not come to the collective in which others are: its number differs from rank to rank."""
+    numbers = [(name, v) for name, v in data.items() if _is_number_of_a_collective(name)]
+    if len({v for _, v in numbers}) < 2:
+        return None
+    shown = sorted(numbers, key=lambda item: item[1])
+    shown = [shown[0], shown[-1]]
+    return "no step, and ranks stand in different collectives: " + ", ".join(f"{n} {v:.0f}" for n, v in shown)
+
+
+def _is_number_of_a_collective(name: str) -> bool:
+    said = pieces_of(name)
+    return bool(said & _OF_COLLECTIVES and said & {"seq", "sequence"})
 
 
 def _says_the_same(a: Row, b: Row) -> bool:
@@ -141,13 +168,14 @@ def _says_the_same(a: Row, b: Row) -> bool:
         return False
     if _is_of_devices(a):
         return True
-    return all(b.data[n] >= v if _counts(n) else b.data[n] == v for n, v in a.data.items())
+    stands = {n: v for n, v in a.data.items() if not _is_busy_share(n) and not _is_power(n)}
+    return all(b.data[n] >= v if _counts(n) else b.data[n] == v for n, v in stands.items())
 
 
 def _is_busy_share(name: str) -> bool:
     said = pieces_of(name)
     return "gpu" in said and (
-        said <= {"system", "gpu"} | _digits(said) or bool(said & {"util", "utilization"})
+        said <= {"system", "gpu", "mean", "avg"} | _digits(said) or bool(said & {"util", "utilization"})
     )
 
 

@@ -152,7 +152,7 @@ TROUBLE_BYTES = (
     b"egistered", b"ejoined", b"is back", b"was back", b"back online", b"back up", b"back in service", b"back after",
     b"healthy again",
     b"sigquit", b"ollective", b"times out", b"joined", b"enqueued", b"Docker daemon", b"docker.errors", b"ddress pool",
-    b"exceeded quota", b"distributed_c10d", b"ontainers",
+    b"exceeded quota", b"distributed_c10d", b"unshard", b"ontainers",
 )  # fmt: skip
 """Every line in which a log reports trouble, or in which stage it was, holds one of these; what a server or a sampled
 text says all the time must hold none of them, or a log of gigabytes is read line by line."""

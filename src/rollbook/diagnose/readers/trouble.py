@@ -94,8 +94,9 @@ _TROUBLE: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = tuple(
         ),
         (
             "stack_in_collective",
-            ("distributed_c10d.py",),
-            r"\b\w+ \(\S*distributed_c10d\.py:\d+\)|distributed_c10d\.py\", line \d+ in \w+",
+            ("distributed_c10d.py", "unshard"),
+            r"\b\w+ \(\S*distributed_c10d\.py:\d+\)|distributed_c10d\.py\", line \d+ in \w+"
+            r"|\b\w*unshard\w* \(\S*fsdp\S*\.py:\d+\)|fsdp\S*\.py\", line \d+ in \w*unshard",
         ),
         (
             "sandboxes_counted",

@@ -115,6 +115,7 @@ _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("perf/max_memory_allocated_gb", "memory max|peak gb", "cuda gpu actor allocated train torch"),
     _meaning("perf/max_memory_reserved_gb", "memory reserved gb", "cuda gpu actor max peak train torch"),
     _meaning("perf/max_memory_allocated_gb", "max|peak allocated gb", "cuda gpu actor train torch"),
+    _meaning("perf/max_memory_allocated_gb", "memory allocated gb", "cuda gpu actor train torch", rank=1),
     _meaning("perf/max_memory_reserved_gb", "max|peak reserved gb", "cuda gpu actor train torch"),
     _meaning("training/rollout_probs_diff_mean", "rollout|engine train prob diff mean", ""),
     _meaning("training/rollout_probs_diff_max", "rollout|engine train prob diff max", ""),
@@ -331,7 +332,11 @@ def sources_in(names: Iterable[str]) -> dict[str, str]:
             if (match := frame.fullmatch(name)) is None or is_of_pairs(name):
                 continue
             words = words_of(match["source"])
-            if words_of(match["where"]) <= _RUN and 0 < len(words) <= 4 and not words & (_RUN | _NOT_SOURCES):
+            if (
+                words_of(match["where"]) <= _RUN | {"critic"}
+                and 0 < len(words) <= 4
+                and not words & (_RUN | _NOT_SOURCES)
+            ):
                 found[name] = ((frame, match["where"]), match["source"])
                 break
     families = Counter(frame for frame, _ in found.values())
