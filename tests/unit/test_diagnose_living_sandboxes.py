@@ -80,3 +80,29 @@ def test_lines_that_count_both_tell_as_much(
     events: tuple[Event, ...] = tuple(e for e in load(str(path)).events if e.kind == "sandboxes_counted")
     assert len(events) == 59
     assert diagnose(run_of({}, n=N, events=events)).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("sandbox/created_total", "sandbox/released_total"), ("containers_started", "containers_removed")],
+)
+@pytest.mark.parametrize(
+    ("left", "grown", "rule"),
+    [
+        (24 + 2.0 * np.maximum(T - 30, 0), 1.0, "sandbox_leak"),
+        (24.0 + 0.0 * T, 1.0, "well"),  # as many as ever
+        (24 + 40.0 * (T >= 50), 1.0, "well"),  # more are kept warm since a step
+        (24 * (1 + T / 40), 1.0 + T / 40, "well"),  # there is more to do
+    ],
+    ids=["leak", "level", "one step", "more work"],
+)
+def test_what_was_made_and_is_not_gone_grows_only_where_it_is_not_given_back(
+    names: tuple[str, str], left: Array, grown: Array, rule: str
+) -> None:
+    made = np.cumsum(np.round(256 * np.ones(N) * grown))
+    wavers = np.random.default_rng(7).normal(0, 4, N)
+    made_gone = {names[0]: made, names[1]: np.round(made - left - wavers)}
+    found = diagnose(run_of(made_gone | {"num_turns/mean": noisy(8.0, 32, 0.02, n=N)}, n=N))
+    assert found.verdict == rule
+    if rule != "well":
+        assert abs(found.findings[0].step - 31) <= 8

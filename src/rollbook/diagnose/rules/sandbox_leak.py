@@ -76,9 +76,10 @@ def _counted(view: View) -> Finding | None:
     if found is None:
         return None
     step = view.step_at(found.idx)
-    says = (
-        f"{num(found.early)} lived at first, {num(found.late)} now, of which {num(found.in_use)} are in use"
-    )
+    if found.in_use is None:
+        says = f"{num(found.early)} were made and not gone at first, {num(found.late)} are now"
+    else:
+        says = f"{num(found.early)} lived at first, {num(found.late)} now, of which {num(found.in_use)} are in use"
     evidence = [Evidence(metric=found.metric, step=step, before=found.early, after=found.late, says=says)]
     for metric, least, _ in (("env/acquire_s/mean", 1.3, 0.0), *_LEVELS[2:]):
         ratio, steadiness = view.trend(metric)

@@ -1,5 +1,5 @@
-"""Sandboxes that live against those in use: what is not given back is the difference, and it only grows; where a part
-of them died, there is none."""
+"""Sandboxes that live against those in use, or that were made against those that are gone: what is not given back is
+the difference, and it only grows; where a part of them died, there is none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.diagnose.changes import foot_of_climb, running_median, spearman
+from rollbook.diagnose.readers.words import pieces_of
 from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.view import View, once
 
@@ -68,7 +70,8 @@ class Unreturned:
     idx: int
     early: float
     late: float
-    in_use: float
+    in_use: float | None
+    """None where it is not counted."""
 
 
 @once("unreturned")
@@ -79,7 +82,67 @@ def unreturned(view: View) -> Unreturned | None:
         values, uses = (told.get(m, view.values.get(m)) for m in (living, used))
         if values is not None and uses is not None and (found := _grows_apart(living, values, uses)):
             return found
-    return None
+    return _totals_part(view)
+
+
+MADE = frozenset({"created", "started", "spawned", "launched", "acquired", "leased", "opened", "allocated"})
+GONE = frozenset(
+    {
+        "released",
+        "destroyed",
+        "stopped",
+        "deleted",
+        "removed",
+        "returned",
+        "closed",
+        "terminated",
+        "reaped",
+        "freed",
+    }
+)
+_OF_SANDBOXES = frozenset(
+    {"sandbox", "sandboxes", "container", "containers", "pod", "pods", "vm", "vms", "leases"}
+)
+LEAST_TOTALS = 24
+LEFT_TIMES = 3.0
+"""Growth of those that were made and are not gone, over that of the work, from which on they are not given back."""
+LEFT_OF_A_STEP = 0.25
+"""Share of those that one step makes, that they must grow by: what is counted between two hand-backs wavers."""
+
+
+def _totals_part(view: View) -> Unreturned | None:
+    """Where ever more of those that were made are not gone, while a step makes as many as before."""
+    totals = {
+        m: view.values[m] for m in view.run.values if pieces_of(m) & _OF_SANDBOXES and _is_total(view, m)
+    }
+    pairs = [
+        (made, gone)
+        for made in totals
+        for gone in totals
+        if (pieces_of(made) & MADE and pieces_of(gone) & GONE)
+        and pieces_of(made) - MADE == pieces_of(gone) - GONE
+    ]
+    if len(pairs) != 1:
+        return None
+    made, gone = pairs[0]
+    left = totals[made] - totals[gone]
+    known = np.flatnonzero(np.isfinite(left))
+    if len(known) < LEAST_TOTALS:
+        return None
+    part = max(4, len(known) // 8)
+    each = np.diff(totals[made][known])
+    early, late = float(np.median(left[known[:part]])), float(np.median(left[known[-part:]]))
+    before, after = float(np.median(each[:part])), float(np.median(each[-part:]))
+    work = max(1.0, after / before, *(view.trend(m)[0] for m in ("num_turns/mean", "response_length/mean")))
+    if early < 0.0 or late < LEFT_TIMES * work * max(early, 1.0) or late - early < LEFT_OF_A_STEP * after:
+        return None
+    return _climbs(made, left, known, early, late, in_use=None)
+
+
+def _is_total(view: View, metric: str) -> bool:
+    """Whether a metric goes up in every step: counts that begin anew after a restart are none."""
+    grown = np.diff(finite(view.values[metric]))
+    return len(grown) >= LEAST_TOTALS and bool(np.all(grown >= 0.0) and np.mean(grown > 0.0) >= 0.9)
 
 
 def _grows_apart(living: str, values: Series, uses: Series) -> Unreturned | None:
@@ -91,21 +154,26 @@ def _grows_apart(living: str, values: Series, uses: Series) -> Unreturned | None
         (float(np.median(series[known[:part]])), float(np.median(series[known[-part:]])))
         for series in (values, uses)
     )
-    smooth = running_median(values[known], 3)
-    if (
-        late < TIMES * early
-        or late < BEYOND * used_late
-        or spearman(smooth, known.astype(np.float64)) < STEADY
-    ):
+    if late < TIMES * early or late < BEYOND * used_late:
         return None
     if used_late > 0.5 * (1.0 + late / early) * used_early:
         return None  # there is more to do
+    return _climbs(living, values, known, early, late, in_use=used_late)
+
+
+def _climbs(
+    metric: str, values: Series, known: NDArray[np.intp], early: float, late: float, *, in_use: float | None
+) -> Unreturned | None:
+    """What grew from an early to a late level, if it did so steadily and over many steps."""
+    smooth = running_median(values[known], 3)
+    if spearman(smooth, known.astype(np.float64)) < STEADY:
+        return None
     top = int(np.flatnonzero(smooth >= early + 0.9 * (late - early))[0])
     foot = int(np.flatnonzero(smooth <= early + 0.1 * (late - early))[-1])
     if known[top] - known[foot] < LEAST_CLIMB * (known[-1] - known[0]):
         return None
     idx = foot_of_climb(values) if len(known) >= 12 else int(known[0])
-    return Unreturned(living, idx, early, late, used_late)
+    return Unreturned(metric, idx, early, late, in_use)
 
 
 def _told(view: View) -> Mapping[str, Series]:
