@@ -159,6 +159,8 @@ class _Rows:
     _counted: dict[str, tuple[int, int]] = field(default_factory=dict)
     """What other columns count steps, too -> the least and the newest."""
     _went_back: list[Event] = field(default_factory=list)
+    _open: set[str] = field(default_factory=set)
+    """Metrics without a step since the newest that has one."""
     watcher: LineWatcher = field(default_factory=LineWatcher)
     """Of errors that stand in fields; in rows of samples they are the samples'."""
 
@@ -175,6 +177,7 @@ class _Rows:
         }
         self._told.update(name for name, value in data.items() if value == value)
         self._num += 1
+        self._open = self._open | data.keys() if found is None else set()
         if found is not None and not self.repeats:
             self._count_others(entry, step)
         if not self.repeats:
@@ -219,6 +222,9 @@ class _Rows:
         yield from self._mean()
         yield from self._went_back if len(self._went_back) <= MOST_RESUMED else ()
         yield from self.watcher.end(self._step)
+        if self._open and self.key is not None and not self.repeats:
+            names = frozenset(self._open)
+            yield Event(kind="open_step", step=self._step, text="a step is open", fields={"names": names})
         if self.repeats:
             says = f"a step has up to {counted(self._most, 'row')} of the same metrics: their means are read"
             yield Event(kind="note", text=says)

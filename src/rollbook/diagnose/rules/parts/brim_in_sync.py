@@ -1,5 +1,5 @@
 """The peak of device memory within the hand-over itself (`oom_in_sync`), where a log has it under any name: it climbs
-to the device's size while the training's own peak has room, and the allocator must try again."""
+to the device's size while the training's own peak has room, and the allocator must try again, or the log ends in it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ BRIM, NEAR = 0.955, 0.93
 """Shares of the device at which it ends, and from which on the next larger bucket may not fit."""
 ROOM = 0.92
 """Peak of the training over that of the hand-over, up to which it is not the training that fills the device."""
+EVERY = 0.9
+"""Share of the steps that are timed, from which on a last one that is not was cut short."""
 SLOWER = 1.2
 """Growth of the seconds of the hand-over from which on it waits for the allocator."""
 
@@ -39,16 +41,32 @@ def brim_in_sync(view: View) -> tuple[Evidence, ...]:
         return ()
     if trained is not None and view.last(trained, 3) > ROOM * top:
         return ()
-    waits = _waits(view)
+    ends = _ends_in_it(view)
+    waits = (*_waits(view), *ends)
     if not waits:
         return ()
-    at = int(np.flatnonzero(np.nan_to_num(values) >= NEAR * capacity)[0])
+    at = view.n - 1 if ends else int(np.flatnonzero(np.nan_to_num(values) >= NEAR * capacity)[0])
     tried = (view.begins(metric, 1.0) for metric in _retries(view))
     at = max([at, *filter(None, tried)])  # near the brim it may live for long, if nothing need be tried again
     step, early = view.step_at(at), view.level(metric, 0, max(3, view.n // 8))
     has_room = f", {num(view.last(trained, 3))} GiB in training" if trained is not None else ""
     says = f"{num(early)} GiB at first, {num(top)} of {num(capacity)} in the end{has_room}"
     return (Evidence(metric=metric, step=step, before=early, after=top, says=says), *waits)
+
+
+def _ends_in_it(view: View) -> tuple[Evidence, ...]:
+    """That the last step was trained, and neither handed over nor timed as a whole, as all before it were."""
+    done, others = "timing_s/update_actor", ("timing_s/update_weights", "timing_s/step")
+    if any(view.count(metric) < EVERY * view.n for metric in (done, *others)):
+        return ()
+    is_last = bool(np.isfinite(view.values[done][-1]))
+    is_open = is_last and not any(np.isfinite(view.values[metric][-1]) for metric in others)
+    called = view.run.in_log
+    for event in view.events("open_step"):
+        names = event.fields["names"]
+        is_open |= called.get(done, done) in names and not any(called.get(m, m) in names for m in others)
+    says = "the log ends in a step that was trained and not handed over"
+    return (Evidence(metric=others[0], step=view.step_at(view.n - 1), says=says),) if is_open else ()
 
 
 def _waits(view: View) -> tuple[Evidence, ...]:
