@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -138,6 +139,7 @@ def _waits(row: Row) -> bool:
     )
 
 
+@lru_cache(maxsize=4096)
 def _counts(name: str) -> bool:
     """Whether a name is of seconds that a wait has lasted."""
     return ("s" in words_of(name) and bool(pieces_of(name) & _WAITING)) or _is_since_a_step(name)
@@ -172,6 +174,7 @@ def _says_the_same(a: Row, b: Row) -> bool:
     return all(b.data[n] >= v if _counts(n) else b.data[n] == v for n, v in stands.items())
 
 
+@lru_cache(maxsize=4096)
 def _is_busy_share(name: str) -> bool:
     said = pieces_of(name)
     return "gpu" in said and (
@@ -179,6 +182,7 @@ def _is_busy_share(name: str) -> bool:
     )
 
 
+@lru_cache(maxsize=4096)
 def _is_power(name: str) -> bool:
     said = pieces_of(name)
     return "gpu" in said and bool(said & {"power", "watts"}) and not said & {"percent", "limit"}

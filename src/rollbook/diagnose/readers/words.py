@@ -167,6 +167,7 @@ RESULTS = frozenset(IN_WORDS) - {
 """What only a run can tell: a config holds learning rates, limits and clips as well."""
 
 
+@lru_cache(maxsize=4096)
 def pieces_of(name: str) -> frozenset[str]:
     """The words of a name as they stand there, in small letters.
 
