@@ -63,6 +63,18 @@ def test_those_that_grow_with_the_use_are_given_back() -> None:
     assert unreturned(View.of(run_of(values | {"sandbox/in_use": IN_USE}, n=N))) is not None
 
 
+@pytest.mark.parametrize("living", [0.0 * T, 3.0 * (T > 40)], ids=["never any", "none at first"])
+@pytest.mark.parametrize("used", [0.0 * T, 2.0 * (T > 40)], ids=["none used", "none used at first"])
+def test_counts_that_are_zero_are_no_leak_and_no_error(living: Array, used: Array) -> None:
+    assert _verdict(living, used)[0] == "well"
+
+
+def test_totals_that_stand_at_first_are_no_error() -> None:
+    made = 5.0 * np.maximum(T - N // 11, 0)
+    totals = {"sandbox/created_total": made, "sandbox/released_total": np.maximum(made - 5.0, 0)}
+    assert diagnose(run_of(totals, n=N)).verdict == "well"
+
+
 @pytest.mark.parametrize(
     "line",
     [

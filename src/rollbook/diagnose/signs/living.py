@@ -133,6 +133,8 @@ def _totals_part(view: View) -> Unreturned | None:
     each = np.diff(totals[made][known])
     early, late = float(np.median(left[known[:part]])), float(np.median(left[known[-part:]]))
     before, after = float(np.median(each[:part])), float(np.median(each[-part:]))
+    if before <= 0.0:
+        return None
     work = max(1.0, after / before, *(view.trend(m)[0] for m in ("num_turns/mean", "response_length/mean")))
     if early < 0.0 or late < LEFT_TIMES * work * max(early, 1.0) or late - early < LEFT_OF_A_STEP * after:
         return None
@@ -154,9 +156,9 @@ def _grows_apart(living: str, values: Series, uses: Series) -> Unreturned | None
         (float(np.median(series[known[:part]])), float(np.median(series[known[-part:]])))
         for series in (values, uses)
     )
-    if late < TIMES * early or late < BEYOND * used_late:
+    if late <= 0.0 or late < TIMES * early or late < BEYOND * used_late:
         return None
-    if used_late > 0.5 * (1.0 + late / early) * used_early:
+    if used_late * early > 0.5 * (early + late) * used_early:
         return None  # there is more to do
     return _climbs(living, values, known, early, late, in_use=used_late)
 
