@@ -8,38 +8,33 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rollbook.diagnose.readers.words import pieces_of
+from rollbook.diagnose.readers.words import pieces_of, word_set
 from rollbook.diagnose.series import Series, finite
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_OF_ENVS = _words(
+_OF_ENVS = word_set(
     "env envs environment environments sandbox sandboxes tool tools container containers pod pods lease leases vm vms"
 )
-_OF_THE_POLICY = _words(
+_OF_THE_POLICY = word_set(
     "format parse parsing parser syntax answer reward rewards score verifier test tests code compile json schema"
     " invalid success std min p50 p90 p95 p99 median slowest tokens length"
 )
 """Words of what the policy gets wrong, or of a statistic that is not the mean."""
-_MACHINES = _words("sandbox sandboxes container containers pod pods vm vms")
-_OF_SCORING = _words("reward rewards score verifier")
+_MACHINES = word_set("sandbox sandboxes container containers pod pods vm vms")
+_OF_SCORING = word_set("reward rewards score verifier")
 """Who asks: of a machine that fails it says no more."""
-_OF_SAMPLES = _words("rollout rollouts trajectory trajectories episode episodes sample samples")
-_FAILS = _words("fail fails failed failure failures error errors errored lost dead")
-_TIME_OUT = _words("timeout timeouts timed")
-_SHARE = _words("rate ratio frac fraction share frequency")
-_SECONDS = _words("s sec secs second seconds time latency duration")
-_CALL = _words("call calls turn turns step exec execute execution run tool tools")
-_GETTING = _words("create creation acquire acquisition lease spawn start startup checkout boot")
-_LIVING = _words("running open alive live living existing")
+_OF_SAMPLES = word_set("rollout rollouts trajectory trajectories episode episodes sample samples")
+_FAILS = word_set("fail fails failed failure failures error errors errored lost dead")
+_TIME_OUT = word_set("timeout timeouts timed")
+_SHARE = word_set("rate ratio frac fraction share frequency")
+_SECONDS = word_set("s sec secs second seconds time latency duration")
+_CALL = word_set("call calls turn turns step exec execute execution run tool tools")
+_GETTING = word_set("create creation acquire acquisition lease spawn start startup checkout boot")
+_LIVING = word_set("running open alive live living existing")
 """Words of those in use, or of all that there are where another name says how many are in use."""
-_IN_USE = _words("active leased busy use used occupied assigned") | _LIVING
-_OF_A_HOST = _words("memory mem ram gb mb bytes cpu cpus cores disk gpu")
+_IN_USE = word_set("active leased busy use used occupied assigned") | _LIVING
+_OF_A_HOST = word_set("memory mem ram gb mb bytes cpu cpus cores disk gpu")
 """What is used of them is no number of them."""
-_CAPACITY = _words("capacity healthy")
+_CAPACITY = word_set("capacity healthy")
 
 
 def named_by_words(values: Mapping[str, Series]) -> dict[str, str]:
@@ -88,10 +83,10 @@ def _meant(name: str, series: Series) -> str | None:
     return "env/num_active" if words & _IN_USE and not words & _OF_A_HOST else None
 
 
-_ABOUT_TURNS = _words("num number turns mean avg average rollout rollouts env train multi total count per")
+_ABOUT_TURNS = word_set("num number turns mean avg average rollout rollouts env train multi total count per")
 
 
-_ABOUT_FAILURES = _OF_SAMPLES | _FAILS | _SHARE | _words("train mean avg")
+_ABOUT_FAILURES = _OF_SAMPLES | _FAILS | _SHARE | word_set("train mean avg")
 RARE = 0.05
 """Share of trajectories up to which they fail now and then: wrong answers, which some logs call errors, are more."""
 

@@ -9,21 +9,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from rollbook.diagnose.readers.words import pieces_in, word_set
 from rollbook.diagnose.series import Series, finite
 
-_PIECE = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_OF_A_REPLICA = _words(
+_OF_A_REPLICA = word_set(
     "replica replicas engine engines worker workers server servers rollout rollouts instance instances dp rank sampler"
     " generator vllm sglang actor"
 )
-_VERSIONS = (_words("version"), _words("weights step"), _words("weight step"))
-_BESIDE = _words(
+_VERSIONS = (word_set("version"), word_set("weights step"), word_set("weight step"))
+_BESIDE = word_set(
     "weight weights policy model param params current served serving loaded id num by per versions step node nodes host"
     " gpu"
 )
@@ -48,7 +42,7 @@ def versions_by_words(values: Mapping[str, Series]) -> dict[str, str]:
 
 def _replica(name: str) -> str | None:
     """The number of the replica whose version a name tells."""
-    pieces = [piece.lower() for piece in _PIECE.findall(name)]
+    pieces = [piece for piece in pieces_in(name) if piece != "@"]
     numbers = [piece for piece in pieces if piece.isdigit()]
     words = frozenset(pieces) - frozenset(numbers)
     version = next((words & v for v in _VERSIONS if words >= v), None)

@@ -17,7 +17,7 @@ from rollbook.diagnose import changes
 from rollbook.diagnose.breaks import BASELINE, Break, find_break, ratio_of
 from rollbook.diagnose.changes import Direction
 from rollbook.diagnose.env_words import named_by_words
-from rollbook.diagnose.filter_words import DROPPED, dropped_by_words
+from rollbook.diagnose.filter_words import dropped_by_words
 from rollbook.diagnose.series import Event, RunSeries, Series, finite
 from rollbook.diagnose.spells import Spells, find_spells
 from rollbook.diagnose.spill_words import SPILLED, spilled_by_words
@@ -89,15 +89,9 @@ class View:
         steps = run.steps[::block].astype(np.float64)
         values = run.values if block == 1 else {k: _blocks(v, block) for k, v in run.values.items()}
         view = cls(run, steps, dict(values), block)
-        for metric, name in named_by_words(values).items():
+        by_words = named_by_words(values) | versions_by_words(values) | dropped_by_words(values)
+        for metric, name in by_words.items():
             view.derive(metric, values[name], of=(name,))
-        for metric, name in versions_by_words(values).items():
-            view.derive(metric, values[name], of=(name,))
-        if (
-            not any(metric in values for metric in DROPPED)
-            and (dropped := dropped_by_words(values)) is not None
-        ):
-            view.derive(DROPPED[0], values[dropped], of=(dropped,))
         if SPILLED not in values and (told := spilled_by_words(values)) is not None:
             view.derive(SPILLED, told[1], of=told[:1])
         return view

@@ -167,6 +167,20 @@ RESULTS = frozenset(IN_WORDS) - {
 """What only a run can tell: a config holds learning rates, limits and clips as well."""
 
 
+def word_set(text: str) -> frozenset[str]:
+    """Of words with blanks between them."""
+    return frozenset(text.split())
+
+
+def pieces_in(name: str) -> list[str]:
+    """The words of a name in their order, in small letters.
+
+    >>> pieces_in("env/numTurns@4")
+    ['env', 'num', 'turns', '@', '4']
+    """
+    return [piece.lower() for piece in _PIECE.findall(name)]
+
+
 @lru_cache(maxsize=4096)
 def pieces_of(name: str) -> frozenset[str]:
     """The words of a name as they stand there, in small letters.
@@ -174,7 +188,7 @@ def pieces_of(name: str) -> frozenset[str]:
     >>> sorted(pieces_of("env/numTurns@4"))
     ['4', '@', 'env', 'num', 'turns']
     """
-    return frozenset(piece.lower() for piece in _PIECE.findall(name))
+    return frozenset(pieces_in(name))
 
 
 @lru_cache(maxsize=4096)

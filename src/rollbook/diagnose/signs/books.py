@@ -10,33 +10,30 @@ import numpy as np
 
 from rollbook.diagnose.breaks import Break
 from rollbook.diagnose.filter_words import DROPPED
-from rollbook.diagnose.readers.words import pieces_of
+from rollbook.diagnose.readers.words import pieces_of, word_set
 from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.view import View, once
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_OF = _words(
+_OF = word_set(
     "group groups sample samples trajectory trajectories rollout rollouts rollouter episode episodes prompts responses"
     " buffer queue replay trainer generator"
 )
 _SENT = (
-    _words("admitted submitted started dispatched"),
-    _words("sent put enqueued pushed produced generated emitted finished completed published"),
+    word_set("admitted submitted started dispatched"),
+    word_set("sent put enqueued pushed produced generated emitted finished completed published"),
 )
 _CAME = (
-    _words("got received dequeued popped taken pulled added stored inserted collected accepted delivered"),
-    _words("trained consumed used"),
+    word_set("got received dequeued popped taken pulled added stored inserted collected accepted delivered"),
+    word_set("trained consumed used"),
 )
-_ENDED = _words(
+_ENDED = word_set(
     "failed evicted dropped expired cancelled canceled aborted rejected filtered discarded overwritten skipped stale"
     " retried"
 )
-_HELD = _words("running inflight flight active size depth waiting queued pending ready outstanding finished")
-_NOT = _words(
+_HELD = word_set(
+    "running inflight flight active size depth waiting queued pending ready outstanding finished"
+)
+_NOT = word_set(
     "max min mean std limit capacity target required s sec seconds time ratio frac fraction rate pct token tokens"
     " bytes mb gb length len version step steps turns tool tools env sandbox minus lag age staleness reward memory"
 )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.diagnose.changes import foot_of_climb, running_median, spearman
-from rollbook.diagnose.readers.words import pieces_of
+from rollbook.diagnose.readers.words import pieces_of, word_set
 from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.view import View, once
 
@@ -85,24 +85,9 @@ def unreturned(view: View) -> Unreturned | None:
     return _totals_part(view)
 
 
-MADE = frozenset({"created", "started", "spawned", "launched", "acquired", "leased", "opened", "allocated"})
-GONE = frozenset(
-    {
-        "released",
-        "destroyed",
-        "stopped",
-        "deleted",
-        "removed",
-        "returned",
-        "closed",
-        "terminated",
-        "reaped",
-        "freed",
-    }
-)
-_OF_SANDBOXES = frozenset(
-    {"sandbox", "sandboxes", "container", "containers", "pod", "pods", "vm", "vms", "leases"}
-)
+MADE = word_set("created started spawned launched acquired leased opened allocated")
+GONE = word_set("released destroyed stopped deleted removed returned closed terminated reaped freed")
+_OF_SANDBOXES = word_set("sandbox sandboxes container containers pod pods vm vms leases")
 LEAST_TOTALS = 24
 LEFT_TIMES = 3.0
 """Growth of those that were made and are not gone, over that of the work, from which on they are not given back."""

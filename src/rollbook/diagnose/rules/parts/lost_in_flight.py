@@ -52,9 +52,7 @@ def _counts_part(view: View) -> Finding | None:
         Evidence(metric=missing.came, step=since.step, after=view.last(missing.came, 1), says=beside),
     ]
     title = "groups vanish on their way: more is sent off than comes, fails or is under way"
-    found = _finding(view, since.idx, title, evidence, 0.93 if others else 0.88)
-    is_felt = found.cost_s is not None and is_worth(view, found.cost_s)
-    return found if is_felt else replace(found, cost_s=None)
+    return _felt_or_not(view, _finding(view, since.idx, title, evidence, 0.93 if others else 0.88))
 
 
 def _ever_fewer(view: View) -> Finding | None:
@@ -88,10 +86,7 @@ def _ever_fewer(view: View) -> Finding | None:
         evidence.append(Evidence(metric="timing_s/gen", step=step, before=before, after=after, says=says))
     title = "groups vanish on their way, and the trainer waits for the others"
     found = _finding(view, idx, title, evidence, 0.7 + 0.15 * stands + 0.08 * waits)
-    is_felt = found.cost_s is not None and is_worth(view, found.cost_s)
-    return (
-        replace(found, cost_s=None) if stands and not is_felt else found
-    )  # what is gone stays so, felt or not yet
+    return _felt_or_not(view, found) if stands else found
 
 
 _GOT = frozenset(("collected", "accepted", "received", "delivered"))
@@ -151,6 +146,12 @@ def _finding(view: View, idx: int, title: str, evidence: list[Evidence], confide
         "rollout side to fill the buffer now",
         next_check="ids submitted and not finished against those that an engine or an environment works on",
     )
+
+
+def _felt_or_not(view: View, found: Finding) -> Finding:
+    """Groups that are known to be gone stay so, whether they are felt yet or not: seconds do not weigh them then."""
+    is_felt = found.cost_s is not None and is_worth(view, found.cost_s)
+    return found if is_felt else replace(found, cost_s=None)
 
 
 def _named(view: View, words: frozenset[str], *, but: frozenset[str]) -> str | None:

@@ -27,10 +27,18 @@ def zero_while_others_go_on(view: View, metric: str, others: list[str]) -> int |
     fell = _falls_between(view, int(known[first - 1]), since) if worst >= FIRMLY else None
     if fell is None and (len(zeros) < GO_ON_SCORES or first < 2 or worst < SOLVED):
         return None
-    before = [view.level(m, int(known[max(0, first - 3)]), since) for m in others]
-    after = [view.level(m, since) for m in others]
-    goes_on = bool(others) and all(b >= 0.9 * a > 0.0 for a, b in zip(before, after, strict=True))
+    goes_on = _go_on(view, others, int(known[max(0, first - 3)]), since)
     return (since if fell is None else fell) if goes_on else None
+
+
+GO_ON = 0.9
+"""Of the scores of others, that must be left."""
+
+
+def _go_on(view: View, others: list[str], earlier: int, since: int) -> bool:
+    """Whether the other sources are as good from a position on as from an earlier one to it; False without any."""
+    levels = ((view.level(m, earlier, since), view.level(m, since)) for m in others)
+    return bool(others) and all(after >= GO_ON * before > 0.0 for before, after in levels)
 
 
 FIRMLY = 0.25
@@ -48,8 +56,6 @@ NEARLY = 0.1
 """Share of a score that is left where all but a few answers count as wrong."""
 AT_MOST = 0.2
 """Of it, at its highest since."""
-GO_ON = 0.9
-"""Of the scores of others, that must be left."""
 
 
 def nearly_zero_while_others_go_on(view: View, metric: str, others: list[str]) -> int | None:
@@ -66,9 +72,8 @@ def nearly_zero_while_others_go_on(view: View, metric: str, others: list[str]) -
         return None
     if float(np.median(after)) > NEARLY * before or float(after.max()) > AT_MOST * before:
         return None
-    since, earlier = int(known[first]), int(known[max(0, first - 3)])
-    levels = ((view.level(m, earlier, since), view.level(m, since)) for m in others)
-    if not all(b >= GO_ON * a > 0.0 for a, b in levels):
+    since = int(known[first])
+    if not _go_on(view, others, int(known[max(0, first - 3)]), since):
         return None
     fell = _falls_between(view, int(known[first - 1]), since)
     return since if fell is None else fell
