@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from rollbook.ledger.account import RolloutSide, StepAccount
 from rollbook.ledger.layout import ReplicaLayout
@@ -54,7 +55,7 @@ Topology = tuple[Mode, int, int]
 """Mode, and GPUs of generation and of training."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Search:
     """The topologies of one request."""
 
@@ -72,8 +73,6 @@ class Search:
         init=False, default_factory=dict
     )
     """Steps under the staleness bound by their engines."""
-    _optimal: list[int | None] = field(init=False, default_factory=list)
-    """The time optimum, once it is found."""
 
     def __post_init__(self) -> None:
         self.engines, self.trainers = RolloutSides(self.request, self.layouts), TrainSides(self.request)
@@ -240,11 +239,10 @@ class Search:
 
     def time_optimal_rollout_gpus(self) -> int | None:
         """Rollout GPUs at which both asynchronous sides take equally long; whole replicas, not whole nodes."""
-        if not self._optimal:
-            self._optimal.append(self._bisected())
-        return self._optimal[0]
+        return self._time_optimum
 
-    def _bisected(self) -> int | None:
+    @cached_property
+    def _time_optimum(self) -> int | None:
         gpus = self.request.cluster.num_gpus
         step = min(layout.num_gpus for layout in self.layouts)
         low, high = 1, (gpus - 1) // step  # in replicas: low is too few for generation, high too many
