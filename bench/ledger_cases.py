@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ledger_reading import as_read
 from rollbook.errors import ConfigError, RunError
 from rollbook.ledger.account import Range, StepAccount
 from rollbook.ledger.assumptions import Assumptions, StackAssumptions
@@ -91,6 +92,7 @@ def compare(case: Case, assumptions: Assumptions) -> list[Comparison]:
     if adapter is None:
         raise NotCovered(f"no model for category {case['category']}")
     try:
+        case = as_read(case)
         found = [
             Comparison(case["id"], case["family"], case["category"], metric, measured, predicted)
             for metric, measured, predicted in adapter(case, assumptions)
@@ -1186,11 +1188,15 @@ def _with_runaways(mean_tokens: float, limit: int) -> tuple[float, ...]:
 _NUM_LENGTHS = 1000
 
 
+_APART = r"async|disaggregat|separate|decoupled|(?:non-?|not )coloc|standalone|one[ _-]step[ _-]off"
+"""Words of a mode whose trainer and engines have devices of their own, or take turns out of step."""
+
+
 def _split(config: dict[str, Any]) -> tuple[Mode, int, int]:
     mode = str(config.get("mode", "colocated sync")).lower()
-    if not re.search(r"async|disaggregated|one[ _-]step[ _-]off", mode) or "disaggregated critic" in mode:
+    if not re.search(_APART, mode) or "disaggregated critic" in mode:
         return "sync", 0, 0
-    if "coloc" in mode and "async" in mode:
+    if re.search(r"(?<!non-)(?<!not )coloc", mode) and "async" in mode:
         return "colocate_async", 0, 0
     policy = str(config.get("on_off_policy", "")).lower()
     split = str(config.get("gpu_split", config.get("resource_split", mode)))
