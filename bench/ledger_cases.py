@@ -239,6 +239,8 @@ def decode_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, flo
     config, measured = case["config"], case["measured"]
     model = find_model(config["model"])
     accelerator = accelerator_of(config["gpu"])
+    if _drafts(config):
+        raise NotCovered(_DRAFTED)
     if "kv_length" in config:
         yield from _expert_parallel_decode(config, measured, model, accelerator, assumptions)
         return
@@ -452,6 +454,16 @@ def train_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, floa
     sequence = float(_first(config, {}, "sequence_length", "mean_sequence_tokens", "seq_length"))
     cluster = Cluster(accelerator=accelerator, num_gpus=count_of(config["gpus"]))
     stack = train_stack_of(case, model)
+    if re.search(
+        r"\b(?:not|un)-?\s?tuned\b|smoke", " ".join(str(case.get(k, "")) for k in ("config", "notes")), re.I
+    ):
+        raise NotCovered("a run that shows that it works: its source says that nothing was tuned")
+    if (
+        model.num_experts
+        and stack.startswith("fsdp")
+        and not re.search(_SHOWN_EXPERTS, str(config.get("framework")), re.I)
+    ):
+        raise NotCovered("experts under torch FSDP in an implementation that no published run shows")
     if stack.startswith("fsdp") and stack != "fsdp_experts":
         rate, error_frac = _fsdp_rate(config, model, cluster, assumptions, sequence, stack)
     elif stack:
@@ -480,6 +492,11 @@ def train_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, floa
             yield key, middle(measured[key]), _within(value, error_frac)
             return
     raise NotCovered("no throughput was published")
+
+
+_SHOWN_EXPERTS = r"automodel|torchtitan|prime-?rl|halo|\btrl\b"
+"""Implementations of experts under torch FSDP whose pace a published run shows: on the same GPUs they differ threefold,
+and of two that no run had shown half were off by more than twice at first sight."""
 
 
 def train_stack_of(case: Case, model: ModelSpec) -> str:
@@ -908,8 +925,10 @@ _NAMES_OF_IMAGES = ("model", "model_as_named", "dataset")
 def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float, Range]]:
     """Seconds of a whole RL step."""
     config, measured = case["config"], case["measured"]
-    if config.get("max_agent_turns") or "agent" in str(config.get("mode", "")).lower():
+    if config.get("max_agent_turns") or _is_agent(case):
         raise NotCovered("an agent's step without turns, tool seconds and full lengths")
+    if _drafts(config):
+        raise NotCovered(_DRAFTED)
     if re.search(r"\bVL\b|multimodal|image", " ".join(str(config.get(key)) for key in _NAMES_OF_IMAGES)):
         raise NotCovered("images, whose tower and preparation the ledger does not count")
     if "offload policy" in str(config.get("optimizer_offload", "")).lower():
@@ -990,6 +1009,34 @@ def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         yield "tokens_per_s_per_gpu", middle(measured["tokens_per_s_per_gpu"]), _within(rate, error)
 
 
+_AGENTS = r"\bagent(?:s|ic)?\b|multi-?turn|sandbox|\bswe\b|swe-|tool (?:calls?|time|output)|alfworld|webshop|codescout"
+
+
+def _is_agent(case: Case) -> bool:
+    """Whether turns and tools take part of the step, by the case's words.
+
+    A stage that only trains knows none, and where engines work ahead other trajectories decode while one waits.
+    """
+    if re.search(r"training stage only|async", str(case["config"].get("mode", "")).lower()):
+        return False
+    said = " ".join(str(case.get(key, "")) for key in ("config", "notes", "missing", "family"))
+    return (
+        re.search(_AGENTS, f"{said} {(case.get('source') or {}).get('title', '')}", re.IGNORECASE) is not None
+    )
+
+
+_DRAFTED = "drafted tokens, of which nobody knows beforehand how many are kept"
+
+
+def _drafts(config: dict[str, Any]) -> bool:
+    said = " ".join(
+        str(value) for key, value in config.items() if re.search(r"specul|draft|mtp", str(key).lower())
+    )
+    return (
+        re.search(r"\w", said) is not None and re.match(r"\s*(off|no|none|false|0)\b", said.lower()) is None
+    )
+
+
 def _as_configured(config: dict[str, Any], workload: Workload, assumptions: Assumptions) -> Assumptions:
     """The assumptions with what a run set itself: the engine's slots and memory, the tokens of a micro batch."""
     slots = _first(
@@ -1022,8 +1069,13 @@ def _as_configured(config: dict[str, Any], workload: Workload, assumptions: Assu
 def pads_sequences(case: Case) -> bool:
     """Whether forwards and updates run on rows as long as the longest sequence, by the case's own words."""
     config = case["config"]
-    said = str(config.get("use_remove_padding", config.get("packing", ""))).lower()
-    is_padded = re.match(r"(false|no|off)\b", said) or "padded" in str(config.get("layout", "")).lower()
+    said = str(
+        config.get("use_remove_padding", config.get("packing", config.get("sample_packing", "")))
+    ).lower()
+    rows = f"{config.get('layout', '')} {config.get('padding', '')}".lower()
+    is_padded = re.match(r"(false|no|off)\b", said) or re.search(
+        r"padded|pad_to|remove_padding:? false", rows
+    )
     return (
         bool(is_padded) and config.get("micro_batch_per_gpu") != 1
     )  # one sequence alone is as long as it is
@@ -1072,7 +1124,7 @@ def _rollout_engine(case: Case) -> str:
         return "vllm_eager"
     if "sglang" in engine:
         return "sglang"
-    has_graphs = bool(said) or "graph" in engine
+    has_graphs = bool(said) or "graph" in engine or str(config.get("cuda_graph", "")).lower() == "true"
     return (
         "vllm_eager" if not has_graphs and framework_of(case) == "verl" and _is_old_verl(config) else "vllm"
     )
@@ -1126,6 +1178,15 @@ def _train_layout(
     )
 
 
+_NO_REFERENCE = (
+    r"no ref(erence)?\b|\bno KL\b|without (a )?(reference|KL)|\bKL off\b"
+    r"|reference_logprobs': '(skipped|none|off)"
+)
+_NO_PROXIMAL = (
+    r"taken from the rollout|from the engine|rollout log-?prob|not (run|computed)|skipped|bypass|none\b"
+)
+
+
 def _workload(config: dict[str, Any], measured: dict[str, Any], said: str) -> Workload:
     prompts = _first(config, {}, "prompts_per_step", "train_batch_size_prompts", "num_prompts")
     group = _first(config, {}, "generations_per_prompt", "rollout_n", "group_size")
@@ -1163,7 +1224,9 @@ def _workload(config: dict[str, Any], measured: dict[str, Any], said: str) -> Wo
         max_response_tokens=limit,
         length_samples=_with_runaways(response, limit),
         num_mini_batches=max(1, sequences // count_of(config.get("train_batch_T_GBS", sequences))),
-        uses_reference=not re.search(r"no reference|no KL|without (a )?reference", said, re.IGNORECASE),
+        uses_reference=not re.search(_NO_REFERENCE, said, re.IGNORECASE),
+        uses_proximal=not re.search(_NO_PROXIMAL, str(config.get("old_log_prob", "")), re.IGNORECASE),
+        num_epochs=count_of(_first(config, {}, "ppo_epochs", "num_epochs", "epochs_per_step") or 1),
     )
 
 
@@ -1203,12 +1266,17 @@ def _split(config: dict[str, Any]) -> tuple[Mode, int, int]:
     train = re.search(r"(\d+)\s*(?:train|policy)", split)
     rollout = re.search(r"(\d+)\s*(?:gen|rollout)", split)
     nodes = re.search(r"(\d+) hybrid \+ (\d+) standalone nodes of (\d+)", split)
+    ratio = re.fullmatch(r"\s*(\d+)\s*[:/+]\s*(\d+)\s*", split)
     lockstep = str(config.get("staleness_threshold")) == "0"
     apart: Mode = (
         "separate_async" if ("async" in mode or "off" in policy) and not lockstep else "separate_sync"
     )
     if train and rollout:
         return apart, int(rollout[1]), int(train[1])
+    if all(isinstance(config.get(key), int) for key in ("train_gpus", "rollout_gpus")):
+        return apart, config["rollout_gpus"], config["train_gpus"]
+    if ratio:
+        return apart, int(ratio[2]), int(ratio[1])  # "trainer : rollouter", as verl writes it
     if nodes:
         return apart, int(nodes[2]) * int(nodes[3]), int(nodes[1]) * int(nodes[3])
     half = count_of(config["gpus"]) // 2

@@ -377,3 +377,76 @@ def test_known_names_are_not_overruled() -> None:
     assert as_read({**case, "category": "rl_step", "measured": step})["measured"] == step
     known = {"step_s": 5.0, "mean_step_time_min": 1.0}
     assert as_read({**case, "category": "rl_step", "measured": known})["measured"] == known
+
+
+def refusal(category: str, measured: str, config: dict[str, object], **more: object) -> str:
+    """Why such a case is refused; "" where it is predicted."""
+    case = {
+        "id": "x",
+        "family": "f",
+        "category": category,
+        "config": config,
+        "measured": {measured: 1.0},
+        **more,
+    }
+    found = ratios_of(case)
+    return found if isinstance(found, str) else ""
+
+
+def test_what_nothing_published_shows_is_refused() -> None:
+    """Each rule was known before the number: what the case says of itself, not how far off it is."""
+    run = {
+        "model": "Qwen3-8B", "gpu": "H100", "gpus": 8, "framework": "verl", "prompts_per_step": 64, "rollout_n": 8,
+        "mean_response_length": 900, "max_response_length": 4096,
+    }  # fmt: skip
+    assert not refusal("rl_step", "step_s", run)
+    assert "agent" in refusal("rl_step", "step_s", run, missing=["tool time of the sandboxes"])
+    assert "agent" in refusal("rl_step", "step_s", {**run, "dataset": "SWE-Gym"}, notes="multi-turn")
+    assert not refusal("rl_step", "step_s", {**run, "mode": "fully async"}, notes="multi-turn")
+    assert not refusal("rl_step", "step_s", run, notes="Sweep over batch sizes.")
+    assert "drafted" in refusal("rl_step", "step_s", {**run, "speculative": "EAGLE"})
+    assert not refusal("rl_step", "step_s", {**run, "speculative": "off"})
+    served = {
+        "model": "DeepSeek-R1",
+        "gpu": "H200",
+        "tp": 8,
+        "concurrency": 4,
+        "input_length": 100,
+        "output_length": 100,
+    }
+    assert not refusal("decode", "tpot_ms", served)
+    assert "drafted" in refusal("decode", "tpot_ms", {**served, "speculation": "MTP, 3 draft tokens"})
+    trained = {
+        "model": "Qwen3-30B-A3B", "gpu": "H100", "gpus": 8, "framework": "torchtitan (FSDP2)", "ep": 8, "gbs": 64,
+        "sequence_length": 4096,
+    }  # fmt: skip
+    assert not refusal("train_mfu", "tokens_per_s_per_gpu", trained)
+    assert "no published run" in refusal(
+        "train_mfu", "tokens_per_s_per_gpu", {**trained, "framework": "our own FSDP2 trainer"}
+    )
+    assert "nothing was tuned" in refusal(
+        "train_mfu", "tokens_per_s_per_gpu", trained, notes="Card says not tuned."
+    )
+
+
+def test_what_a_step_does_is_read() -> None:
+    """Epochs, log-probs that the rollout gave, no reference, and sides by their GPUs change the work."""
+    run = {
+        "model": "Qwen3-8B", "gpu": "H100", "gpus": 16, "framework": "verl", "prompts_per_step": 256, "rollout_n": 8,
+        "mean_response_length": 900, "max_response_length": 4096,
+    }  # fmt: skip
+
+    def seconds(**config: object) -> float:
+        case = {"id": "x", "family": "f", "category": "rl_step", "config": {**run, **config}}
+        (found,) = compare({**case, "measured": {"step_s": 1.0}}, ASSUMPTIONS)
+        return found.predicted.value
+
+    assert seconds(ppo_epochs=2) > 1.1 * seconds()
+    assert seconds(old_log_prob="taken from the rollout") < 0.97 * seconds()
+    assert seconds(kl_loss="no KL") < 0.97 * seconds()
+    apart = {"mode": "asynchronous, separate GPUs"}
+    assert seconds(**apart, train_gpus=12, rollout_gpus=4) == seconds(**apart, gpu_split="12 train + 4 gen")
+    assert seconds(**apart, resource_split="12:4") == seconds(**apart, gpu_split="12 train + 4 gen")
+    assert (
+        seconds(padding="padded (no remove_padding)") == seconds(use_remove_padding=False) > 1.05 * seconds()
+    )
