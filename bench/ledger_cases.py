@@ -942,7 +942,7 @@ def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
     said = " ".join(str(case.get(key, "")) for key in ("notes", "config"))
     workload = _workload(config, measured, said)
     mode, num_rollout, num_train = _split(config)
-    uses_megatron = "megatron" in str(config.get("train_backend", config.get("engine", ""))).lower()
+    uses_megatron = _trains_with_megatron(config, assumptions)
     generation_tp = numbers(config.get("generation_TP_PP", config.get("rollout_tp", "0")))[0]
     replica = ReplicaLayout(
         tp_size=generation_tp or smallest_rollout_tp(model, cluster, assumptions),
@@ -1009,6 +1009,16 @@ def step_case(case: Case, assumptions: Assumptions) -> Iterator[tuple[str, float
         yield "tokens_per_s_per_gpu", middle(measured["tokens_per_s_per_gpu"]), _within(rate, error)
 
 
+def _trains_with_megatron(config: dict[str, Any], assumptions: Assumptions) -> bool:
+    """As the case says; where it names no backend, as its framework does."""
+    said = " ".join(str(config.get(key, "")) for key in ("train_backend", "engine", "framework")).lower()
+    if re.search(r"fsdp|dtensor|deepspeed|zero-?\d|torchtitan", said) and "megatron" not in said:
+        return False
+    if re.search(r"fsdp|dtensor", str(config.get("train_backend", "")).lower()):
+        return False
+    return "megatron" in said or assumptions.stack == "megatron"
+
+
 _AGENTS = r"\bagent(?:s|ic)?\b|multi-?turn|sandbox|\bswe\b|swe-|tool (?:calls?|time|output)|alfworld|webshop|codescout"
 
 
@@ -1056,6 +1066,8 @@ def _as_configured(config: dict[str, Any], workload: Workload, assumptions: Assu
     sequences = config.get(
         "micro_batch_per_gpu", 1 if "skyrl" in str(config.get("framework")).lower() else None
     )
+    if tokens is None and sequences is None and _is_small(config, workload):
+        sequences = 1
     if tokens is None and sequences is not None:
         tokens = float(sequences) * float(config.get("padded_total_length", workload.sequence_tokens))
     return replace(
@@ -1064,6 +1076,17 @@ def _as_configured(config: dict[str, Any], workload: Workload, assumptions: Assu
         engine_memory_frac=min(float(memory or assumptions.engine_memory_frac), 1.0),
         micro_batch_tokens=round(float(tokens or assumptions.micro_batch_tokens)),
     )
+
+
+_SMALL_STEP = 32
+"""Sequences a GPU below which a trainer of unknown micro batches is taken to compute one at a time: 64 sequences of 3B
+on four A100 take 5.5 s (16 x 36 layers x 10 ms = 5.8), 64 of 0.6B on two L20 12 s (32 x 28 x 10 ms = 9.0)."""
+
+
+def _is_small(config: dict[str, Any], workload: Workload) -> bool:
+    """NeMo RL packs sequences, and TRL's batch on a device is its micro batch."""
+    is_known = re.search(r"nemo|\btrl\b", str(config.get("framework")), re.IGNORECASE) is not None
+    return not is_known and workload.num_sequences <= _SMALL_STEP * count_of(config["gpus"])
 
 
 def pads_sequences(case: Case) -> bool:
@@ -1162,7 +1185,7 @@ def _train_layout(
     columns = re.findall(r"\d+|n/a", str(config.get("training_parallel", "")))
     dtype = dtype_of(config.get("precision_train", "bf16"))
     if not uses_megatron or len(columns) < 5:
-        return TrainLayout(dtype=dtype)
+        return TrainLayout(dtype=dtype, lora=workload.lora_rank > 0)
     tp_size, cp_size, pp_size = int(columns[0]), int(columns[1]), _degree(columns[-2])
     copies = max(num_gpus // (tp_size * cp_size * pp_size), 1)
     longest = workload.prompt_tokens + workload.max_response_tokens
@@ -1173,9 +1196,17 @@ def _train_layout(
         pp_size=pp_size,
         ep_size=_degree(columns[2]),
         dtype=dtype,
+        lora=workload.lora_rank > 0,
         micro_batches_per_step=max(round(rows / copies), 1),
         virtual_stages=_degree(columns[-1]),
     )
+
+
+def _lora_rank(config: dict[str, Any]) -> int:
+    rank = re.search(
+        r"lora\D{0,8}(\d+)", f"lora {config.get('lora_rank', '')} {config.get('finetune', '')}".lower()
+    )
+    return int(rank[1]) if rank else 0
 
 
 _NO_REFERENCE = (
@@ -1226,6 +1257,7 @@ def _workload(config: dict[str, Any], measured: dict[str, Any], said: str) -> Wo
         num_mini_batches=max(1, sequences // count_of(config.get("train_batch_T_GBS", sequences))),
         uses_reference=not re.search(_NO_REFERENCE, said, re.IGNORECASE),
         uses_proximal=not re.search(_NO_PROXIMAL, str(config.get("old_log_prob", "")), re.IGNORECASE),
+        lora_rank=_lora_rank(config),
         num_epochs=count_of(_first(config, {}, "ppo_epochs", "num_epochs", "epochs_per_step") or 1),
     )
 

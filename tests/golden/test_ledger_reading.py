@@ -444,6 +444,15 @@ def test_what_a_step_does_is_read() -> None:
     assert seconds(ppo_epochs=2) > 1.1 * seconds()
     assert seconds(old_log_prob="taken from the rollout") < 0.97 * seconds()
     assert seconds(kl_loss="no KL") < 0.97 * seconds()
+    assert seconds(lora_rank=16) < 0.98 * seconds()
+    # A trainer's backend is its framework's where none is named: tensors cut by Megatron, not gathered.
+    assert seconds(framework="slime") == seconds(framework="slime", train_backend="Megatron")
+    # 16 sequences a GPU one at a time, 36 layers of 10 ms each; where the tokens of a micro batch are said, as said.
+    small = {"gpus": 4, "prompts_per_step": 8, "mean_response_length": 200, "max_response_length": 512}
+    assert seconds(**small) > seconds(**small, max_tokens_per_gpu=16384) + 3
+    assert seconds(**small, framework="NeMo RL") < seconds(
+        **small, framework="NeMo RL", micro_batch_per_gpu=1
+    )
     apart = {"mode": "asynchronous, separate GPUs"}
     assert seconds(**apart, train_gpus=12, rollout_gpus=4) == seconds(**apart, gpu_split="12 train + 4 gen")
     assert seconds(**apart, resource_split="12:4") == seconds(**apart, gpu_split="12 train + 4 gen")
