@@ -90,6 +90,8 @@ def filled(config: Part, measured: Part, notes: str, category: str) -> Part:
                 break
     _fill_batch(found)
     _fill_gpus(found, notes)
+    if category == "weight_sync":
+        _fill_sides(found, notes)
     _fill_degrees(found, notes, category)
     if category == "train_mfu":
         _fill_global_batch(found)
@@ -144,6 +146,32 @@ def _fill_gpus(config: Part, notes: str) -> None:
         else:
             continue
         return
+
+
+_TRAINERS = r"(?:train(?:er|ers|ing)?|actors?|policy|learners?|senders?)"
+_ENGINES = r"(?:rollouts?|inference|generat(?:ion|ors?)|engines?|samplers?|serving|receivers?|vLLM|SGLang)"
+
+
+def _fill_sides(config: Part, notes: str) -> None:
+    """GPUs of both sides out of a sentence: "16 training GPUs and 32 inference GPUs", "2 trainer nodes, ..."."""
+    if any(config.get(key) is not None for key in ("train_gpus", "rollout_gpus")):
+        return
+    words = ("placement", "topology", "setup", "layout", "gpu_split", "split", "allocation")
+    text = " ".join([*(str(value) for key, value in config.items() if flat(key) in words), notes])
+    found = []
+    for role in (_TRAINERS, _ENGINES):
+        side = re.search(
+            rf"(\d+)\s*(?:x\s*)?(?:{_CHIPS}\s*)?{role}\s+(nodes|GPUs|ranks|devices)", text, re.IGNORECASE
+        ) or re.search(
+            rf"(\d+)\s*(nodes|GPUs|ranks|devices)\s*(?:for|as|of the)\s*(?:the\s*)?{role}",
+            text,
+            re.IGNORECASE,
+        )
+        if not side:
+            return
+        per_node = figure(str(config.get("gpus_per_node", ""))) or 8
+        found.append(int(side[1]) * (int(per_node) if side[2].lower() == "nodes" else 1))
+    config["train_gpus"], config["rollout_gpus"] = found
 
 
 def degrees(text: str) -> dict[str, int]:

@@ -279,6 +279,28 @@ def degrees_in_prose(case: Case) -> None:
         config["parallelism"] = ", ".join(f"{k.upper()}={config.pop(k)}" for k in ("tp", "pp", "cp", "ep"))
 
 
+def sides_in_prose(choice: int) -> Change:
+    """GPUs of both sides of a publication in its placement."""
+
+    def change(case: Case) -> None:
+        config = case["config"]
+        sides = [config.get(key) for key in ("train_gpus", "rollout_gpus")]
+        if case["category"] != "weight_sync" or not all(isinstance(side, int) for side in sides):
+            return
+        if "coloc" in f"{config.get('placement')} {config.get('framework')}".lower():
+            return
+        del config["train_gpus"], config["rollout_gpus"]
+        train, rollout = sides
+        said = (
+            f"{train} training GPUs and {rollout} inference GPUs",
+            f"{train} GPUs for the trainer, {rollout} GPUs for rollouts",
+            f"{train} trainer ranks, {rollout} engine ranks",
+        )[choice]
+        config["setup"] = said
+
+    return change
+
+
 MODES = {
     "colocated sync": ("colocated, synchronous", "hybrid engine, synchronous (shared GPUs)", "sync, colocated"),
     "colocate sync": ("colocated, synchronous", "hybrid engine, synchronous (shared GPUs)", "sync, colocated"),
@@ -301,6 +323,7 @@ CHANGES: dict[str, Change] = {
     **{f"renamed {n}": renamed(n) for n in range(3)},
     **{f"measured renamed {n}": measured_renamed(n) for n in range(3)},
     **{f"mode reworded {n}": mode_reworded(n) for n in range(3)},
+    **{f"sides in prose {n}": sides_in_prose(n) for n in range(3)},
     "reversed order": reversed_order,
     "written out": written_out,
     "in thousands": in_thousands,
