@@ -29,7 +29,7 @@ SIZES = [
 @pytest.mark.parametrize("has_triton", [True, False])
 def test_cuda_digests_equal_cpu_digests(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_triton:
-        monkeypatch.setattr(digest_module, "_has_triton", lambda: False)
+        monkeypatch.setattr(digest_module, "runs_triton", lambda device: False)
     tensors = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in SIZES]
     tensors += [torch.randn(37, 53).to(torch.bfloat16), torch.randn(300, 200)[:, 3:77], torch.tensor(1.5)]
     assert digests([t.cuda() for t in tensors]) == digests(tensors)

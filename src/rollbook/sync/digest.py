@@ -20,7 +20,6 @@ Triton kernel that reads each parameter once (`digest_triton.py`), and in plain 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,8 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from rollbook.kernels import runs_triton
 
 COLUMNS = 1024
 ROWS = 256
@@ -87,7 +88,7 @@ def launch(tensors: Sequence[Tensor]) -> PendingDigests:
     if not tensors:
         return PendingDigests(torch.zeros(0, 2, dtype=torch.int64), kinds)
     device = tensors[0].device
-    if device.type == "cuda" and _has_triton():
+    if runs_triton(device):
         from rollbook.sync import digest_triton
 
         sums = digest_triton.sums([t if _lies_in_order(t) else flat_bytes(t) for t in tensors])
@@ -159,11 +160,6 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 def _mix(x: Tensor) -> Tensor:
     x = (x ^ _shift_right(x, 32)) * MIX_FACTOR
     return x ^ _shift_right(x, 32)
-
-
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @lru_cache(maxsize=1)

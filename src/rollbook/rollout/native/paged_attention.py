@@ -5,7 +5,7 @@ query positions) meet the page in one batched product over all pages in use. Eac
 and weight, which are added up per sequence. Nothing is copied, padded to the longest row, or read twice.
 
 With m the largest score of a row over all its pages, out = sum_pages exp(s - m) V / sum_pages exp(s - m): the same
-softmax, summed page by page.
+softmax, summed page by page. On CUDA one Triton kernel does it (`paged_triton.py`).
 
 The function stands in `modeling.attention.ATTENTIONS` under `ATTENTION_NAME`: the built-in decoder and every
 transformers model whose attention goes through AttentionInterface can use it.
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollbook.errors import EngineError
+from rollbook.kernels import runs_triton
 from rollbook.modeling.attention import ATTENTIONS
 from rollbook.rollout.native.pages import CopyPages, PageOperation, merged
 
@@ -306,6 +307,10 @@ def attend_pages(
     sinks: Tensor | None,
 ) -> Tensor:
     """[B, H, D] queries -> [B, H, Dv]."""
+    if runs_triton(queries.device):
+        from rollbook.rollout.native import paged_triton
+
+        return paged_triton.attend(batch, queries, key_pool, value_pool, scale, window, softcap, sinks)
     num_rows, num_heads, dim = queries.shape
     num_batch = len(batch.owner)
     if batch.gather is None:
