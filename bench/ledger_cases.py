@@ -518,8 +518,10 @@ def train_stack_of(case: Case, model: ModelSpec) -> str:
     ):
         return "fsdp_experts"
     said = str(config.get("torch_compile", "")).lower()
-    # Liger's kernels fuse what torch.compile fuses.
-    if said == "true" or (said == "" and re.search(r"torchtitan|fms|torch\.compile|liger", framework)):
+    # Liger's kernels fuse what torch.compile fuses, as do llm-foundry's norm and loss.
+    if said == "true" or (
+        said == "" and re.search(r"torchtitan|fms|torch\.compile|liger|foundry", framework)
+    ):
         return "fsdp_compiled"
     if "fsdp2 trainer" in framework:
         return "fsdp_primerl" if "rl" in kind else "fsdp_plain"
