@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from ledger_cases import Case, Comparison, NotCovered, compare
+from ledger_cases import Comparison, compare
+from ledger_words import Case, NotCovered
 from rollbook.ledger.assumptions import Assumptions
 
 

@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 from numpy.typing import NDArray
 
-from ledger_cases import Case, Comparison
+from ledger_cases import Comparison
 from ledger_errors import coverage, load_cases, predict_all, quantiles
+from ledger_words import Case
 from rollbook.ledger.assumptions import Assumptions, load_assumptions
 
 Array = NDArray[np.float64]

@@ -18,9 +18,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ledger_cases import ADAPTERS, Case, Comparison
+from ledger_cases import ADAPTERS, Comparison
 from ledger_errors import coverage, load_cases, predict_all, quantiles
 from ledger_fit import FREE, leave_one_out
+from ledger_words import Case
 from rollbook.ledger.assumptions import load_assumptions
 
 

@@ -15,11 +15,12 @@ pytest.importorskip("yaml")
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
-from ledger_cases import Case, NotCovered, compare  # noqa: E402
+from ledger_cases import compare  # noqa: E402
 from ledger_errors import load_cases  # noqa: E402
 from ledger_numbers import figure, seconds_of  # noqa: E402
 from ledger_prose import degrees  # noqa: E402
 from ledger_reading import as_read  # noqa: E402
+from ledger_words import Case, NotCovered  # noqa: E402
 from rollbook.ledger.assumptions import load_assumptions  # noqa: E402
 
 CATEGORIES = ("decode", "rl_step", "train_mfu", "weight_sync")

@@ -12,18 +12,12 @@ pytest.importorskip("yaml")
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
-from ledger_cases import (  # noqa: E402
-    Case,
-    NotCovered,
-    compare,
-    count_of,
-    engine_of,
-    find_model,
-    framework_of,
-    train_stack_of,
-)
+from ledger_cases import compare  # noqa: E402
 from ledger_errors import load_cases, predict_all, quantiles  # noqa: E402
 from ledger_fit import evidence_of, leave_one_out  # noqa: E402
+from ledger_serving_cases import engine_of  # noqa: E402
+from ledger_train_cases import train_stack_of  # noqa: E402
+from ledger_words import Case, NotCovered, count_of, find_model, framework_of  # noqa: E402
 from rollbook.ledger.assumptions import load_assumptions  # noqa: E402
 
 CATEGORIES = ("decode", "rl_step", "train_mfu", "weight_sync")

@@ -24,8 +24,8 @@ from rollbook.planner.request import PlanRequest
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
-from ledger_cases import published_work  # noqa: E402
 from ledger_errors import load_cases  # noqa: E402
+from ledger_sync_cases import published_work  # noqa: E402
 
 EXPERTS = {
     "Qwen3-30B-A3B": ("H100", 16),
