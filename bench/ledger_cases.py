@@ -1,6 +1,6 @@
 """Turn a published measurement into ledger calls: which model, device and workload a case describes.
 
-Nothing here is tuned to a case. An adapter takes the configuration as it was published, in the words of `ledger_reading.py`,
+Nothing here is tuned to a case. An adapter takes the configuration in the words of `ledger_reading.py`,
 asks the ledger, and gives back pairs of measured and predicted numbers; where an input that matters was not published,
 it says so. What a whole class of cases leaves out is assumed once, in the constants of its adapter's module.
 """
