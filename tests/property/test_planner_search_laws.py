@@ -242,6 +242,7 @@ def test_a_side_is_computed_once_for_all_sizes_of_the_cluster(monkeypatch: pytes
             more["num_gpus"],
             is_colocated(more["mode"]),
             more["layouts"],
+            more.get("held_bytes"),
         )
         engines[(*what, more["follows_environments"])] += 1
         return real_engines(*args, **more)

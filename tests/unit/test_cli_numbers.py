@@ -26,7 +26,7 @@ INTEGERS = {  # option -> values that cannot be meant
     "max-staleness": ("-1", "5000"),
     "lora-rank": ("-1", "1e3", "99999"),
     "epochs": ("0", "-1", "1e3"),
-    "sleep-level": ("-1", "0", "3", "1e3"),
+    "sleep-level": ("-1", "3", "1e3"),
 }
 FLOATS = {
     "host-gb-per-gpu": ("-1", "1e300"),
@@ -101,7 +101,7 @@ def test_the_table_covers_every_number_option() -> None:
     told = {*COUNTS, *COUNTS_OR_ZERO, *INTEGERS, *FLOATS, *PLAN_ONLY, *SIMULATE_ONLY, "split"}
     words = "model gpu lengths algorithm reward reference proximal rollout-dtype offload assume output html emit json"
     words += " mode take on-stale on-publish recompute-kv recompute keep-prefix lora-publish checkpoint-async"
-    words += " reward-model share-prompts stack rebuild-engine engine"
+    words += " reward-model share-prompts stack rebuild-engine engine idle-state"
     for command in (plan_command.command, simulate_command.command):
         signature = inspect.signature(command, eval_str=True)
         for parameter in signature.parameters.values():

@@ -62,7 +62,7 @@ def test_the_items_of_a_frozen_base_add_up_to_its_state() -> None:
     account = step_account(LLAMA, ADAPTERS, CLUSTER, DEFAULT, rollout_tp=1)
     items = memory_items(
         LLAMA, ADAPTERS, CLUSTER, DEFAULT, rollout=account.rollout, train=account.train,
-        layout=TrainLayout(lora=True), shares_devices=True,
+        layout=TrainLayout(lora=True), waits_on_host=True,
     )  # fmt: skip
     of = {item.name: item.bytes for item in items if item.place == "train device"}
     assert of["gradients"] == 2 * NUM_ADAPTERS / 8

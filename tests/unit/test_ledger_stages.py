@@ -503,7 +503,7 @@ def test_memory_items_add_up_to_the_sides() -> None:
         rollout=account.rollout,
         train=account.train,
         layout=TrainLayout(),
-        shares_devices=True,
+        waits_on_host=True,
     )
     state = ("weights", "gradients", "master weights", "optimizer moments")
     assert sum(i.bytes for i in items if i.name in state) == pytest.approx(16 * 8.03e9 / 64)

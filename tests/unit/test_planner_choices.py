@@ -340,7 +340,7 @@ def test_a_plan_of_a_processor_names_no_gpu(tmp_path: Path) -> None:
     ("options", "what", "hint"),
     [
         ({"changed_frac": 1.5}, "--changed-frac is 1.5", "between 0 and 1"),
-        ({"sleep_level": 3}, "--sleep-level is 3", "use 1"),
+        ({"sleep_level": 3}, "--sleep-level is 3", "use 0"),
         ({"stack": "megatrn"}, "--stack is 'megatrn'", "megatron"),
         ({"reward_model": "Qwen3-0.6B"}, "--reward-model is Qwen3-0.6B with a reward by rule", "--reward model"),
         ({"reward_tokens": "99"}, "--reward-tokens is 99 with a reward by rule", "generative"),

@@ -149,7 +149,7 @@ def test_hand_overs_that_a_log_times_stay_stages_of_their_own() -> None:
 
 
 def test_a_described_workload_knows_which_stage_holds_which_move() -> None:
-    request = PlanOptions(model="Qwen3-8B", num_gpus="16", response_tokens="1k").request()
+    request = PlanOptions(model="Qwen3-8B", num_gpus="16", response_tokens="1k", idle_state="host").request()
     planned, candidate = expectation_of_request(request, mode="sync")
     assert set(planned.hand_over_s) >= {"rollout", "train", "sync"}
     assert sum(planned.hand_over_s.values()) == pytest.approx(candidate.account.seconds.switch)

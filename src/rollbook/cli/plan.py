@@ -150,9 +150,20 @@ StackOption = Annotated[
         help="Trainer: fsdp, megatron, ...; empty: what the assumptions name, else what the layouts need.",
     ),
 ]
+IdleOption = Annotated[
+    str,
+    typer.Option(
+        "--idle-state",
+        help="Training state while engines generate on its GPUs: device (stays), host (waits there), auto.",
+    ),
+]
 SleepOption = Annotated[
-    int,
-    typer.Option("--sleep-level", help="Colocated engines: 1 keeps weights in host memory, 2 drops them."),
+    str,
+    typer.Option(
+        "--sleep-level",
+        help="Colocated engines while the trainer works: 0 stay awake, 1 keep weights in host memory, 2 drop them, "
+        "auto.",
+    ),
 ]
 RebuildOption = Annotated[
     bool,
@@ -222,7 +233,8 @@ def command(
     share_prompts: SharePromptsOption = DEFAULTS.share_prompts,
     prefill_chunk: PrefillChunkOption = str(DEFAULTS.prefill_chunk),
     stack: StackOption = DEFAULTS.stack,
-    sleep_level: SleepOption = DEFAULTS.sleep_level,
+    idle_state: IdleOption = DEFAULTS.idle_state,
+    sleep_level: SleepOption = str(DEFAULTS.sleep_level),
     rebuild_engine: RebuildOption = DEFAULTS.rebuild_engine,
     changed_frac: ChangedOption = DEFAULTS.changed_frac,
     max_staleness: StalenessOption = DEFAULTS.max_staleness,
@@ -314,7 +326,8 @@ def command(
         sandbox_start_seconds=sandbox_start_seconds, cores_per_sandbox=cores_per_sandbox,
         gb_per_sandbox=gb_per_sandbox,
         share_prompts=share_prompts, prefill_chunk=prefill_chunk, stack=stack or TRAINS_WITH.get(emit, ""),
-        sleep_level=sleep_level, rebuild_engine=rebuild_engine, changed_frac=changed_frac, lend=lend,
+        idle_state=idle_state, sleep_level=sleep_level, rebuild_engine=rebuild_engine,
+        changed_frac=changed_frac, lend=lend,
         length_growth=length_growth,
         horizon=horizon,
     )  # fmt: skip

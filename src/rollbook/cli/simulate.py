@@ -23,6 +23,7 @@ from rollbook.cli.plan import (
     GpuOption,
     GroupOption,
     HostOption,
+    IdleOption,
     LengthsOption,
     LoraPublishOption,
     LoraRankOption,
@@ -121,7 +122,8 @@ def command(
     share_prompts: SharePromptsOption = DEFAULTS.share_prompts,
     prefill_chunk: PrefillChunkOption = str(DEFAULTS.prefill_chunk),
     stack: StackOption = DEFAULTS.stack,
-    sleep_level: SleepOption = DEFAULTS.sleep_level,
+    idle_state: IdleOption = DEFAULTS.idle_state,
+    sleep_level: SleepOption = str(DEFAULTS.sleep_level),
     rebuild_engine: RebuildOption = DEFAULTS.rebuild_engine,
     changed_frac: ChangedOption = DEFAULTS.changed_frac,
     max_staleness: StalenessOption = DEFAULTS.max_staleness,
@@ -221,8 +223,9 @@ def command(
         reward_tokens=reward_tokens, epochs=epochs, env_p50_seconds=env_p50_seconds,
         sandbox_start_seconds=sandbox_start_seconds, cores_per_sandbox=cores_per_sandbox,
         gb_per_sandbox=gb_per_sandbox,
-        share_prompts=share_prompts, prefill_chunk=prefill_chunk, stack=stack, sleep_level=sleep_level,
-        rebuild_engine=rebuild_engine, changed_frac=changed_frac, lend=lend,
+        share_prompts=share_prompts, prefill_chunk=prefill_chunk, stack=stack,
+        idle_state=idle_state, sleep_level=sleep_level, rebuild_engine=rebuild_engine,
+        changed_frac=changed_frac, lend=lend,
     )  # fmt: skip
     request = options.request()
     candidate = _candidate(request, mode)

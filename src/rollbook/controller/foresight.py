@@ -15,7 +15,6 @@ from rollbook.errors import ConfigError, RunError
 from rollbook.ledger.assumptions import Assumptions, load_assumptions
 from rollbook.ledger.hardware import Accelerator, Cluster, load_accelerator
 from rollbook.ledger.model import ModelSpec, load_model
-from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.workload import Workload
 from rollbook.modeling.char_tokenizer import CharTokenizer
 from rollbook.planner.expected import expectation_of_request
@@ -79,7 +78,8 @@ def _derive(config: RunConfig, *, gpu: str, num_gpus: int) -> Derivation:
         ),
         cluster=Cluster(accelerator=accelerator, num_gpus=devices),
         assumptions=_assumptions(config),
-        sleep=SleepChoice(sleep_level=config.memory.sleep_level, moves_state=config.memory.offload),
+        idle_state="host" if config.memory.offload else "device",
+        sleep_level=config.memory.sleep_level,
         split=split,
         max_staleness_steps=max(config.buffer.max_staleness_steps, 1),
         checkpoint_every_steps=config.checkpoint.every_steps,
@@ -150,7 +150,8 @@ def _assumptions(config: RunConfig) -> Assumptions:
     """Of a run of this loop, with the engine that it asks for and its own trainer."""
     own = load_assumptions("rollbook")
     sources = {**own.sources, "stack": "the loop's trainer"}
-    return replace(own, decode=own.decode.for_engine(config.rollout.engine), sources=sources)
+    decode = own.decode.for_engine(config.rollout.engine)
+    return replace(own, decode=decode, micro_batch_tokens=config.trainer.micro_batch_tokens, sources=sources)
 
 
 def _accelerator(config: RunConfig, gpu: str, notes: list[str]) -> Accelerator:

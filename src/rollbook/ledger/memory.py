@@ -169,16 +169,21 @@ def memory_items(
     rollout: RolloutSide,
     train: TrainSide,
     layout: TrainLayout,
-    shares_devices: bool,
+    waits_on_host: bool = False,
+    keeps_state: bool = False,
+    keeps_engine: bool = False,
     offloaded_bytes: float = 0.0,
     offloaded_what: str = "",
 ) -> list[MemoryItem]:
     """Who owns which bytes of each role's GPU, largest first within a place.
 
-    Where both roles share a device only one of them is awake; the trainer's state then needs its own pinned host
-    memory, which stands under "train host".
+    Where both roles share a device, "rollout device" is it while the engine generates, "train device" while the trainer
+    works.
 
     Args:
+        waits_on_host: the training state is in host memory while an engine has the device.
+        keeps_state: it stays on the device instead.
+        keeps_engine: and the engine, awake, while the trainer works.
         offloaded_bytes: training state of one GPU that lives in host memory; `assumptions` hold what is left on the
             device.
         offloaded_what: that state in words.
@@ -189,23 +194,29 @@ def memory_items(
     overhead = 0.0 if is_cpu else assumptions.memory_overhead_frac * cluster.accelerator.hbm_bytes
     fixed = min(_CONTEXT_BYTES + _COMMUNICATION_BYTES, overhead)
     context: _Row = ("context and communication", fixed, "CUDA context, NCCL buffers")
+    state = _state_rows(model, workload, assumptions, memory, num_gpus=train.num_gpus)
+    engine = [
+        *_engine_rows(rollout),
+        ("CUDA graphs", min(_GRAPHS_BYTES, overhead - fixed), "one per batch size"),
+    ]
     places: dict[Place, list[_Row]] = {
         "train device": [
-            *_state_rows(model, workload, assumptions, memory, num_gpus=train.num_gpus),
+            *state,
             *_work_rows(memory, layout),
+            *(engine if keeps_engine else []),
             context,
         ],
         "rollout device": [
-            *_engine_rows(rollout),
-            ("CUDA graphs", min(_GRAPHS_BYTES, overhead - fixed), "one per batch size"),
+            *engine,
+            *(state if keeps_state else []),
             context,
         ],
         "train host": [
-            ("training state (pinned)", offloaded_bytes, f"{offloaded_what}, not on the device"),
+            (f"{_ON_HOST}, always", offloaded_bytes, f"{offloaded_what}, not on the device"),
             (
-                "offloaded training state (pinned)",
-                (memory.state + memory.frozen) * shares_devices,
-                "state, reference and reward model while the engine is awake",
+                f"{_ON_HOST}, while engines generate",
+                (memory.state + memory.frozen) * waits_on_host,
+                "state, reference and reward model",
             ),
         ],
     }
@@ -218,6 +229,7 @@ def memory_items(
     return sorted(items, key=lambda item: (item.place, -item.bytes))
 
 
+_ON_HOST = "training state (pinned)"
 _Row = tuple[str, float, str]
 """Owner, bytes on one GPU, and their formula."""
 

@@ -79,13 +79,34 @@ def _plain(value: float) -> str:
 _SEPARATORS = str.maketrans("", "", "_,")
 
 
+_BYTE_UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+_MOST_DIGITS = 3
+
+
 def format_bytes(num_bytes: float) -> str:
     """Powers of ten, as device memory is sold.
 
     >>> format_bytes(10.736e12), format_bytes(64.2e9)
     ('10.7 TB', '64.2 GB')
     """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, size in _BYTE_UNITS.items():
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def apart_bytes(needed: float, room: float) -> tuple[str, str]:
+    """Two sizes that are compared, in as many digits as tell them apart.
+
+    >>> apart_bytes(83.9e9, 72e9), apart_bytes(72.03e9, 72e9), apart_bytes(72e9 + 1, 72e9)
+    (('83.9 GB', '72.0 GB'), ('72.03 GB', '72.00 GB'), ('72.0 GB', '72.0 GB'))
+    """
+    told = format_bytes(needed), format_bytes(room)
+    unit = told[0].rpartition(" ")[2]
+    if told[0] != told[1] or unit not in _BYTE_UNITS:
+        return told
+    for digits in range(2, _MOST_DIGITS + 1):
+        exact = tuple(f"{value / _BYTE_UNITS[unit]:.{digits}f} {unit}" for value in (needed, room))
+        if exact[0] != exact[1]:
+            return exact[0], exact[1]
+    return told

@@ -107,11 +107,13 @@ def rollout_side(
     mode: Mode = "sync",
     num_gpus: int,
     layouts: Layouts,
+    held_bytes: float = 0.0,
     follows_environments: bool = True,
 ) -> RolloutSide:
     """Generation on `num_gpus` devices. Under `default` a colocated engine gets part of the memory only.
 
     Args:
+        held_bytes: of each device, those that a trainer keeps while the engine is awake; the paper account knows none.
         follows_environments: False leaves out what agents' calls add to a step (`env_wait_s`, and of `busy_s`), which
             takes far longer to find than all the rest.
     """
@@ -126,10 +128,16 @@ def rollout_side(
         assumptions,
         num_gpus=num_gpus,
         layout=layouts.replica,
-        memory_frac=assumptions.engine_memory_frac if is_colocated(mode) else 1.0,
+        memory_frac=shared_memory_frac(cluster, assumptions, held_bytes) if is_colocated(mode) else 1.0,
         max_staleness_steps=layouts.max_staleness_steps,
         follows_environments=follows_environments,
     )
+
+
+def shared_memory_frac(cluster: Cluster, assumptions: Assumptions, held_bytes: float = 0.0) -> float:
+    """Share of a shared device's memory that engines may take beside what a trainer keeps there meanwhile."""
+    held_frac = held_bytes / cluster.accelerator.hbm_bytes
+    return max(min(assumptions.engine_memory_frac, 1 - assumptions.memory_overhead_frac - held_frac), 0.0)
 
 
 def train_side(

@@ -46,6 +46,11 @@ class SleepChoice:
                 "use 0 (awake), 1 (weights wait in host memory) or 2 (dropped; the publication brings them back)",
             )
 
+    @property
+    def moves_nothing(self) -> bool:
+        """Engine and trainer stay on the device together."""
+        return self.sleep_level == 0 and not self.moves_state
+
 
 def hand_over(
     model: ModelSpec,
@@ -88,7 +93,7 @@ def hand_over(
         Move("engine wakes", bytes=weights, seconds=sleeps * assumptions.wake_s + weights / engine_rate),
         Move(BASE_MOVE, bytes=0.0, seconds=assumptions.base_s * (sleeps or offloads_state)),
     ]
-    if choice.rebuilds_engine:
+    if choice.rebuilds_engine and choice.sleep_level:
         moves.append(Move("KV pool made again", bytes=0.0, seconds=assumptions.pool_s))
         moves.append(Move("graphs captured again", bytes=0.0, seconds=assumptions.graphs_s))
     return moves

@@ -21,7 +21,7 @@ from rollbook.ledger.layout import TrainLayout
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.model import ModelSpec
 from rollbook.ledger.own_machine import own_seconds_width, own_training_s
-from rollbook.ledger.quantity import format_bytes
+from rollbook.ledger.quantity import apart_bytes, format_bytes
 from rollbook.ledger.reliability import assumed_model_factor, model_traits, widening
 from rollbook.ledger.traffic import dense_width, expert_width
 from rollbook.ledger.workload import Workload
@@ -295,10 +295,11 @@ def default_train_side(
         why_not.append(
             f"{num_gpus} train GPUs are no multiple of TP x PP x CP = {layout.model_parallel_size}: change the layout"
         )
+    fixed, total = (apart_bytes(needed, usable) for needed in (memory.fixed, memory.total))
     if memory.fixed > usable:
         why_not.append(
             f"one micro batch{' beside the weights of a rank' if memory.whole else ''} takes "
-            f"{format_bytes(memory.fixed)} a GPU of {format_bytes(usable)} usable, whatever the number of GPUs: "
+            f"{fixed[0]} a GPU of {fixed[1]} usable, whatever the number of GPUs: "
             f"recompute fully, or raise tensor{', pipeline' if memory.whole else ''} or context parallelism"
         )
     elif memory.total > usable:
@@ -310,7 +311,7 @@ def default_train_side(
             else f"of more GPUs one micro batch still takes {format_bytes(memory.fixed)} each"
         )
         why_not.append(
-            f"training takes {format_bytes(memory.total)} a GPU of {format_bytes(usable)} usable "
+            f"training takes {total[0]} a GPU of {total[1]} usable "
             f"({format_bytes(memory.state)} of it training state on {counted(num_gpus, 'GPU')}): {more}"
         )
     error_frac = assumptions.train_error_frac * assumed_model_factor(model)

@@ -21,6 +21,8 @@ from rollbook.planner.request import PlanRequest
 from rollbook.planner.staleness import in_flight_slots
 from rollbook.planner.words import count, counted, format_bytes, percent, seconds, seconds_range
 
+_MOMENTS = {"rollout device": "while generating", "train device": "while training", "train host": "host"}
+"""Of a GPU that both roles share, for the places of the ledger."""
 _USUAL_INTERVAL_S = 3600.0
 """Without a wish, a checkpoint about once an hour: what a failure may cost."""
 
@@ -172,6 +174,8 @@ class Beside:
     """By owner, on one GPU of each role and on the host; empty under the paper account, which has no owners."""
     capacity_bytes: float
     """Of a GPU."""
+    shares_devices: bool
+    """The GPUs of both roles are the same, at two moments."""
     moves: tuple[Move, ...]
     """Of a step's hand-overs, on one GPU; empty where the roles have their own devices."""
     checkpoint: Checkpointing
@@ -266,9 +270,8 @@ class Beside:
         rows: list[tuple[str, str, str]] = []
         for place in dict.fromkeys(item.place for item in self.memory):
             items = [item for item in self.memory if item.place == place]
-            rows += [
-                ("" if i else place, item.name, format_bytes(item.bytes)) for i, item in enumerate(items)
-            ]
+            told = _MOMENTS.get(place, place) if self.shares_devices else place
+            rows += [("" if i else told, item.name, format_bytes(item.bytes)) for i, item in enumerate(items)]
             if place != "train host":
                 total = sum(item.bytes for item in items)
                 rows.append(("", f"together, of {format_bytes(self.capacity_bytes)}", format_bytes(total)))
@@ -292,6 +295,7 @@ def beside(request: PlanRequest, shown: Candidate) -> Beside:
     return Beside(
         memory=_memory(request, shown) if has_owners else (),
         capacity_bytes=request.cluster.accelerator.hbm_bytes,
+        shares_devices=is_colocated(shown.mode),
         moves=moves_of(request, shown),
         checkpoint=checkpointing(request, shown),
         prefill=shown.account.rollout.prefill,
@@ -302,6 +306,7 @@ def beside(request: PlanRequest, shown: Candidate) -> Beside:
 
 def _memory(request: PlanRequest, shown: Candidate) -> tuple[MemoryItem, ...]:
     offload = shown.train.offload
+    is_shared = is_colocated(shown.mode) and not request.cluster.accelerator.is_cpu
     return tuple(
         memory_items(
             request.model,
@@ -311,7 +316,9 @@ def _memory(request: PlanRequest, shown: Candidate) -> tuple[MemoryItem, ...]:
             rollout=shown.account.rollout,
             train=shown.account.train,
             layout=shown.train.layout,
-            shares_devices=is_colocated(shown.mode) and not request.cluster.accelerator.is_cpu,
+            waits_on_host=is_shared and shown.sleep.moves_state,
+            keeps_state=is_shared and not shown.sleep.moves_state,
+            keeps_engine=is_shared and shown.sleep.sleep_level == 0,
             offloaded_bytes=host_state_bytes(request, offload) / shown.split[1],
             offloaded_what=HELD[offload],
         )
@@ -329,7 +336,7 @@ def moves_of(request: PlanRequest, shown: Candidate) -> tuple[Move, ...]:
         shown.train.assumptions,
         rollout=shown.account.rollout,
         train=shown.account.train,
-        sleep=request.sleep,
+        sleep=shown.sleep,
     )
     return tuple(move for move in moves if move.seconds > 0)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rollbook.ledger.account import RolloutSide, StepAccount, TrainSide
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.step import Layouts, hand_over_moves, is_colocated, publication_work
-from rollbook.ledger.switch import pinned_bytes
+from rollbook.ledger.switch import SleepChoice, pinned_bytes
 from rollbook.ledger.sync import SyncMethod, SyncWork
 from rollbook.ledger.workload import Mode
 from rollbook.observe.numbers import counted
@@ -83,6 +83,52 @@ class OffloadResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IdleResult:
+    """A shared topology's best step where this much leaves its GPUs in turn."""
+
+    sleep: SleepChoice
+    step_s: float
+    is_least: bool
+    """As of the candidate."""
+    why_not: tuple[str, ...]
+    switch_s: float
+    """Of it, hand-overs."""
+    kv_pool_bytes: float
+    """Of a replica."""
+    num_slots: int
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> IdleResult:
+        account = candidate.account
+        return cls(
+            sleep=candidate.sleep,
+            step_s=candidate.step_s,
+            is_least=candidate.is_least,
+            why_not=candidate.why_not,
+            switch_s=account.seconds.switch,
+            kv_pool_bytes=account.rollout.kv_pool_bytes,
+            num_slots=account.rollout.slots_per_replica,
+        )
+
+    @property
+    def step_words(self) -> str:
+        return f"{'at least ' if self.is_least else ''}{seconds(self.step_s)}"
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "idle_state": "host" if self.sleep.moves_state else "device",
+            "sleep_level": self.sleep.sleep_level,
+            "step_s": self.step_s,
+            "is_least": self.is_least,
+            "switch_s": self.switch_s,
+            "kv_pool_bytes": self.kv_pool_bytes,
+            "slots_per_replica": self.num_slots,
+            "fits": not self.why_not,
+            "why_not": list(self.why_not),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One topology: who gets which GPUs, in which layouts, and what a step costs."""
 
@@ -90,12 +136,16 @@ class Candidate:
     rollout_layout: ReplicaLayout
     train: TrainChoice
     sync_method: SyncMethod
+    sleep: SleepChoice = field(default_factory=SleepChoice)
+    """What leaves shared GPUs in turn; not read where each side has its own."""
     why_not: tuple[str, ...] = ()
     """All reasons against it; empty when it fits."""
     is_least: bool = False
     """Its seconds are the least that it may take: others take less, so it was not followed."""
     offloads: tuple[OffloadResult, ...] = ()
     """Places of the training state that were asked for in this topology."""
+    idles: tuple[IdleResult, ...] = ()
+    """What may leave its shared GPUs in turn; empty where nobody shares, or it is no question."""
 
     @property
     def mode(self) -> Mode:
@@ -107,8 +157,9 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """Mode, and where the training state lives if not on the device."""
-        return MODE_TITLES[self.mode] + IN_SHORT[self.train.offload]
+        """Mode, and where the training state lives, or waits, if not on the device."""
+        waits = ", state waits on hosts" if self.idles and self.sleep.moves_state else ""
+        return MODE_TITLES[self.mode] + IN_SHORT[self.train.offload] + waits
 
     @property
     def software(self) -> str:
@@ -140,6 +191,13 @@ class Candidate:
         return seconds_within(self.step_s, span.low, span.high)
 
     @property
+    def idle_state(self) -> str | None:
+        """Where the training state is while engines generate on its GPUs; None where they have their own."""
+        if not is_colocated(self.mode):
+            return None
+        return "host" if self.sleep.moves_state else "device"
+
+    @property
     def is_on_policy(self) -> bool:
         return self.mode in ON_POLICY
 
@@ -163,6 +221,9 @@ class Candidate:
             "train_layout": train_layout_json(self.train, account.train.num_gpus),
             "offload": self.train.offload,
             "offloads": {result.offload: result.as_json() for result in self.offloads},
+            "idle_state": self.idle_state,
+            "sleep_level": self.sleep.sleep_level if is_colocated(self.mode) else None,
+            "idle_choices": [result.as_json() for result in self.idles],
             "fits": self.fits,
             "why_not": list(self.why_not),
             "notes": list(account.notes),
@@ -204,14 +265,14 @@ def rollout_s(side: RolloutSide, mode: Mode) -> float:
 
 
 def layouts_of(
-    request: PlanRequest, layout: ReplicaLayout, train: TrainChoice, method: SyncMethod
+    request: PlanRequest, layout: ReplicaLayout, train: TrainChoice, method: SyncMethod, sleep: SleepChoice
 ) -> Layouts:
     return Layouts(
         replica=layout,
         train=train.layout,
         sync_method=method,
         max_staleness_steps=max(request.max_staleness_steps, 1),
-        sleep=request.sleep,
+        sleep=sleep,
         changed_frac=request.changed_frac,
         state_is_offloaded=train.offload == "weights",
     )
@@ -221,7 +282,7 @@ def sync_work_of(request: PlanRequest, found: Candidate) -> SyncWork:
     """The publication that the step of `found` was priced with."""
     workload = request.workload
     return publication_work(
-        layouts_of(request, found.rollout_layout, found.train, found.sync_method),
+        layouts_of(request, found.rollout_layout, found.train, found.sync_method, found.sleep),
         found.train.assumptions,
         mode=found.mode,
         num_train_gpus=found.account.train.num_gpus,
@@ -243,7 +304,7 @@ def host_bytes_per_gpu(request: PlanRequest, found: Candidate) -> float:
         train.assumptions,
         rollout=found.account.rollout,
         train=train.side,
-        sleep=request.sleep,
+        sleep=found.sleep,
     )
     return held + pinned_bytes([move for move in moves if not move.name.startswith("engine")])
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from rollbook.ledger.lengths import DEFAULT_SIGMA
 from rollbook.ledger.own_machine import own_seconds_note
 from rollbook.ledger.step import is_colocated
-from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
 from rollbook.observe.numbers import counted
 from rollbook.planner.beside import Checkpointing, checkpointing
@@ -65,11 +64,15 @@ def without_effect(request: PlanRequest, chosen: Candidate) -> list[tuple[str, s
     if request.assumptions.method == "paper":
         return everywhere  # of the rest `_unused_by_paper` tells
     shares, awake = "engine and trainer share their GPUs", "no engine sleeps where each side has its own GPUs"
-    usual, is_apart = SleepChoice(), not is_colocated(chosen.mode)
+    is_apart, is_cpu = not is_colocated(chosen.mode), request.cluster.accelerator.is_cpu
+    stays = "each side has its own GPUs"
+    if is_cpu:
+        awake = stays = "on a processor nothing has to make room"
     on_hosts = host_bytes_per_gpu(request, chosen)
     idle: dict[str, tuple[bool, str]] = {
-        "--sleep-level": (request.sleep.sleep_level != usual.sleep_level and is_apart, awake),
-        "--rebuild-engine": (request.sleep.rebuilds_engine and is_apart, awake),
+        "--idle-state": (request.idle_state != "auto" and (is_apart or is_cpu), stays),
+        "--sleep-level": (request.sleep_level is not None and (is_apart or is_cpu), awake),
+        "--rebuild-engine": (request.rebuilds_engine and (is_apart or is_cpu), awake),
         "--host-gb-per-gpu": (
             request.host_bytes_per_gpu > HOST_BYTES_PER_GPU >= on_hosts,
             f"its training state takes {format_bytes(on_hosts)} of it",
@@ -146,7 +149,8 @@ def _unused_by_paper(request: PlanRequest) -> list[str]:
             work.reward_model is not None
         ),
         "chunks of prefill": work.prefill_chunk_tokens > 0,
-        "what an engine keeps asleep": request.sleep != SleepChoice(),
+        "what an engine keeps asleep": request.sleep_level not in (None, 2) or request.rebuilds_engine,
+        "training state that stays on shared GPUs": request.idle_state == "device",
         "the share of changed weights": request.changed_frac != CHANGED_FRAC,
     }
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rollbook.ledger.step import is_colocated
 from rollbook.observe.numbers import counted
 from rollbook.planner.candidate import (
     BACKEND_TITLES,
@@ -12,6 +13,7 @@ from rollbook.planner.candidate import (
     rollout_s,
     train_layout_json,
 )
+from rollbook.planner.idling import sharing_sentence
 from rollbook.planner.layouts import train_degrees
 from rollbook.planner.offload import HELD
 from rollbook.planner.reasoned import Reasoned
@@ -40,6 +42,9 @@ def step_topology(
         f"Colocated and synchronous, the stages add up to {seconds(base.step_s)}, at {percent(base.account.mfu_frac)} "
         "of peak."
     )
+    if sharing := sharing_sentence(request, base):
+        because += f" {sharing}"
+        outputs["idle_choices"] = [idle.as_json() for idle in base.idles]
     if optimal is not None:
         at = search.candidate("separate_async", optimal, gpus - optimal)
         rollout_side_s = rollout_s(at.account.rollout, "separate_async")
@@ -151,6 +156,10 @@ def step_layouts(
             f"What stands is {MODE_TITLES[chosen.mode]} on {split_gpus(*chosen.split, chosen.mode)}: {choice_because}."
         )
         sentences.append(_layout_sentence(request, chosen))
+        if is_colocated(chosen.mode) and (sharing := sharing_sentence(request, chosen)):
+            outputs |= {key: chosen.as_json()[key] for key in ("idle_state", "sleep_level", "idle_choices")}
+            if chosen.mode != "sync":  # of that the fourth step tells
+                sentences.append(sharing)
     return Reasoned(
         step=5,
         title="Whole nodes, memory and layouts",

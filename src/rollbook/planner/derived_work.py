@@ -6,9 +6,11 @@ import math
 
 from rollbook.ledger.account import Flops
 from rollbook.ledger.adapters import policy_state_bytes
+from rollbook.ledger.step import shared_memory_frac
 from rollbook.observe.numbers import counted
 from rollbook.planner.candidate import Candidate, rollout_layout_json
 from rollbook.planner.engines import engine_sentence
+from rollbook.planner.idling import has_choice, held_bytes
 from rollbook.planner.offload import HELD, host_state_bytes
 from rollbook.planner.reasoned import Reasoned
 from rollbook.planner.request import PlanRequest
@@ -136,14 +138,20 @@ def _replica_words(request: PlanRequest, base: Candidate) -> str:
     both = f" and the {format_bytes(judge)} of the reward model" if judge else ""
     return (
         f"A {replica} holds the {format_bytes(held)} of weights for generation{both}, with "
-        f"{format_bytes(rollout.kv_pool_bytes)} left for KV{_engine_share(request)}."
+        f"{format_bytes(rollout.kv_pool_bytes)} left for KV{_engine_share(request, base)}."
     )
 
 
-def _engine_share(request: PlanRequest) -> str:
+def _engine_share(request: PlanRequest, base: Candidate) -> str:
     """How much of a GPU an engine may take where a trainer lives on it, which is what `base` is."""
-    if request.assumptions.method == "paper" or request.cluster.accelerator.is_cpu:
+    if not has_choice(request):
         return ""
+    held = held_bytes(request, base.train, base.sleep)
+    if (
+        shared_memory_frac(request.cluster, request.assumptions, held)
+        < request.assumptions.engine_memory_frac
+    ):
+        return f" beside the {format_bytes(held)} that the trainer keeps on each GPU while they generate"
     return (
         f", of the {percent(request.assumptions.engine_memory_frac)} of a GPU that an engine beside a trainer may take "
         "(of its own GPUs it takes all that is usable)"

@@ -31,7 +31,7 @@ def planned_parts(plan: Plan) -> dict[str, str]:
         "float8": (chosen.rollout_layout.weight_dtype == "float8", "engine weights in float8"),
         "own prompts": (not work.shares_prompt, "members of a group that prefill their prompt each"),
         "host state": (chosen.train.is_offloaded, f"{HELD[chosen.train.offload]} in host memory"),
-        "rebuilt engine": (r.sleep.rebuilds_engine, "KV pool and graphs made again at each wake"),
+        "rebuilt engine": (r.rebuilds_engine, "KV pool and graphs made again at each wake"),
         "checkpoints beside": (r.checkpoint_is_async, "checkpoints written beside training"),
         "lending": (r.lend_switch_s > 0, "training GPUs lent to generation"),
     }

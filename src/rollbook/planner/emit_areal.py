@@ -65,7 +65,7 @@ def areal_yaml(plan: Plan) -> str:
         "seed": 1,
         "total_train_epochs": 1,
         "tokenizer_path": path,
-        "enable_offload": not chosen.mode.startswith("separate"),
+        "enable_offload": not chosen.mode.startswith("separate") and chosen.sleep.moves_state,
         "cluster": {
             "n_nodes": r.cluster.num_nodes,
             "n_gpus_per_node": min(r.cluster.gpus_per_node, r.cluster.num_gpus),

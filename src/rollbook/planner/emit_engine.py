@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 
+from rollbook.ledger.step import is_colocated, shared_memory_frac
 from rollbook.planner.candidate import Candidate
+from rollbook.planner.idling import held_bytes
 from rollbook.planner.layouts import last_stage_layers
 from rollbook.planner.request import PlanRequest
 
 
 def engine_memory_frac(request: PlanRequest, chosen: Candidate) -> float:
-    """Share of a GPU's memory that an engine may take: less where the trainer lives on the same GPU."""
-    assumptions = request.assumptions
-    free = 1 - assumptions.memory_overhead_frac
-    return free if chosen.mode.startswith("separate") else min(free, assumptions.engine_memory_frac)
+    """Share of a GPU's memory that an engine may take: less where the trainer lives on the same GPU, by what that keeps
+    there while engines generate."""
+    if not is_colocated(chosen.mode):
+        return 1 - request.assumptions.memory_overhead_frac
+    held = held_bytes(request, chosen.train, chosen.sleep)
+    return shared_memory_frac(request.cluster, request.assumptions, held)
 
 
 def prompt_tokens_of_chunk(request: PlanRequest, chosen: Candidate) -> int:

@@ -57,7 +57,12 @@ def _cluster(plan: Plan, chosen: Candidate) -> list[str]:
     ]
     if chosen.mode.startswith("separate"):
         return [*arguments, f"--rollout-num-gpus {rollout}"]
-    return [*arguments, "--colocate"]
+    arguments.append("--colocate")  # which offloads both, unless told not to
+    if not chosen.sleep.moves_state:
+        arguments.append("--no-offload-train")
+    if chosen.sleep.sleep_level == 0:
+        arguments.append("--no-offload-rollout")
+    return arguments
 
 
 def _checkpoint(plan: Plan) -> list[str]:

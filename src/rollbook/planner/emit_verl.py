@@ -141,8 +141,11 @@ def _actor(plan: Plan, chosen: Candidate) -> list[Override]:
         ),
         Override(f"{actor}.use_kl_loss", work.uses_reference and work.algorithm == "grpo"),
     ]
-    offloads = not chosen.mode.startswith("separate") or chosen.train.is_offloaded
+    is_shared = not chosen.mode.startswith("separate")
+    offloads = (is_shared and chosen.sleep.moves_state) or chosen.train.is_offloaded
     why = "the engine has the memory while it generates" if offloads else ""
+    if is_shared and not offloads:
+        why = "the state fits beside the engine's KV pool: nothing has to move"
     if is_megatron(chosen):
         for role in ("actor", "ref"):
             engine = f"actor_rollout_ref.{role}.megatron"
@@ -200,6 +203,7 @@ def _rollout(plan: Plan, chosen: Candidate) -> list[Override]:
         Override(f"{rollout}.data_parallel_size", layout.num_gpus // layout.tp_size),
         Override(f"{rollout}.expert_parallel_size", layout.ep_size),
         Override(f"{rollout}.gpu_memory_utilization", round(engine_memory_frac(r, chosen), 2)),
+        *_awake(chosen),
         Override(f"{rollout}.max_num_seqs", max(side.slots_per_replica, 1), "slots of a replica"),
         Override(f"{rollout}.calculate_log_probs", True),
     ]
@@ -220,6 +224,14 @@ def _rollout(plan: Plan, chosen: Candidate) -> list[Override]:
             Override("actor_rollout_ref.hybrid_engine", False, "no rollout replica on the training GPUs"),
         ]
     return overrides
+
+
+def _awake(chosen: Candidate) -> list[Override]:
+    """verl's engines sleep while the trainer works, unless told not to."""
+    if chosen.mode.startswith("separate") or chosen.sleep.sleep_level:
+        return []
+    key = "actor_rollout_ref.rollout.free_cache_engine"
+    return [Override(key, False, "engines fit beside a trainer at work, so they stay awake")]
 
 
 def _backend(plan: Plan) -> str:

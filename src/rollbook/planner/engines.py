@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from rollbook.ledger.step import Layouts, rollout_side
+from rollbook.ledger.step import Layouts, is_colocated, rollout_side
 from rollbook.planner.candidate import ENGINE_TITLES, Candidate, rollout_s
+from rollbook.planner.idling import held_bytes
 from rollbook.planner.request import Engine, PlanRequest
 from rollbook.planner.words import seconds
 
@@ -32,6 +33,7 @@ def _generation_s(request: PlanRequest, of: Candidate, engine: Engine) -> float:
             replica=replace(of.rollout_layout, engine=engine),
             max_staleness_steps=max(request.max_staleness_steps, 1),
         ),
+        held_bytes=held_bytes(request, of.train, of.sleep) if is_colocated(of.mode) else 0.0,
         follows_environments=False,  # which change nothing of `rollout_s`
     )
     return rollout_s(side, of.mode)

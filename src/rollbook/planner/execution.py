@@ -3,7 +3,7 @@
     one training GPU, or adapters   in one process; each vLLM replica in processes of its own
     more                            on Ray: FSDP2 divides the trainer over as many ranks as the plan has GPUs, and each
                                     replica is one process of one GPU with vLLM inside it; engine and trainer that
-                                    share a GPU share its memory too, because nothing is handed over
+                                    share a GPU stay on it together
 
 Where a rank or a replica of that kind does not fit its GPU, one process is all that is left. Every difference to the
 plan is listed with the key of the config that carries it.
@@ -18,9 +18,11 @@ from typing import Literal
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.decode import replica_weight_bytes
 from rollbook.ledger.layout import Recompute, ReplicaLayout, TrainLayout
-from rollbook.ledger.memory import train_memory
-from rollbook.ledger.step import is_colocated
+from rollbook.ledger.memory import TrainMemory, train_memory
+from rollbook.ledger.step import is_colocated, shared_memory_frac
+from rollbook.ledger.switch import SleepChoice
 from rollbook.planner.candidate import BACKEND_TITLES, Candidate
+from rollbook.planner.idling import resident_bytes
 from rollbook.planner.layouts import train_degrees
 from rollbook.planner.offload import HELD
 from rollbook.planner.request import PlanRequest
@@ -40,6 +42,8 @@ class Execution:
     """Of one replica."""
     recompute: Recompute
     """Of the trainer's activations."""
+    sleep: SleepChoice
+    """What leaves a shared GPU in turn."""
     differences: tuple[str, ...] = ()
     """To the plan, each beginning with the key that carries it; empty: it is carried out as planned."""
     why_not: str = ""
@@ -57,6 +61,7 @@ def execution(request: PlanRequest, chosen: Candidate) -> Execution:
         num_slots=rollout.slots_per_replica,
         kv_pool_bytes=rollout.kv_pool_bytes,
         recompute=chosen.train.layout.recompute,
+        sleep=chosen.sleep,
     )
     if request.cluster.accelerator.is_cpu:
         return _with(
@@ -67,8 +72,14 @@ def execution(request: PlanRequest, chosen: Candidate) -> Execution:
         on_ray = _on_ray(request, chosen)
     if on_ray is None:
         why_not = _no_room_alone(request, chosen)
+        alone = _beside_a_whole_trainer(request, chosen, plain)
         differences = _always(request, chosen) + _in_one_process(request, chosen, why_not)
-        return replace(_with(plain, differences), why_not=why_not)
+        if alone.sleep != chosen.sleep:
+            differences.append(
+                "memory: planned that training state stays on the GPUs; whole on one of them it leaves engines too "
+                "little, so it waits in host memory while they generate"
+            )
+        return replace(_with(alone, differences), why_not=why_not)
     return _with(on_ray, _always(request, chosen) + _over_ray(request, chosen, on_ray))
 
 
@@ -103,18 +114,41 @@ def _on_ray(request: PlanRequest, chosen: Candidate) -> Execution | None:
     number = request.assumptions.kv_bytes_per_number
     if trainer > usable or pool < request.model.kv_bytes(longest, number):
         return None
-    held = work.prompt_tokens + (work.response_tokens + work.observation_tokens) / 2
-    slots = math.floor(pool / request.model.kv_bytes(held, number))
     share = math.ceil(work.num_sequences / num_rollout)
     return Execution(
         kind="ray",
         num_trainer_ranks=num_train,
         num_replicas=num_rollout,
         replica_gpus=1,
-        num_slots=max(min(slots, share, request.assumptions.max_slots), 1),
+        num_slots=max(min(_slots_of(request, pool), share, request.assumptions.max_slots), 1),
         kv_pool_bytes=pool,
         recompute=recompute,
+        sleep=SleepChoice(sleep_level=0, moves_state=False),
     )
+
+
+def _slots_of(request: PlanRequest, pool: float) -> int:
+    """Half-grown sequences in so many bytes."""
+    work = request.workload
+    held = work.prompt_tokens + (work.response_tokens + work.observation_tokens) / 2
+    return math.floor(pool / request.model.kv_bytes(held, request.assumptions.kv_bytes_per_number))
+
+
+def _beside_a_whole_trainer(request: PlanRequest, chosen: Candidate, plain: Execution) -> Execution:
+    """`plain`, whose pool leaves room for a trainer that was planned over several GPUs and lies whole on one."""
+    if chosen.split[1] == 1 or not is_colocated(chosen.mode) or chosen.sleep.moves_state:
+        return plain
+    memory = _memory_alone(request, chosen)
+    held = memory.total if chosen.sleep.sleep_level == 0 else resident_bytes(memory)
+    cluster, work = request.cluster, request.workload
+    room = shared_memory_frac(cluster, request.assumptions, held) * cluster.accelerator.hbm_bytes
+    pool = plain.replica_gpus * (room - chosen.account.rollout.weights_bytes_per_gpu)
+    longest = work.prompt_tokens + work.max_response_tokens + work.observation_tokens
+    if pool < request.model.kv_bytes(longest, request.assumptions.kv_bytes_per_number):
+        return replace(plain, sleep=SleepChoice())
+    pool = min(pool, plain.kv_pool_bytes)
+    slots = max(min(_slots_of(request, pool), plain.num_slots), 1)
+    return replace(plain, kv_pool_bytes=pool, num_slots=slots)
 
 
 def _of_the_workload(request: PlanRequest, chosen: Candidate) -> list[str]:
@@ -134,7 +168,7 @@ def _of_the_workload(request: PlanRequest, chosen: Candidate) -> list[str]:
         found.append(
             "rollout: planned without sharing prompts in a group; engines share them, which costs less than planned"
         )
-    if request.sleep.rebuilds_engine and is_colocated(chosen.mode):
+    if request.rebuilds_engine and is_colocated(chosen.mode):
         found.append("memory: planned to make KV pool and graphs again at each wake; they are kept")
     if request.lends(chosen.mode):
         found.append(
@@ -182,16 +216,14 @@ def _own_trainer(request: PlanRequest) -> Assumptions:
     return replace(request.assumptions, stack="fsdp")
 
 
-def _bytes_alone(request: PlanRequest, chosen: Candidate) -> float:
+def _memory_alone(request: PlanRequest, chosen: Candidate) -> TrainMemory:
     """Of a trainer that is one process on one GPU."""
     layout = TrainLayout(recompute=chosen.train.layout.recompute, lora=request.workload.lora_rank > 0)
-    return train_memory(
-        request.model, request.workload, _own_trainer(request), num_gpus=1, layout=layout
-    ).total
+    return train_memory(request.model, request.workload, _own_trainer(request), num_gpus=1, layout=layout)
 
 
 def _no_room_alone(request: PlanRequest, chosen: Candidate) -> str:
-    alone = _bytes_alone(request, chosen)
+    alone = _memory_alone(request, chosen).total
     usable = request.cluster.accelerator.hbm_bytes * (1 - request.assumptions.memory_overhead_frac)
     if chosen.split[1] == 1 or alone <= usable:
         return ""
@@ -205,7 +237,8 @@ def _in_one_process(request: PlanRequest, chosen: Candidate, why_not: str) -> li
     found = []
     num_train = chosen.split[1]
     if num_train > 1:
-        fits = f"its {format_bytes(_bytes_alone(request, chosen))} fit, and training takes {num_train} times as long"
+        alone = format_bytes(_memory_alone(request, chosen).total)
+        fits = f"its {alone} fit, and training takes {num_train} times as long"
         ends = f"; {why_not or fits}"
         found.append(
             f"cluster.num_trainer_ranks: planned {counted(num_train, 'training GPU')}; it is one process on one "
@@ -240,9 +273,10 @@ def _over_ray(request: PlanRequest, chosen: Candidate, on_ray: Execution) -> lis
             f"trainer.gradient_checkpointing: planned {chosen.train.layout.recompute} recomputation; undivided, the "
             "longest sequence fits only when everything is computed again"
         )
-    if is_colocated(chosen.mode):
+    if is_colocated(chosen.mode) and not chosen.sleep.moves_nothing:
+        planned = "hand-overs of every GPU" if chosen.sleep.moves_state else "engines that sleep"
         found.append(
-            f"memory: planned hand-overs of every GPU; on Ray engine and trainer stay on it together, which leaves "
+            f"memory: planned {planned}; on Ray engine and trainer stay on it together, which leaves "
             f"{format_bytes(on_ray.kv_pool_bytes)} of KV a GPU where the plan has "
             f"{format_bytes(rollout.kv_pool_bytes / layout.num_gpus)}"
         )

@@ -167,6 +167,11 @@ def expectation_of_request(request: PlanRequest, *, mode: str = "sync") -> tuple
     notes = list(candidate.why_not)
     if request.assumptions.method == "paper":
         notes.append(PAPER_HAS_NO_RANGE)
+    if candidate.idle_state == "device" and request.idle_state == "auto":
+        notes.append(
+            "hand-overs are expected with the training state on the devices, where it fits beside the engines "
+            '(idle_state = "host": it waits in host memory)'
+        )
     if not reference_and_proximal and account.seconds.forward and r.algorithm == "grpo":
         notes.append("forward passes are planned as one stage")
     beside = mode == "separate_async"

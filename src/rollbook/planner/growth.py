@@ -12,7 +12,7 @@ from rollbook.planner.candidate import Candidate
 from rollbook.planner.choice import choose
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.search import Search, with_split
-from rollbook.planner.words import MODE_TITLES, count, seconds, split
+from rollbook.planner.words import count, seconds, split
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _MOST_OF_LIMIT = 0.95
@@ -46,7 +46,7 @@ class Grown:
         ]
         then = "nothing fits"
         if self.best is not None:
-            then = f"{MODE_TITLES[self.best.mode]} {split(*self.best.split, self.best.mode)}"
+            then = f"{self.best.title} {split(*self.best.split, self.best.mode)}"
         told = ["" if value is None else seconds(value) for value in best]
         return (str(self.step), count(self.response_tokens), here, *told, then)
 
@@ -62,6 +62,7 @@ class Grown:
                 "mode": self.best.mode,
                 "num_rollout_gpus": self.best.split[0],
                 "num_train_gpus": self.best.split[1],
+                "idle_state": self.best.idle_state,
                 "step_s": self.best.step_s,
             },
         }
@@ -80,7 +81,7 @@ def growth(request: PlanRequest, chosen: Candidate, layouts: list[ReplicaLayout]
         changed = replace(request, workload=work)
         search = Search(with_split(changed, chosen), layouts=layouts, is_brief=True)
         candidates = search.run()
-        same = search.candidate(chosen.mode, *chosen.split)
+        same = search.candidate(chosen.mode, *chosen.split, sleep=chosen.sleep)
         best, _ = choose(changed, candidates)
         fitting = [c for c in candidates if c.fits]
         moments.append(

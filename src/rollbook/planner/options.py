@@ -18,10 +18,9 @@ from rollbook.ledger.assumptions import Assumptions, load_assumptions
 from rollbook.ledger.hardware import Accelerator, Cluster, accelerator_names, load_accelerator
 from rollbook.ledger.model import ModelSpec, load_model
 from rollbook.ledger.quantity import parse_count, require_number
-from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
 from rollbook.ledger.workload import AgentWork, RewardKind, Workload
-from rollbook.planner.request import HOST_BYTES_PER_GPU, PlanRequest, choice_of, split_of
+from rollbook.planner.request import HOST_BYTES_PER_GPU, PlanRequest, SleepLevel, choice_of, split_of
 
 Count = str | int
 """A whole number, or its text with a unit: "32k"."""
@@ -62,9 +61,6 @@ BOUNDS: dict[str, Bounds] = {
     "sandbox_start_seconds": Bounds(least=0, most=_MOST_S, remedy="give 0 or more, in seconds"),
     "cores_per_sandbox": Bounds(least=0.01, most=1024, remedy="give a number of cores, such as 1 or 0.5"),
     "gb_per_sandbox": Bounds(least=0.01, most=10_000, remedy="give gigabytes of memory, such as 4 or 0.5"),
-    "sleep_level": Bounds(
-        least=1, most=2, remedy="use 1 (weights wait in host memory) or 2 (the publication brings them back)"
-    ),
     "changed_frac": Bounds(least=0, most=1, remedy="give a share of the weights between 0 and 1"),
     "lend": Bounds(least=0, most=1e6, remedy="give the seconds of a switch, or 0 to lend nothing"),
     "length_growth": Bounds(
@@ -141,7 +137,8 @@ class PlanOptions:
     """Tokens of an engine's step; 0: prompts whole."""
     stack: str = ""
     """Empty: the assumptions', or FSDP2 or Megatron as the layouts need."""
-    sleep_level: int = 2
+    idle_state: str = "auto"
+    sleep_level: Count = "auto"
     rebuild_engine: bool = False
     changed_frac: float = CHANGED_FRAC
     lend: float = 0.0
@@ -241,7 +238,9 @@ class PlanOptions:
             checkpoint_is_async=self.checkpoint_async,
             storage_bytes_per_s=self.storage_gb_per_s * 1e9,
             max_context_tokens=max_context,
-            sleep=SleepChoice(sleep_level=self.sleep_level, rebuilds_engine=self.rebuild_engine),
+            idle_state=choice_of("--idle-state", self.idle_state, "auto", "device", "host"),
+            sleep_level=self._sleep_level(),
+            rebuilds_engine=self.rebuild_engine,
             changed_frac=self.changed_frac,
             lend_switch_s=self.lend,
             length_growth_frac=self.length_growth,
@@ -326,6 +325,22 @@ class PlanOptions:
     def _is_default(self, field_name: str) -> bool:
         default = next(f.default for f in fields(self) if f.name == field_name)
         return str(getattr(self, field_name)).strip() == str(default)
+
+    def _sleep_level(self) -> SleepLevel | None:
+        levels: dict[str, SleepLevel | None] = {"auto": None, "0": 0, "1": 1, "2": 2}
+        asked = str(self.sleep_level).strip()
+        if asked not in levels:
+            raise PlanError(
+                f"--sleep-level is {asked}",
+                "use 0 (engines stay awake), 1 (their weights wait in host memory), 2 (the publication brings them "
+                "back), or auto",
+            )
+        if self.rebuild_engine and asked == "0":
+            raise PlanError(
+                "--rebuild-engine with --sleep-level 0: an engine that stays awake is not built again",
+                "leave one of them out",
+            )
+        return levels[asked]
 
     def _publishes_adapters(self) -> bool:
         alone = choice_of("--lora-publish", self.lora_publish, "merged", "adapter") == "adapter"

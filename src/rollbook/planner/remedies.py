@@ -31,6 +31,12 @@ def smallest_changes(request: PlanRequest) -> list[str]:
             changes.append(f"keep {_STATE[on_hosts]} in host memory (--offload auto)")
         if request.offload in ("optimizer", "weights") and _fits(replace(request, offload="auto")):
             changes.append("leave the place of the training state to the planner (--offload auto)")
+        if request.idle_state != "auto" and _fits(replace(request, idle_state="auto")):
+            changes.append(
+                "leave to the planner where the state is while engines generate (--idle-state auto)"
+            )
+        if request.sleep_level is not None and _fits(replace(request, sleep_level=None)):
+            changes.append("leave to the planner whether engines sleep (--sleep-level auto)")
         if enough_gb := _enough_host_gb(request):
             changes.append(f"give training state more host memory (--host-gb-per-gpu {enough_gb})")
         if request.rollout_dtype == "bfloat16" and _fits(replace(request, rollout_dtype="auto")):

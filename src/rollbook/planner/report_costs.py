@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rollbook.ledger.memory import train_memory
 from rollbook.ledger.step import is_colocated
 from rollbook.planner.candidate import Candidate
 from rollbook.planner.charts import Row, Segment, legend, stacked_rows, waterfall_chart
+from rollbook.planner.idling import has_choice, memory_of, sharing_words
 from rollbook.planner.offload import HELD
 from rollbook.planner.plan import Plan
 from rollbook.planner.report_html import esc, head_row, scrolled, section, table_row
@@ -64,11 +64,12 @@ def memory_section(plan: Plan, shown: Candidate) -> str:
         if value:
             named.setdefault(kind, {})[name] = None
     body += legend([*((kind, " and ".join(of_kind)) for kind, of_kind in named.items()), ("free", "free")])
-    pool = format_bytes(rollout.kv_pool_bytes)
+    pool, sharing = format_bytes(rollout.kv_pool_bytes), sharing_words(shown)
     lead = (
         f"Bytes on one GPU against its capacity. The KV pool of a replica ({pool}) holds "
         f"{counted(rollout.slots_per_replica, 'running sequence')}"
-        + ("; engine and trainer take turns on the same memory." if colocated else ".")
+        + ("; engine and trainer take turns on the same memory." if colocated and not sharing else ".")
+        + (f" {capitalized(sharing)}." if sharing else "")
     )
     if shown.train.is_offloaded:
         lead += f" {capitalized(HELD[shown.train.offload])} stay in host memory."
@@ -83,32 +84,30 @@ def device_bytes(request: PlanRequest, shown: Candidate) -> tuple[Owned, Owned]:
     """Who owns which bytes of a GPU that generates, and of one that trains. Under the paper account the state alone
     decides what fits: a micro batch is part of its overhead, and frozen models wait their turn in host memory."""
     rollout, train = shown.account.rollout, shown.account.train
+    is_shared = is_colocated(shown.mode) and has_choice(request)
     overhead = request.cluster.accelerator.hbm_bytes * request.assumptions.memory_overhead_frac
     runtime = ("waiting", "runtime and fragmentation", overhead)
-    generating = [
+    engine = [
         ("weights", "engine weights", rollout.weights_bytes_per_gpu - rollout.judge_bytes_per_gpu),
         ("reference", "reward model", rollout.judge_bytes_per_gpu),
         ("kv", "KV pool", rollout.kv_pool_bytes / shown.rollout_layout.num_gpus),
-        runtime,
     ]
     state = train.train_state_bytes_per_gpu + train.critic_state_bytes_per_gpu
     if request.assumptions.method == "paper":
-        return generating, [("state", "training state", state), runtime]
-    memory = train_memory(
-        request.model,
-        request.workload,
-        shown.train.assumptions,
-        num_gpus=train.num_gpus,
-        layout=shown.train.layout,
-    )
-    return generating, [
+        return [*engine, runtime], [("state", "training state", state), runtime]
+    memory = memory_of(request, shown.train)
+    held = [
         ("state", "training state", state + memory.whole),
         ("reference", "reference policy", train.reference_bytes_per_gpu),
         ("reference", "reward model", train.reward_model_bytes_per_gpu),
+    ]
+    work = [
         ("activations", "activations", memory.activations),
         ("other", "logits and gathered layers", memory.logits + memory.buffers),
-        runtime,
     ]
+    stays, is_awake = is_shared and not shown.sleep.moves_state, is_shared and shown.sleep.sleep_level == 0
+    generating = [*engine, *(held if stays else []), runtime]
+    return generating, [*held, *work, *(engine if is_awake else []), runtime]
 
 
 def _memory_row(name: str, note: str, parts: Owned, capacity: float) -> Row:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from rollbook.errors import PlanError, nearest_name
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.hardware import Cluster
 from rollbook.ledger.model import ModelSpec
-from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import CHANGED_FRAC
 from rollbook.ledger.workload import Mode, Workload
 from rollbook.observe.numbers import counted
@@ -20,6 +19,8 @@ Engine = Literal["vllm", "sglang", "tensorrt_llm"]
 RolloutDtype = Literal["bfloat16", "float8", "auto"]
 OffloadChoice = Literal["none", "optimizer", "weights", "auto"]
 RecomputeChoice = Literal["selective", "full", "auto"]
+IdleChoice = Literal["auto", "device", "host"]
+SleepLevel = Literal[0, 1, 2]
 
 
 HOST_BYTES_PER_GPU = 200e9
@@ -67,8 +68,12 @@ class PlanRequest:
     """Copy the state to pinned host memory and write it from there while training goes on."""
     storage_bytes_per_s: float = 0.0
     """Of the whole job; 0: the assumptions' `sync.disk_bytes_per_s`."""
-    sleep: SleepChoice = field(default_factory=SleepChoice)
-    """What a colocated engine keeps while the trainer has the device."""
+    idle_state: IdleChoice = "auto"
+    """Where the training state is while engines generate on the trainer's GPUs (`planner/idling.py`)."""
+    sleep_level: SleepLevel | None = None
+    """Of such engines while the trainer works; None: 0 where that is faster, else 2."""
+    rebuilds_engine: bool = False
+    """They make KV pool and graphs again at each wake."""
     lend_switch_s: float = 0.0
     """Seconds to turn waiting training GPUs into replicas, and again back; 0 lends none."""
     length_growth_frac: float = 0.0

@@ -232,7 +232,8 @@ def _rollout(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
     longest = r.workload.prompt_tokens + r.workload.max_response_tokens + r.workload.observation_tokens
     in_use = done.num_slots * math.ceil(longest)
     pool_tokens = max(int(done.kv_pool_bytes // per_token), _LEAST_POOL_TOKENS)
-    if _is_cpu(plan) or done.kind == "ray":  # taken at once, beside a trainer: what all slots can fill
+    stays = is_colocated(chosen.mode) and not done.sleep.moves_state
+    if _is_cpu(plan) or done.kind == "ray" or stays:  # beside a trainer: what all slots can fill
         pool_tokens = min(pool_tokens, in_use)
     table.put(
         "kv_pool_tokens",
@@ -379,16 +380,22 @@ def _memory(plan: Plan, chosen: Candidate, done: Execution) -> list[_Table]:
     """The hand-over of colocated GPUs; on a CPU nothing has to make room."""
     if _is_cpu(plan) or done.kind == "ray" or not is_colocated(chosen.mode):
         return []
-    table = _Table("memory")
-    level = plan.request.sleep.sleep_level
-    where = "The step's publication brings" if level == 2 else "Host memory keeps"
-    table.put("sleep_level", level, f"{where} the engine's weights{' back' if level == 2 else ''}.")
+    table, sleep = _Table("memory"), done.sleep
+    table.put("sleep_level", sleep.sleep_level, _WHY_LEVEL[sleep.sleep_level])
+    switch_s = chosen.account.seconds.switch
+    where = "waits in host memory" if sleep.moves_state else "stays beside the engine's KV pool"
+    planned = f": both hand-overs of a step take {seconds(switch_s)} by the plan" if switch_s else ""
     table.put(
-        "offload",
-        True,
-        f"Both hand-overs of a step take {seconds(chosen.account.seconds.switch)} by the plan.",
+        "offload", sleep.moves_state, f"While the engine generates the training state {where}{planned}."
     )
     return [table]
+
+
+_WHY_LEVEL = {
+    0: "The engine stays awake: it fits beside a trainer at work.",
+    1: "Host memory keeps the engine's weights while the trainer works.",
+    2: "The step's publication brings the engine's weights back.",
+}
 
 
 def _checkpoint(plan: Plan) -> _Table:

@@ -1,4 +1,5 @@
-"""Every topology worth asking about: mode, split, engine layout, trainer layout, dtype, offload; best first.
+"""Every topology worth asking about: mode, split, engine layout, trainer layout, dtype, offload, and who leaves shared
+GPUs in turn; best first.
 
 A side depends on its own number of GPUs only, so each is computed once and a split only joins two of them. Of
 large clusters not every split is joined: the crossing where both sides take equally long is found by bisection
@@ -19,12 +20,14 @@ from rollbook.ledger.account import RolloutSide, StepAccount
 from rollbook.ledger.layout import ReplicaLayout
 from rollbook.ledger.quantity import format_bytes
 from rollbook.ledger.step import is_colocated, join_sides
+from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import SyncMethod
 from rollbook.ledger.workload import MODES, Mode
 from rollbook.observe.numbers import counted
 from rollbook.planner.candidate import (
     ON_POLICY,
     Candidate,
+    IdleResult,
     OffloadResult,
     TrainChoice,
     host_bytes_per_gpu,
@@ -32,6 +35,7 @@ from rollbook.planner.candidate import (
     rollout_s,
 )
 from rollbook.planner.floors import floor_step_s
+from rollbook.planner.idling import has_choice, held_bytes, sleeps_of
 from rollbook.planner.lending import with_lending
 from rollbook.planner.offload import Offload, host_state_bytes, offloads_of
 from rollbook.planner.request import PlanRequest
@@ -48,6 +52,8 @@ _VISIBLE_SYNC_FRAC = 0.05
 """Share of the step up to which a broadcast, the plainest transport, is not questioned."""
 OFFLOAD_GAIN_FRAC = 0.05
 """Share of a step that state in host memory must save where it would fit on the device: it is one more moving part."""
+_APART = SleepChoice()
+"""Of sides that share nothing: not read."""
 _COLOCATED: tuple[Mode, ...] = ("sync", "colocate_async")
 _SEPARATED: tuple[Mode, ...] = ("separate_async", "separate_sync")
 
@@ -68,11 +74,13 @@ class Search:
     """Those of another search may be put here, where both ask the same of generation."""
     trainers: TrainSides = field(init=False)
     """The same of training."""
-    _followed: dict[tuple[Topology, Offload], Candidate] = field(init=False, default_factory=dict)
-    _bounded: dict[tuple[Mode, int, ReplicaLayout], list[StepAccount]] = field(
+    _followed: dict[tuple[Topology, Offload, SleepChoice | None], Candidate] = field(
         init=False, default_factory=dict
     )
-    """Steps under the staleness bound by their engines."""
+    _bounded: dict[tuple[Mode, int, ReplicaLayout, float], list[StepAccount]] = field(
+        init=False, default_factory=dict
+    )
+    """Steps under the staleness bound by their engines, with the KV pool of these."""
 
     def __post_init__(self) -> None:
         self.engines, self.trainers = RolloutSides(self.request, self.layouts), TrainSides(self.request)
@@ -84,6 +92,7 @@ class Search:
         num_rollout_gpus: int,
         num_train_gpus: int,
         offload: Offload | None = None,
+        sleep: SleepChoice | None = None,
         *,
         below_s: float = math.inf,
     ) -> Candidate:
@@ -91,29 +100,50 @@ class Search:
         other engines than generation alone would.
 
         Args:
+            sleep: what leaves shared GPUs in turn; None: as is fastest.
             below_s: a step that takes longer need not be followed: it is told with at least so many seconds, and at
                 most those that it takes.
         """
         topology = (mode, num_rollout_gpus, num_train_gpus)
-        key = (topology, offload or self.trainers.first_offload)
+        key = (topology, offload or self.trainers.first_offload, sleep)
         if key not in self._followed:
-            found = self._fastest_layouts(topology, key[1], below_s)
+            train = self.trainers.best(num_train_gpus, key[1])
+            if is_colocated(mode):
+                found = self._fastest_sharing(topology, train, sleep, below_s)
+            else:
+                found = self._fastest_layouts(topology, train, _APART, below_s)
             if below_s < math.inf:
                 return found
             self._followed[key] = found
         return self._followed[key]
 
-    def _fastest_layouts(self, topology: Topology, offload: Offload, below_s: float) -> Candidate:
-        mode, num_rollout_gpus, num_train_gpus = topology
-        train = self.trainers.best(num_train_gpus, offload)
+    def _fastest_sharing(
+        self, topology: Topology, train: TrainChoice, sleep: SleepChoice | None, below_s: float
+    ) -> Candidate:
+        """By what leaves the GPUs in turn; what does not fit is told of with the fewest reasons."""
+        found: list[Candidate] = []
+        limit_s = below_s
+        for choice in sleeps_of(self.request) if sleep is None else (sleep,):
+            found.append(self._fastest_layouts(topology, train, choice, limit_s))
+            if found[-1].fits:
+                limit_s = min(limit_s, found[-1].step_s)
+        best = min(found, key=lambda c: (len(c.why_not), c.step_s))
+        told = tuple(IdleResult.of(c) for c in found) if has_choice(self.request) else ()
+        return replace(best, idles=told)
+
+    def _fastest_layouts(
+        self, topology: Topology, train: TrainChoice, sleep: SleepChoice, below_s: float
+    ) -> Candidate:
+        mode, num_rollout_gpus, _ = topology
+        held = held_bytes(self.request, train, sleep) if is_colocated(mode) else 0.0
         best: Candidate | None = None
         limit_s, is_raced = math.inf, False
-        for side, layout in self.engines.fastest_first(num_rollout_gpus, mode):
+        for side, layout in self.engines.fastest_first(num_rollout_gpus, mode, held):
             if best is not None and (side.why_not or train.side.why_not):
                 break  # what does not fit is told of with its fastest layout
             if self._least_s(mode, side, train) >= limit_s:
                 break  # and every slower one after it
-            joined = self._joined(mode, side, layout, train)
+            joined = self._joined(mode, side, layout, train, sleep)
             if joined.step_s >= limit_s:
                 continue
             joined, is_followed = self._follow(joined, min(limit_s, below_s))
@@ -133,15 +163,17 @@ class Search:
         what is not below `limit_s` without is not."""
         mode, layout, rollout = joined.mode, joined.rollout_layout, joined.account.rollout
         is_bounded = mode not in ON_POLICY and self.request.assumptions.method != "paper"
-        engines = self._bounded.setdefault((mode, rollout.num_gpus, layout), [])
+        engines = self._bounded.setdefault((mode, rollout.num_gpus, layout, rollout.kv_pool_bytes), [])
         floor_s = self._known_step_s(joined.account, engines)
         if floor_s < limit_s:
             floor_s = max(floor_s, floor_step_s(self.request, joined.account, layout))
         if floor_s >= limit_s:
-            return replace(joined, account=stretched(joined.account, floor_s), is_least=True), False
-        side = self.engines.followed(rollout, mode, layout)
+            is_least = is_bounded or self.engines.has_environments
+            return replace(joined, account=stretched(joined.account, floor_s), is_least=is_least), False
+        held = held_bytes(self.request, joined.train, joined.sleep) if is_colocated(mode) else 0.0
+        side = self.engines.followed(rollout, mode, layout, held)
         if side is not rollout:
-            joined = self._joined(mode, side, layout, joined.train)
+            joined = self._joined(mode, side, layout, joined.train, joined.sleep)
         if is_bounded:
             account = joined.account
             if account.fits:
@@ -171,15 +203,20 @@ class Search:
         return 0.0 if self.request.lends(mode) else max(rollout_s(rollout, mode), train.side.total_s)
 
     def _joined(
-        self, mode: Mode, rollout: RolloutSide, layout: ReplicaLayout, train: TrainChoice
+        self,
+        mode: Mode,
+        rollout: RolloutSide,
+        layout: ReplicaLayout,
+        train: TrainChoice,
+        sleep: SleepChoice = _APART,
     ) -> Candidate:
         method: SyncMethod = "broadcast"
         if is_colocated(mode):  # on a processor one process, on GPUs one process each
             method = "in_process" if self.request.cluster.accelerator.is_cpu else "ipc"
-        account = self._account(mode, rollout, layout, train, method)
+        account = self._account(mode, rollout, layout, train, method, sleep)
         if method == "broadcast" and account.seconds.sync > _VISIBLE_SYNC_FRAC * account.seconds.total:
             for other in _other_methods(self.request):
-                by_other = self._account(mode, rollout, layout, train, other)
+                by_other = self._account(mode, rollout, layout, train, other, sleep)
                 if by_other.seconds.total < account.seconds.total:
                     account, method = by_other, other
         found = Candidate(
@@ -187,6 +224,7 @@ class Search:
             rollout_layout=layout,
             train=train,
             sync_method=method,
+            sleep=sleep,
             why_not=account.why_not,
         )
         if is_colocated(mode):
@@ -209,10 +247,16 @@ class Search:
         )
 
     def _account(
-        self, mode: Mode, rollout: RolloutSide, layout: ReplicaLayout, train: TrainChoice, method: SyncMethod
+        self,
+        mode: Mode,
+        rollout: RolloutSide,
+        layout: ReplicaLayout,
+        train: TrainChoice,
+        method: SyncMethod,
+        sleep: SleepChoice,
     ) -> StepAccount:
         r = self.request
-        layouts = layouts_of(r, layout, train, method)
+        layouts = layouts_of(r, layout, train, method, sleep)
         account = join_sides(
             r.model, r.workload, r.cluster, train.assumptions,
             mode=mode, layouts=layouts, rollout=rollout, train=train.side,
@@ -360,9 +404,8 @@ class Search:
         told, added, limits = [], [], dict(limits)
         for c in found:
             limit, others = limits[c.mode], list[Candidate]()
-            least_s = max(
-                rollout_s(c.account.rollout, c.mode), _LEAST_OF_TRAINING * gpu_s / c.train.side.num_gpus
-            )
+            engines, _ = self.engines.best(c.split[0], c.mode)
+            least_s = max(rollout_s(engines, c.mode), _LEAST_OF_TRAINING * gpu_s / c.train.side.num_gpus)
             for place in places if c.train.is_limited and least_s < limit else ():
                 other = self.candidate(c.mode, *c.split, place, below_s=limit)
                 others.append(other)

@@ -38,6 +38,7 @@ class Shift:
                 "mode": best.mode,
                 "num_rollout_gpus": best.split[0],
                 "num_train_gpus": best.split[1],
+                "idle_state": best.idle_state,
                 "step_s": best.step_s,
             },
             "moves": self.moves,
@@ -71,7 +72,7 @@ def sensitivity(
             continue
         search = Search(with_split(changed, chosen), layouts=layouts, is_brief=True)
         search.engines = same_engines or search.engines
-        same = search.candidate(chosen.mode, *chosen.split)
+        same = search.candidate(chosen.mode, *chosen.split, sleep=chosen.sleep)
         best = best_of(search)
         shifts.append(
             Shift(

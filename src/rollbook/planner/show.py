@@ -14,6 +14,7 @@ from rollbook.ledger.account import StepAccount
 from rollbook.planner.candidate import Candidate
 from rollbook.planner.derivation import STEPS_OF_WHAT_FITS
 from rollbook.planner.growth import GROWTH_HEAD, Grown
+from rollbook.planner.idling import sharing_words
 from rollbook.planner.offload import HELD
 from rollbook.planner.plan import Plan, Size
 from rollbook.planner.publication import Publication
@@ -123,6 +124,8 @@ def _recommendation(plan: Plan) -> RenderableType:
     lines = [head, Text(f"{capitalized(plan.choice_because)}.")]
     if plan.request.assumptions.method != "paper" and not plan.request.cluster.accelerator.is_cpu:
         lines.append(Text(f"{chosen.software}."))
+    if sharing := sharing_words(chosen):
+        lines.append(Text(f"{capitalized(sharing)}."))
     return Group(*lines, *(Text(f"Note: {note}.", style="yellow") for note in plan.chosen_notes))
 
 
@@ -326,7 +329,7 @@ def _shifts_table(shifts: tuple[Shift, ...]) -> Table:
         if shift.best is None:
             best = "nothing fits"
         elif shift.moves:
-            best = f"{MODE_TITLES[shift.best.mode]} {split(*shift.best.split, shift.best.mode)}"
+            best = f"{shift.best.title} {split(*shift.best.split, shift.best.mode)}"
             best += f", {seconds(shift.best.step_s)}"
         step = seconds(shift.step_s) if shift.step_s is not None else "does not fit"
         change = f"{100 * shift.change_frac:+.0f} %" if shift.change_frac is not None else ""

@@ -12,7 +12,15 @@ from rollbook.ledger.account import RolloutSide
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.memory import train_memory
-from rollbook.ledger.step import Layouts, is_colocated, rollout_side, smallest_rollout_tp, train_side
+from rollbook.ledger.quantity import format_bytes
+from rollbook.ledger.step import (
+    Layouts,
+    is_colocated,
+    rollout_side,
+    shared_memory_frac,
+    smallest_rollout_tp,
+    train_side,
+)
 from rollbook.ledger.train import TrainPrices
 from rollbook.ledger.workload import Mode
 from rollbook.planner.candidate import TrainChoice, rollout_s
@@ -31,9 +39,9 @@ class RolloutSides:
     def __init__(self, request: PlanRequest, layouts: list[ReplicaLayout]) -> None:
         """`layouts`: engine layouts to try; empty: every sensible one."""
         self._request = request
-        self._found: dict[tuple[int, bool, ReplicaLayout, bool], RolloutSide] = {}
+        self._found: dict[tuple[int, float, ReplicaLayout, bool], RolloutSide] = {}
         agent, is_paper = request.workload.agent, request.assumptions.method == "paper"
-        self._has_environments = agent.env_s > 0 and agent.num_turns > 1 and not is_paper
+        self.has_environments = agent.env_s > 0 and agent.num_turns > 1 and not is_paper
         if is_paper:
             tp = request.rollout_tp or smallest_rollout_tp(
                 request.model, request.cluster, request.assumptions
@@ -48,31 +56,52 @@ class RolloutSides:
         return sides
 
     def of(
-        self, num_gpus: int, mode: Mode, layout: ReplicaLayout, *, follows_environments: bool = False
+        self,
+        num_gpus: int,
+        mode: Mode,
+        layout: ReplicaLayout,
+        *,
+        held_bytes: float = 0.0,
+        follows_environments: bool = False,
     ) -> RolloutSide:
         """One layout's. Following environments takes ten times as long as all the rest, and changes neither what
-        fits nor `rollout_s`."""
-        follows = follows_environments and self._has_environments
-        key = (num_gpus, is_colocated(mode), layout, follows)
+        fits nor `rollout_s`.
+
+        Args:
+            held_bytes: of each shared GPU, what the trainer keeps there while the engines are awake.
+        """
+        r = self._request
+        follows = follows_environments and self.has_environments
+        room = shared_memory_frac(r.cluster, r.assumptions, held_bytes) if is_colocated(mode) else 1.0
+        key = (num_gpus, room, layout, follows)
         if key not in self._found:
-            r = self._request
             self._found[key] = rollout_side(
                 r.model, r.workload, r.cluster, r.assumptions,
                 mode=mode, num_gpus=num_gpus,
                 layouts=Layouts(replica=layout, max_staleness_steps=max(r.max_staleness_steps, 1)),
-                follows_environments=follows,
+                held_bytes=held_bytes, follows_environments=follows,
             )  # fmt: skip
+            if is_colocated(mode) and room < shared_memory_frac(r.cluster, r.assumptions):
+                # What all of the room is too little for, a part of it is.
+                in_all_of_it = self.of(num_gpus, mode, layout).why_not
+                kept = f"beside {format_bytes(held_bytes)} of the trainer's on it"
+                refused = in_all_of_it or tuple(f"{why}, {kept}" for why in self._found[key].why_not)
+                self._found[key] = replace(self._found[key], why_not=refused)
         return self._found[key]
 
-    def followed(self, side: RolloutSide, mode: Mode, layout: ReplicaLayout) -> RolloutSide:
+    def followed(
+        self, side: RolloutSide, mode: Mode, layout: ReplicaLayout, held_bytes: float = 0.0
+    ) -> RolloutSide:
         """`side` with what its environments add."""
-        if not self._has_environments:
+        if not self.has_environments:
             return side
-        return self.of(side.num_gpus, mode, layout, follows_environments=True)
+        return self.of(side.num_gpus, mode, layout, held_bytes=held_bytes, follows_environments=True)
 
-    def fastest_first(self, num_gpus: int, mode: Mode) -> list[tuple[RolloutSide, ReplicaLayout]]:
+    def fastest_first(
+        self, num_gpus: int, mode: Mode, held_bytes: float = 0.0
+    ) -> list[tuple[RolloutSide, ReplicaLayout]]:
         """Every layout's, those that fit before those that do not."""
-        sides = [(self.of(num_gpus, mode, layout), layout) for layout in self.layouts]
+        sides = [(self.of(num_gpus, mode, layout, held_bytes=held_bytes), layout) for layout in self.layouts]
         return sorted(sides, key=lambda pair: (bool(pair[0].why_not), rollout_s(pair[0], mode)))
 
     def best(self, num_gpus: int, mode: Mode) -> tuple[RolloutSide, ReplicaLayout]:
