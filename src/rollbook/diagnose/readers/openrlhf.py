@@ -64,10 +64,12 @@ _FILTER = "dynamic_filtering_pass_rate"
 
 
 def recognizes(head: str) -> float:
-    if re.search(
+    if "Global step " in head and re.search(
         r"\bGlobal step \d+: \{'(?:policy_loss|critic_loss|actor_lr|kl|reward|response_length)'", head
     ):
         return 0.97
+    if "Episode [" not in head and "Train epoch [" not in head:
+        return 0.0
     bars = re.findall(
         r"\b(?:Episode|Train epoch) \[\d+/\d+\]:[^\n]*\[[^\]\n]*\b(?:policy_loss|pg)=[^\]\n]*", head
     )

@@ -21,6 +21,8 @@ _RECORD = re.compile(r"\b(rollout|perf|eval|step|passrate|multi_turn)\s+(\d+): (
 
 
 def recognizes(head: str) -> float:
+    if ": {'" not in head:
+        return 0.0
     found = len(re.findall(r"\b(?:rollout|perf|step) \d+: \{'(?:rollout|perf|train)/", head))
     return min(1.0, 0.7 + 0.05 * found) if found else 0.0
 

@@ -24,7 +24,8 @@ from rollbook.diagnose.readers.text import (
 from rollbook.diagnose.series import Event, Row
 from rollbook.observe.numbers import counted
 
-_STEP = re.compile(r"(?:^|[^\w/])step:\s?(\d+)(?=\s+-\s|\s*$)")
+_STEP = re.compile(r"step:(?<![\w/]step:)\s?(\d+)(?=\s+-\s|\s*$)")
+"""Its letters come first: a scanner skips to them."""
 _PAIR = re.compile(
     rf"(?:^|\s|-\s)-?\s?([A-Za-z_][\w@./+=,\-]*(?::[A-Za-z_][\w@./+=\-]*)*):({NUMBER})(?![\w.])"
 )
@@ -47,7 +48,7 @@ def read(path: Path) -> Iterator[Row | Event]:
         begins = list(_STEP.finditer(line)) if "step:" in line else []
         if not begins:
             if step is not None and " - " in line and _is_continuation(line):
-                data.update(_pairs(line))
+                data.update(_pairs(line)[0])
                 continue
             if event := watcher.watch(line, step):
                 yield event
@@ -60,8 +61,9 @@ def read(path: Path) -> Iterator[Row | Event]:
             if event := watcher.ending.step(step):
                 yield event
             end = begins[i + 1].start() if i + 1 < len(begins) else len(line)
-            data = _pairs(line[match.end() : end])
-        if event := watcher.trouble.watch(line, step):
+            data, others_words = _pairs(line[match.end() : end])
+        # Values report no trouble: what is before them and what another process wrote between them may.
+        if event := watcher.trouble.watch(line[: begins[-1].end()] + others_words, step):
             yield event
     if step is not None and data:
         if keys and keys[-1] not in data and not is_ended_by_newline(path):
@@ -81,8 +83,10 @@ def _is_continuation(line: str) -> bool:
     return line.lstrip().startswith("- ") and len(re.findall(r"[\w@]+/[\w@./-]+:[-+\dn]", line)) >= 1
 
 
-def _pairs(text: str) -> dict[str, float]:
+def _pairs(text: str) -> tuple[dict[str, float], str]:
+    """The values of a record, and the pieces of it that are not just a value."""
     pairs: dict[str, float] = {}
+    others: list[str] = []
     for piece in text.split(" - "):
         key, _, value = piece.strip().rpartition(":")
         try:  # nearly every piece is a plain key:value, or key:np.float64(value)
@@ -90,9 +94,9 @@ def _pairs(text: str) -> dict[str, float]:
             pairs[key.removeprefix("- ")] = float(plain_value)
             continue
         except ValueError:
-            pass
+            others.append(piece)
         for found, written in _PAIR.findall(piece):
             if (parsed := number(written)) is not None:
                 pairs[found] = parsed
     pairs.pop("", None)
-    return {key: value for key, value in pairs.items() if " " not in key}
+    return {key: value for key, value in pairs.items() if " " not in key}, " - ".join(others)
