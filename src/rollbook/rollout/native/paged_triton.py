@@ -87,7 +87,7 @@ def attend(
         BLOCK_DIM=max(LEAST_QUERIES, triton.next_power_of_2(dim)),
         BLOCK_TOKENS=BLOCK_TOKENS,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
-        num_warps=4,
+        num_warps=2,
         num_stages=2,
         **sizes,
     )
