@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from lending_faults import HoldsUntilLent
 from rollbook.cli.main import main
-from rollbook.controller.replay import ReplayReport, replay_run
+from rollbook.controller.replay import replay_run
+from rollbook.controller.replay_log import Threads
+from rollbook.controller.replay_report import ReplayReport
 from rollbook.errors import ConfigError
+from rollbook.rollout.native.scheduler import Scheduler
+from rollbook.trainer.trainer import Trainer
 from tiny_run import RunResult, resume_tiny, run_tiny
 
 EXACT = {"rollout.batch_invariant": True}
@@ -193,6 +198,61 @@ def test_sums_of_several_ranks_are_named_where_the_reader_looks_last() -> None:
     assert report.conclusion() == "EQUAL, bit for bit"
     report.differs("digest", 3, "weights of version 4", "a", "b")
     assert "divided among 2 ranks" in report.conclusion().splitlines()[-1]
+
+
+@pytest.fixture
+def default_threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many threads this process computes with where a config says nothing."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_a_replay_computes_with_the_threads_that_the_run_had(
+    tmp_path: Path, default_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default_threads(3)
+    unset = {"trainer": {"lr": 1e-2}}
+    run = run_tiny(tmp_path, num_steps=1, config=unset, **{**EXACT, "rollout.num_threads": 2})
+    (logged,) = run.events_of("threads")
+    assert (logged["trainer"], logged["engine"]) == (3, 2)
+    seen = {"trainer": set(), "engine": set()}  # type: dict[str, set[int]]
+
+    def noting(side: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **more: Any) -> Any:
+            seen[side].add(torch.get_num_threads())
+            return call(*args, **more)
+
+        return noted
+
+    monkeypatch.setattr(Trainer, "update", noting("trainer", Trainer.update))
+    monkeypatch.setattr(Scheduler, "commit", noting("engine", Scheduler.commit))
+    default_threads(1)
+    report = replay_run(run.folder)
+    assert seen == {"trainer": {3}, "engine": {2}}
+    assert report.is_equal and report.run_threads == [Threads(trainer=3, engine=2)] == [report.threads]
+
+
+@pytest.mark.parametrize(
+    ("run_threads", "said"),
+    [
+        ([Threads(trainer=2, engine=2), Threads(trainer=1, engine=1)], "then 1 thread for the trainer"),
+        ([], "does not say with how many threads it computed"),
+        ([Threads(trainer=2, engine=2)], ""),
+    ],
+    ids=["resumed_with_others", "old_log", "the_same"],
+)
+def test_threads_are_named_only_where_they_may_be_why_bits_differ(
+    run_threads: list[Threads], said: str
+) -> None:
+    report = ReplayReport(
+        run_dir="runs/reverse", run_threads=run_threads, threads=Threads(trainer=2, engine=2)
+    )
+    assert report.conclusion() == "EQUAL, bit for bit"
+    report.differs("digest", 3, "weights of version 4", "a", "b")
+    assert said in report.conclusion()
+    assert ("another number of threads" in report.conclusion()) is bool(said)
+    assert "batch_invariant" not in report.conclusion()
 
 
 FULL_POOL = {

@@ -39,6 +39,8 @@ async def begin(controller: Controller, *, resume: bool) -> None:
         recorder.accept()
         recorder.event("already_complete", num_steps_done=controller.num_steps_done)
         return
+    if config.cluster.kind == "inproc":
+        recorder.event("threads", **controller.num_threads)
     if controller.rollout.buffer.serving_step < controller.num_steps_done:
         controller.weight_version += 1  # the checkpoint's weights were in no publication
     with recorder.span("publish"):

@@ -105,9 +105,11 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._readings = EngineReadings(self.router)
-        num_threads = self.config.trainer.num_threads or torch.get_num_threads()
+        trainer = self.config.trainer.num_threads or torch.get_num_threads()
+        self.num_threads = {"trainer": trainer, "engine": self.config.rollout.num_threads or trainer}
+        """With which either side computes, where it is in this process."""
         self._thread = ThreadPoolExecutor(
-            1, "trainer", initializer=torch.set_num_threads, initargs=(num_threads,)
+            1, "trainer", initializer=torch.set_num_threads, initargs=(trainer,)
         )
         """The trainer's own thread: the event loop, and an engine beside it, go on while it computes."""
 

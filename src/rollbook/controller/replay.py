@@ -17,17 +17,13 @@ token and under the same weights.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from rollbook.buffer.buffer import Taken
 from rollbook.cluster.config import ClusterConfig
@@ -37,132 +33,21 @@ from rollbook.controller.begin import warm_up
 from rollbook.controller.build import build
 from rollbook.controller.config import LendingSection
 from rollbook.controller.loop import Controller
+from rollbook.controller.replay_log import Publication, RunLog, Threads, read_log
+from rollbook.controller.replay_report import ReplayReport
+from rollbook.controller.replay_sampler import Sampler
 from rollbook.controller.rollout import Member
 from rollbook.errors import ConfigError, RunError
 from rollbook.observe.recorder import Recorder
-from rollbook.observe.run_dir import read_json_lines
-from rollbook.observe.trajectories import read_loss_masks, read_trajectories
-from rollbook.rollout.engine import GenerateRequest, Response
 from rollbook.rollout.native.engine import NativeEngine
 from rollbook.sync.digest import digests, fold
-from rollbook.sync.quantized import as_sent, as_sent_to
-from rollbook.types import Bools, Group, Trajectory, Turn
+from rollbook.types import Group, Trajectory
 
-MAX_DIFFERENCES = 20
-"""Differences that are listed; all are counted."""
 NO_STARTS = (
     "the log does not say where keys and values were computed anew: logprobs of responses that more than one version "
     "sampled differ where they were"
 )
 NO_DIGESTS = "the log has no digests of its publications: weights were not compared"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One place at which the log and its repetition are not the same."""
-
-    kind: str
-    """digest, loss_mask, token, length, logprob, version, reward, or failure."""
-    step: int
-    where: str
-    logged: str
-    replayed: str
-
-    def __str__(self) -> str:
-        return (
-            f"step {self.step}, {self.where}: {self.kind} {self.logged} in the log, {self.replayed} replayed"
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class ReplayReport:
-    """What was compared, and where it differs."""
-
-    run_dir: str
-    num_steps: int = 0
-    num_digests: int = 0
-    num_trajectories: int = 0
-    num_tokens: int = 0
-    num_cut: int = 0
-    """Trajectories that more than one version sampled."""
-    num_differences: int = 0
-    differences: list[Difference] = field(default_factory=list)
-    """The first ones."""
-    notes: list[str] = field(default_factory=list)
-    num_by_kind: dict[str, int] = field(default_factory=dict)
-    """Differences of each kind."""
-    logprob_gap_nats: float = 0.0
-    """Largest difference of a logprob, of trajectories with the same tokens."""
-    is_batch_invariant: bool = True
-    """Of the run: an engine's numbers do not depend on what it computes beside a sequence."""
-    num_trainer_ranks: int = 1
-    """Of the run; a replay has one."""
-
-    @property
-    def is_equal(self) -> bool:
-        return self.num_differences == 0
-
-    def conclusion(self) -> str:
-        """What the comparison comes to, and why bits that differ need not be a fault."""
-        if self.is_equal:
-            return "EQUAL, bit for bit"
-        kinds = ", ".join(f"{count} {kind}" for kind, count in self.num_by_kind.items())
-        said = f"NOT EQUAL: {self.num_differences} differences ({kinds}), the first above"
-        if set(self.num_by_kind) == {"logprob"}:
-            said += (
-                f"\nTokens, rewards, versions and digests are all equal; logprobs differ by at most "
-                f"{self.logprob_gap_nats:.1e} nats"
-            )
-        if not self.is_batch_invariant:
-            said += (
-                "\nThe run has rollout.batch_invariant = false, so that an engine's rounding depends on the sequences "
-                "beside one: it can be repeated, and not to the last bit. A run with rollout.batch_invariant = true "
-                "can"
-            )
-        if self.num_trainer_ranks > 1:
-            said += (
-                f"\nThe run's trainer was divided among {self.num_trainer_ranks} ranks, which add gradients up in "
-                "another order than the one rank of a replay: weights differ in their last bits from the first update "
-                "on"
-            )
-        return said
-
-    def differs(self, kind: str, step: int, where: str, logged: object, replayed: object) -> None:
-        self.num_differences += 1
-        self.num_by_kind[kind] = self.num_by_kind.get(kind, 0) + 1
-        if len(self.differences) < MAX_DIFFERENCES:
-            self.differences.append(
-                Difference(kind=kind, step=step, where=where, logged=str(logged), replayed=str(replayed))
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """A version as the log has it."""
-
-    after_steps: int
-    """Steps whose updates it contains."""
-    weight_version: int
-    digest: str | None
-    """Of all tensors; None in logs of before it was written."""
-
-
-@dataclass(slots=True)
-class _Log:
-    """What a run directory says of its steps."""
-
-    folder: Path
-    publications: list[Publication]
-    num_steps: int
-
-    def trajectories(self, step: int) -> list[Trajectory]:
-        return read_trajectories(self._path(step))
-
-    def loss_masks(self, step: int) -> dict[str, Bools]:
-        return read_loss_masks(self._path(step))
-
-    def _path(self, step: int) -> Path:
-        return self.folder / "trajectories" / f"step_{step}.parquet"
 
 
 def replay_run(folder: Path, *, only_step: int | None = None) -> ReplayReport:
@@ -187,7 +72,7 @@ def replay_run(folder: Path, *, only_step: int | None = None) -> ReplayReport:
             f"rollout.engine of {folder} is '{config.rollout.engine}'",
             "a replay samples again what each version sampled, which takes the draws of the native engine",
         )
-    log = _read_log(folder, config)
+    log = read_log(folder)
     if only_step is not None and not 0 <= only_step < log.num_steps:
         raise ConfigError(
             f"step {only_step} was to be replayed and {folder} has steps 0 to {log.num_steps - 1}",
@@ -196,20 +81,26 @@ def replay_run(folder: Path, *, only_step: int | None = None) -> ReplayReport:
     with tempfile.TemporaryDirectory() as aside:
         recorder = Recorder(Path(aside) / "replay")
         try:
-            report = asyncio.run(_replay(_for_replay(config), log, recorder, only_step))
+            report = asyncio.run(_replay(_for_replay(config, log.threads[:1]), log, recorder, only_step))
         finally:
             recorder.close()
     report.num_trainer_ranks = config.cluster.num_trainer_ranks
+    report.run_threads = log.threads
     return report
 
 
-def _for_replay(config: RunConfig) -> RunConfig:
-    """The same numbers in this process, from one replica with weights of its own, so that older ones can be put back
-    into it, and without a link that the run itself may be using."""
+def _for_replay(config: RunConfig, run_threads: Sequence[Threads]) -> RunConfig:
+    """The same numbers in this process, with as many threads as the run began with, from one replica with weights of
+    its own, so that older ones can be put back into it, and without a link that the run itself may be using."""
     link = {"transport": "inproc", "delta": False, "staging": "direct", "commit_order": "together"}
+    rollout: dict[str, int] = {"num_replicas": 1}
+    trainer: dict[str, int] = {}
+    for threads in run_threads:
+        rollout["num_threads"], trainer["num_threads"] = threads.engine, threads.trainer
     return config.model_copy(
         update={
-            "rollout": config.rollout.model_copy(update={"num_replicas": 1}),
+            "rollout": config.rollout.model_copy(update=rollout),
+            "trainer": config.trainer.model_copy(update=trainer),
             "sync": config.sync.model_copy(update=link),
             "cluster": ClusterConfig(),
             "plan": config.plan.model_copy(update={"is_on": False}),
@@ -218,31 +109,7 @@ def _for_replay(config: RunConfig) -> RunConfig:
     )
 
 
-def _read_log(folder: Path, config: RunConfig) -> _Log:
-    publications: list[Publication] = []
-    is_resumed, num_steps = False, 0
-    path = folder / "events.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"there is no {path}", "a replay reads versions and steps from it")
-    for event in read_json_lines(path):
-        step = event.get("step")
-        if event.get("kind") == "run_resumed":
-            is_resumed = True
-        elif event.get("kind") == "span_open" and event.get("name") == "step" and isinstance(step, int):
-            if is_resumed:  # what came after the checkpoint was taken back
-                publications = [p for p in publications if p.after_steps <= step]
-                is_resumed = False
-        elif event.get("kind") == "span" and event.get("name") == "step" and isinstance(step, int):
-            num_steps = step + 1 if "error" not in event else num_steps
-        elif event.get("kind") == "publication":
-            after = step + 1 if isinstance(step, int) else num_steps
-            publications.append(Publication(after, int(event["weight_version"]), event.get("digest")))
-    if not num_steps:
-        raise ConfigError(f"{folder} has no finished step", "a replay repeats steps: run one")
-    return _Log(folder, publications, num_steps)
-
-
-async def _replay(config: RunConfig, log: _Log, recorder: Recorder, only_step: int | None) -> ReplayReport:
+async def _replay(config: RunConfig, log: RunLog, recorder: Recorder, only_step: int | None) -> ReplayReport:
     report = ReplayReport(run_dir=str(log.folder))
     report.is_batch_invariant = config.rollout.batch_invariant
     if not config.rollout.batch_invariant:
@@ -252,6 +119,7 @@ async def _replay(config: RunConfig, log: _Log, recorder: Recorder, only_step: i
         )
     last = log.num_steps - 1 if only_step is None else only_step
     async with build(config, recorder) as controller:
+        report.threads = Threads(**controller.num_threads)
         replay = _Replay(controller, log, report, only_step)
         await replay.before_first_step()
         for step in range(last + 1):
@@ -264,14 +132,14 @@ class _Replay:
     """Fresh parts that go through the log once, in its order."""
 
     def __init__(
-        self, controller: Controller, log: _Log, report: ReplayReport, only_step: int | None
+        self, controller: Controller, log: RunLog, report: ReplayReport, only_step: int | None
     ) -> None:
         self.controller = controller
         self.log = log
         self.report = report
         engine = controller.router.engines[0]
         assert isinstance(engine, NativeEngine)
-        self.sampler = _Sampler(engine, controller)
+        self.sampler = Sampler(engine, controller)
         self._prompts = {prompt.prompt_id: prompt for prompt in controller.train_prompts}
         self._newest_version = -1
         """Published here."""
@@ -408,119 +276,6 @@ class _Replay:
             report.differs("version", step, name, versions[0], versions[1])
         if logged.reward != produced.reward:
             report.differs("reward", step, name, logged.reward, produced.reward)
-
-
-class _Sampler:
-    """The engine with the weights of any version that is still needed, and responses cut where the run's were."""
-
-    def __init__(self, engine: NativeEngine, controller: Controller) -> None:
-        self.engine = engine
-        self._config = controller.config
-        self._source = as_sent(controller.trainer, controller.config.sync.quantize)
-        self.recorded: dict[str, Trajectory] = {}
-        self._held: dict[int, dict[str, Tensor]] = {}
-        self._generate = engine.generate
-        self._plain_step = engine.step
-        self._stop_at: int | None = None
-        """Sampled tokens after which the engine is to stand still."""
-        self._stopped = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        controller.router.generate = self.generate  # type: ignore[method-assign]
-        engine.step = self._step  # type: ignore[method-assign]
-
-    def remember(self, version: int) -> dict[str, Tensor]:
-        held = self._held[version] = {name: t.clone() for name, t in self._source.export_weights()}
-        return held
-
-    def forget(self, before: int) -> None:
-        """Versions that nothing will be sampled from any more."""
-        self._held = {version: tensors for version, tensors in self._held.items() if version >= before}
-
-    async def hold(self, version: int) -> None:
-        """Put a version's weights into the engine, below its publications. Its own label only ever grows: labels are
-        read from the log instead."""
-        weights = as_sent_to(await self.engine.live_weights(), self._config.sync.quantize)
-        tensors = self._held[version]
-
-        @torch.no_grad()
-        def write() -> None:
-            for name in weights.specs():
-                weights.write(name, tensors[name])
-            for name in weights.specs():
-                weights.read(name)  # codes and scales are decoded where they are read
-            scheduler = self.engine._scheduler
-            scheduler.reset_cache()
-            scheduler._siblings.clear()
-
-        await self.engine.run_between_steps(write)
-
-    async def generate(
-        self, request: GenerateRequest, *, on_sent: Callable[[int], None] | None = None
-    ) -> Response:
-        """One response, under the versions that the log gives it; in place of the router's."""
-        trajectory_id, _, which = request.request_id.partition("#")
-        logged = self.recorded.get(trajectory_id)
-        turn_idx = int(which.rstrip("+") or 0)
-        if logged is None or turn_idx >= len(logged.turns):
-            return await self._generate(request)
-        turn = logged.turns[turn_idx]
-        runs = turn.version_runs
-        if logged.oldest_version == logged.newest_version:
-            response = await self._generate(request)
-        else:
-            response = await self._cut(request, turn)
-        if len(response.response_ids) != sum(run.num_tokens for run in runs):
-            return response  # another length: its own labels do for the comparison
-        return replace(response, version_runs=runs)
-
-    async def _cut(self, request: GenerateRequest, turn: Turn) -> Response:
-        """The engine stands still wherever the run swapped its weights or computed keys and values anew, and goes on
-        with those that the run had."""
-        versions = [run.weight_version for run in turn.version_runs for _ in range(run.num_tokens)]
-        anew = {start.token_idx: start.weight_version for start in turn.kv_starts}
-        swaps = {idx for idx, pair in enumerate(itertools.pairwise(versions), start=1) if len(set(pair)) > 1}
-        await self.hold(versions[0])
-        response = asyncio.create_task(self._generate(request))
-        for idx in sorted((swaps | anew.keys()) & set(range(1, len(versions)))):
-            await self._stand_still(response, idx)
-            if idx in anew:
-                await self.hold(anew[idx])
-                await self.engine.run_between_steps(self._compute_anew)
-                await self._stand_still(response, idx)  # once they are there, and before the next token
-            await self.hold(versions[idx])
-        await self.engine.resume()
-        return await response
-
-    def _compute_anew(self) -> None:
-        scheduler = self.engine._scheduler
-        scheduler._restart(scheduler.running())
-
-    async def _stand_still(self, response: asyncio.Task[Response], num_sampled: int) -> None:
-        """Until so many tokens were sampled, and their keys and values are there to sample the next one."""
-        self._stopped.clear()
-        self._stop_at = num_sampled
-        await self.engine.resume()
-        stopped = asyncio.create_task(self._stopped.wait())
-        waits: set[asyncio.Task[Response] | asyncio.Task[Literal[True]]] = {stopped, response}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        self._stop_at = None
-
-    def _step(self) -> bool:
-        """On the engine's thread: a step, and a stand-still where one is asked for (one sequence runs then)."""
-        if self._stop_at is not None and self._has_reached(self._stop_at):
-            self.engine._pauses.is_on = True
-            self._loop.call_soon_threadsafe(self._stopped.set)
-            return False
-        return self._plain_step()
-
-    def _has_reached(self, num_tokens: int) -> bool:
-        slots = self.engine._scheduler.slots
-        return any(
-            bool(slots.is_ready[slot]) and int(slots.num_response[slot]) >= num_tokens
-            for slot, sequence in enumerate(slots.sequences)
-            if sequence is not None
-        )
 
 
 def _versions(trajectory: Trajectory) -> list[tuple[int, int]]:

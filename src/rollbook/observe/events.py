@@ -17,6 +17,10 @@ EVENT_KINDS: dict[str, EventKind] = {
     "run_started": EventKind((), "A new run took the directory."),
     "run_resumed": EventKind((), "A later process took the directory up again."),
     "already_complete": EventKind(("num_steps_done",), "The run that was taken up has no step left to make."),
+    "threads": EventKind(
+        ("trainer", "engine"),
+        "With how many threads trainer and engines compute in this process, as a replay will.",
+    ),
     "no_effect": EventKind(
         ("option", "value", "needs", "says"),
         "An option was set that this run does not read; `needs` is what it has an effect with.",
