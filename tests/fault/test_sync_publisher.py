@@ -380,8 +380,6 @@ async def test_a_fault_of_the_export_leaves_every_replica_serving_the_old_versio
 
 
 async def test_an_export_that_hangs_passes_its_deadline(cluster: Make) -> None:
-    import threading
-
     c = cluster(config=CONFIG.model_copy(update={"export_deadline_s": 0.05}))
     release = threading.Event()
 
@@ -396,9 +394,59 @@ async def test_an_export_that_hangs_passes_its_deadline(cluster: Make) -> None:
         ):
             await c.publisher.publish(version)
     release.set()
-    await asyncio.to_thread(c.publisher._export.shutdown)
+    assert c.publisher.close() == ""
     assert all("receive" not in port.calls for port in c.ports), "what comes late is sent to nobody"
     c.check(0, 0, trainer_moved=True)
+
+
+@pytest.mark.parametrize("tensor_idx", [0, 3])
+async def test_an_export_that_hangs_through_the_close_reads_nothing_more_afterwards(
+    cluster: Make, tensor_idx: int
+) -> None:
+    """No thread is left that reads weights which a later run, or a later step, writes; and the caller is told."""
+    deadlines = {"export_deadline_s": 0.05, "abort_deadline_s": 0.05}
+    c = cluster(config=CONFIG.model_copy(update=deadlines))
+    release, ended = threading.Event(), threading.Event()
+    read: list[str] = []
+
+    def stuck() -> Iterator[tuple[str, Tensor]]:
+        try:
+            for idx, (name, tensor) in enumerate(c.source.tensors.items()):
+                if idx == tensor_idx:
+                    release.wait(20)
+                read.append(name)
+                yield name, tensor
+        finally:
+            ended.set()
+
+    c.source.export_weights = stuck  # type: ignore[method-assign]
+    with pytest.raises(DeadlineError):
+        await c.publisher.publish(1)
+    queued = c.publisher._export.submit(lambda: read.append("a call that waited behind it"))
+    assert "hangs" in c.publisher.close()
+    assert len(read) == tensor_idx
+    release.set()
+    assert await asyncio.to_thread(ended.wait, 20)
+    assert c.publisher.close() == ""
+    assert len(read) == tensor_idx + 1 and queued.cancelled()
+    c.check(0, 0, trainer_moved=True)
+
+
+async def test_a_close_waits_for_what_the_export_thread_is_at(cluster: Make) -> None:
+    c = cluster()
+    began, release = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        began.set()
+        release.wait(20)
+
+    call = c.publisher._export.submit(slow)
+    assert await asyncio.to_thread(began.wait, 20)
+    closing = asyncio.create_task(asyncio.to_thread(c.publisher.close))
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    release.set()
+    assert await closing == "" and call.done()
 
 
 async def test_a_push_that_carries_the_old_bits_is_an_error_when_the_trainer_moved(cluster: Make) -> None:

@@ -343,6 +343,7 @@ class RemotePublisher(Publisher):
         self.weight_version = answer.weight_version
         return replace(cast(PublicationReport, answer), quarantined=dict(self.quarantined))
 
-    def close(self) -> None:
+    def close(self) -> str:
         for check in self._checks:
             check.cancel()
+        return ""

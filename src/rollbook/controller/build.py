@@ -85,7 +85,7 @@ async def build(config: RunConfig, recorder: Recorder) -> AsyncIterator[Controll
             router, publisher, lent = await _engines(parts, on_ray)
         router.on_quarantine = lambda who, why: recorder.event("quarantined", replica_id=who, why=why)
         router.on_return = lambda who: recorder.event("back_in_service", replica_id=who)
-        stack.callback(publisher.close)
+        stack.callback(_end_exports, publisher, recorder)
 
         def make_env(prompt: Prompt) -> SingleTurnEnv:
             return SingleTurnEnv(prompt, tokenizer=tokenizer, scorer=scorer)
@@ -131,6 +131,15 @@ async def _engines(parts: Parts, on_ray: RayParts | None) -> tuple[Router, Publi
     source = as_sent(parts.trainer, config.sync.quantize)
     publisher = Publisher(source, replicas.ports, config.sync, buffers=replicas.buffers)
     return Router(replicas.engines), publisher, replicas.lent
+
+
+def _end_exports(publisher: Publisher, recorder: Recorder) -> None:
+    if why := publisher.close():
+        recorder.finding(
+            "export_hangs",
+            why,
+            remedy="look at the rank that a gather waits for; the process ends all the same",
+        )
 
 
 def _lend(controller: Controller, lent: Replica, prompts: Prompts) -> None:

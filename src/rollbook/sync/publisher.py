@@ -14,68 +14,28 @@ the version it held. The version of this object advances when at least one repli
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
+
+from torch import Tensor
 
 from rollbook.errors import DeadlineError, RunError, SyncError
 from rollbook.sync.bucket import Buffers, PackedViews, Packer
 from rollbook.sync.config import SyncConfig
 from rollbook.sync.delta import AcknowledgedWeights
 from rollbook.sync.digest import fold
+from rollbook.sync.export_thread import ExportThread
 from rollbook.sync.handshake import Handshake
+from rollbook.sync.publication import Publication
 from rollbook.sync.quantized import QuantizedSource
 from rollbook.sync.report import PublicationReport
-from rollbook.weights import Arrival, Bucket, CommitReport, Digests, Manifest, WeightPort, WeightSource
+from rollbook.sync.sending import Sending
+from rollbook.weights import Digests, Manifest, WeightPort, WeightSource
 
 Result = TypeVar("Result")
-
-
-@dataclass(slots=True)
-class _Publication:
-    """One publication under way."""
-
-    attempt: int
-    version: int
-    base: int | None
-    ports: dict[int, WeightPort]
-    """Replicas still in it."""
-    failed: dict[int, Exception] = field(default_factory=dict)
-    superseded: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    marks_s: dict[str, float] = field(default_factory=dict)
-    export_s: float = 0.0
-    num_buckets: int = 0
-    packing_ends_at_s: float = math.inf
-    """Monotonic clock: when the bucket that is being packed is late."""
-    under_way: set[_Sent] = field(default_factory=set)
-    is_over: bool = False
-    """Nothing more of it is to be sent."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sent:
-    """One bucket on its way to one replica."""
-
-    port: WeightPort
-    arrival: Arrival | None
-    failed: Exception | None
-    """Why it was not even sent."""
-    ends_at_s: float
-
-    def wait(self) -> None:
-        if self.failed is not None:
-            raise self.failed
-        assert self.arrival is not None
-        self.arrival.result(max(self.ends_at_s - time.monotonic(), 0.0))
-
-    def cancel(self) -> None:
-        if self.arrival is not None:
-            self.arrival.cancel()
+Exported = tuple[str, Tensor]
 
 
 class Publisher:
@@ -116,7 +76,7 @@ class Publisher:
         self._acknowledged = AcknowledgedWeights() if config.delta else None
         self._under_way: int | None = None
         self._num_attempts = 0
-        self._export = ThreadPoolExecutor(1, thread_name_prefix="export")
+        self._export = ExportThread()
 
     def join(self, port: WeightPort) -> None:
         """One more replica, which holds nothing yet: `resync` brings it to the newest version."""
@@ -163,9 +123,13 @@ class Publisher:
             )
         return await self._transact(self.weight_version, [replica_id], base=None, moved=False, is_resync=True)
 
-    def close(self) -> None:
-        """End the export thread."""
-        self._export.shutdown(wait=False)
+    def close(self) -> str:
+        """End the export thread; why it goes on where an export hangs, else nothing. It then reads no tensor after the
+        one at which it hangs."""
+        deadline_s = self.config.abort_deadline_s
+        if self._export.close(deadline_s):
+            return ""
+        return f"the trainer's export hangs: {deadline_s:g} s after the last publication was given up it had not ended"
 
     # ---- one publication
 
@@ -186,11 +150,11 @@ class Publisher:
         self._under_way = version
         self._num_attempts += 1
         ports = {i: self.ports[i] for i in replica_ids}
-        publication = _Publication(self._num_attempts, version, base, ports)
+        publication = Publication(self._num_attempts, version, base, ports)
         acknowledged = None if is_resync else self._acknowledged
         packer = Packer(
             specs={spec.name: spec for spec in self.source.weight_specs()},
-            stream=iter(self.source.export_weights()),
+            stream=self._while_wanted(publication, self.source.export_weights()),
             weight_version=version,
             bucket_bytes=self.config.bucket_bytes,
             buffers=self._buffers,
@@ -204,7 +168,15 @@ class Publisher:
             started_at_s = time.perf_counter()
             await self._open(publication, packer)
             publication.marks_s["open"] = time.perf_counter()
-            await self._stream(publication, packer)
+            sending = Sending(
+                publication,
+                packer,
+                self._export,
+                self.config,
+                settled=partial(self._settled, publication),
+                late=partial(self._late, publication),
+            )
+            await sending.run()
             digests, unrounded = await self._in_export_thread(
                 publication, "the digests", lambda: (packer.digests(), self._digest_before_rounding())
             )
@@ -229,7 +201,14 @@ class Publisher:
             raise
         finally:
             self._under_way = None
-        report = self._report(publication, packer, digests, list(commits.values()), started_at_s)
+        report = publication.report(
+            packer,
+            digests,
+            list(commits.values()),
+            held=self._digests or {},
+            quarantined=self.quarantined,
+            started_at_s=started_at_s,
+        )
         self.weight_version = version
         if not is_resync:  # which may find the trainer moved by less than what is sent resolves
             self._digests, self._unrounded = digests, unrounded
@@ -237,7 +216,7 @@ class Publisher:
             acknowledged.acknowledge(version)
         return report
 
-    async def _open(self, publication: _Publication, packer: Packer) -> None:
+    async def _open(self, publication: Publication, packer: Packer) -> None:
         base = publication.base
         base_digest = fold(self._digests) if base is not None and self._digests is not None else None
         is_first = self._digests is None
@@ -258,100 +237,14 @@ class Publisher:
 
         await self._each(publication, "open", open_one, self.config.open_deadline_s)
 
-    async def _stream(self, publication: _Publication, packer: Packer) -> None:
-        """The export thread packs buckets and sends them on their way; this watches that it goes on."""
-        loop = asyncio.get_running_loop()
-        # From now on: the thread may still hang in an export that was given up.
-        publication.packing_ends_at_s = time.monotonic() + self.config.export_deadline_s
-        streaming = loop.run_in_executor(self._export, self._send_all, publication, packer, loop)
-        try:
-            while not streaming.done():
-                wait_s = publication.packing_ends_at_s - time.monotonic()
-                if wait_s < 0:
-                    raise self._hangs(publication, f"bucket {publication.num_buckets}")
-                await asyncio.wait({streaming}, timeout=min(wait_s, self.config.export_deadline_s))
-            try:
-                streaming.result()
-            except (RunError, asyncio.CancelledError):
-                raise
-            except Exception as error:
-                raise self._export_failed(publication, f"bucket {publication.num_buckets}", error) from error
-        finally:
-            publication.is_over = True
-            for sent in list(publication.under_way):
-                sent.cancel()
-            if publication.packing_ends_at_s == math.inf:  # it waits for nothing any more
-                await asyncio.wait({streaming}, timeout=self.config.abort_deadline_s)
-            if streaming.done() and not streaming.cancelled():
-                streaming.exception()
-
-    def _send_all(self, publication: _Publication, packer: Packer, loop: asyncio.AbstractEventLoop) -> None:
-        """On the export thread. With two slots, bucket i+2 is packed as soon as bucket i has arrived, while i+1
-        travels."""
-        buckets: Iterator[Bucket | None] = iter(packer.buckets())
-        travelling: deque[list[_Sent]] = deque()
-        try:
-            while not publication.is_over:
-                began_at_s = time.perf_counter()
-                publication.packing_ends_at_s = time.monotonic() + self.config.export_deadline_s
-                bucket = next(buckets, None)
-                publication.packing_ends_at_s = math.inf
-                publication.export_s += time.perf_counter() - began_at_s
-                # Given up while it was packed, a bucket is sent to nobody.
-                if bucket is None or publication.is_over:
-                    break
-                publication.num_buckets += 1
-                travelling.append(self._send(publication, bucket, loop))
-                if len(travelling) == self.config.max_buckets:
-                    self._arrive(publication, travelling.popleft(), loop)
-            while travelling and not publication.is_over:
-                self._arrive(publication, travelling.popleft(), loop)
-        finally:
-            for sent in itertools.chain.from_iterable(travelling):
-                sent.cancel()
-
-    def _send(
-        self, publication: _Publication, bucket: Bucket, loop: asyncio.AbstractEventLoop
-    ) -> list[_Sent]:
-        """The bucket on its way to every replica that is still in the publication."""
-        ports = list(publication.ports.values())
-        bucket = replace(bucket, attempt=publication.attempt, replica_ids=tuple(publication.ports))
-        sent = []
-        for port in ports:
-            arrival: Arrival | None = None
-            failed: Exception | None = None
-            try:
-                receiving = port.receive(bucket)
-                if isinstance(receiving, Coroutine):
-                    receiving = asyncio.run_coroutine_threadsafe(receiving, loop)
-                arrival = receiving
-            except Exception as error:
-                failed = error
-            sent.append(_Sent(port, arrival, failed, time.monotonic() + self.config.receive_deadline_s))
-        publication.under_way.update(sent)
-        return sent
-
-    def _arrive(
-        self, publication: _Publication, bucket: Sequence[_Sent], loop: asyncio.AbstractEventLoop
-    ) -> None:
-        """Wait until a bucket has arrived; replicas that it does not reach leave the publication."""
-        outcomes: list[BaseException | None] = []
-        for sent in bucket:
-            try:
-                sent.wait()
-                outcomes.append(None)
-            except TimeoutError:
-                sent.cancel()
-                deadline_s = self.config.receive_deadline_s
-                outcomes.append(self._late(publication, "receive", sent.port.replica_id, deadline_s))
-            except BaseException as error:
-                outcomes.append(error)
-        publication.under_way.difference_update(bucket)
-        if publication.is_over or not any(outcomes):
-            return
-        ports = [sent.port for sent in bucket]
-        settling = self._settled(publication, "receive", ports, outcomes)
-        asyncio.run_coroutine_threadsafe(settling, loop).result()
+    def _while_wanted(self, publication: Publication, stream: Iterable[Exported]) -> Iterator[Exported]:
+        """The export, until nobody waits for it any more: one that hung reads no weight of a later step."""
+        for exported in stream:
+            if publication.is_over or self._export.is_closed:
+                raise SyncError(
+                    f"version {publication.version} was given up while it was exported", "publish again"
+                )
+            yield exported
 
     def _digest_before_rounding(self) -> str:
         return self.source.digest_before_rounding() if isinstance(self.source, QuantizedSource) else ""
@@ -384,7 +277,7 @@ class Publisher:
 
     async def _each(
         self,
-        publication: _Publication,
+        publication: Publication,
         phase: str,
         call: Callable[[WeightPort], Awaitable[Result]],
         deadline_s: float,
@@ -406,7 +299,7 @@ class Publisher:
 
     async def _settled(
         self,
-        publication: _Publication,
+        publication: Publication,
         phase: str,
         ports: Sequence[WeightPort],
         outcomes: Sequence[Result | BaseException],
@@ -430,21 +323,8 @@ class Publisher:
         if lost and phase != "commit":
             await self._abort(lost)
         if not results or (lost and self.config.on_replica_failure == "abort" and phase != "commit"):
-            raise self._refused(publication, phase)
+            raise publication.refused(phase)
         return results
-
-    def _refused(self, publication: _Publication, phase: str) -> SyncError:
-        replica_id, first = next(iter(publication.failed.items()))
-        others = len(publication.failed) - 1
-        what = first.what if isinstance(first, RunError) else f"{type(first).__name__}: {first}"
-        remedy = first.remedy if isinstance(first, RunError) else "look at the replica's own log"
-        more = f" (and {others} more)" if others else ""
-        error = SyncError(
-            f"version {publication.version} was not published: {phase} failed on replica {replica_id}{more}: {what}",
-            remedy,
-        )
-        error.__cause__ = first
-        return error
 
     async def _within(
         self,
@@ -452,7 +332,7 @@ class Publisher:
         replica_id: int,
         call: Awaitable[Result],
         deadline_s: float,
-        publication: _Publication | None = None,
+        publication: Publication | None = None,
     ) -> Result:
         try:
             async with asyncio.timeout(deadline_s):
@@ -461,7 +341,7 @@ class Publisher:
             raise self._late(publication, phase, replica_id, deadline_s) from None
 
     def _late(
-        self, publication: _Publication | None, phase: str, replica_id: int, deadline_s: float
+        self, publication: Publication | None, phase: str, replica_id: int, deadline_s: float
     ) -> DeadlineError:
         subject = f" of version {publication.version}" if publication is not None else ""
         return DeadlineError(
@@ -486,72 +366,21 @@ class Publisher:
     # ---- the trainer
 
     async def _in_export_thread(
-        self, publication: _Publication, what: str, work: Callable[[], Result]
+        self, publication: Publication, what: str, work: Callable[[], Result]
     ) -> Result:
         """Run trainer's work on the export thread; collectives stay on one thread, in one order."""
         began_at_s = time.perf_counter()
         try:
             async with asyncio.timeout(self.config.export_deadline_s):
-                return await asyncio.get_running_loop().run_in_executor(self._export, work)
+                return await asyncio.wrap_future(self._export.submit(work))
         except TimeoutError:
-            raise self._hangs(publication, what) from None
+            raise publication.hangs(what, self.config.export_deadline_s) from None
         except (RunError, asyncio.CancelledError):
             raise
         except Exception as error:
-            raise self._export_failed(publication, what, error) from error
+            raise publication.export_failed(what, error) from error
         finally:
             publication.export_s += time.perf_counter() - began_at_s
-
-    def _hangs(self, publication: _Publication, what: str) -> DeadlineError:
-        return DeadlineError(
-            f"the trainer did not export {what} of version {publication.version} within "
-            f"{self.config.export_deadline_s:g} s",
-            "a rank hangs in the gather, or sync.export_deadline_s is too short for this model",
-        )
-
-    def _export_failed(self, publication: _Publication, what: str, error: Exception) -> SyncError:
-        return SyncError(
-            f"the trainer's export of version {publication.version} failed at {what}: "
-            f"{type(error).__name__}: {error}",
-            "the replicas keep their version; mend the trainer and publish again",
-        )
-
-    def _report(
-        self,
-        publication: _Publication,
-        packer: Packer,
-        digests: Digests,
-        commits: list[CommitReport],
-        started_at_s: float,
-    ) -> PublicationReport:
-        num_bytes = sum(spec.num_bytes for spec in packer.specs.values())
-        if packer.acknowledged is not None and publication.base is not None:
-            changed_frac = packer.acknowledged.num_changed / max(1, packer.acknowledged.num_elements)
-        else:
-            held = self._digests or {}
-            changed = sum(s.num_bytes for s in packer.specs.values() if held.get(s.name) != digests[s.name])
-            changed_frac = changed / max(1, num_bytes)
-        marks_s = publication.marks_s
-        return PublicationReport(
-            weight_version=publication.version,
-            base_version=publication.base,
-            num_tensors=len(packer.specs),
-            num_adapter_tensors=sum("lora_" in name for name in packer.specs),
-            num_bytes=num_bytes,
-            sent_bytes=packer.sent_bytes,
-            num_buckets=publication.num_buckets,
-            changed_frac=changed_frac,
-            export_s=publication.export_s,
-            open_s=marks_s["open"] - started_at_s,
-            stream_s=marks_s["stream"] - marks_s["open"],
-            prove_s=marks_s["prove"] - marks_s["stream"],
-            commit_s=marks_s["commit"] - marks_s["prove"],
-            total_s=marks_s["commit"] - started_at_s,
-            replicas=tuple(commits),
-            quarantined=dict(self.quarantined),
-            digest=fold(digests),
-            superseded={i: old for i, old in publication.superseded.items() if old},
-        )
 
 
 def _changed_names(earlier: Digests, later: Digests) -> str:
