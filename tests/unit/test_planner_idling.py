@@ -124,7 +124,8 @@ def test_the_fastest_of_all_that_fit_is_taken(options: dict[str, Any]) -> None:
     ]
     for found in shared(planned(**options)):
         each = [c for candidates in alone for c in candidates if c.mode == found.mode and c.fits]
-        assert found.step_s == pytest.approx(min(c.step_s for c in each), rel=1e-6)
+        # One with less room for its engines has to save half a per cent.
+        assert 1 - 1e-6 <= found.step_s / min(c.step_s for c in each) < 1.0051
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ import pytest
 
 from rollbook.errors import PlanError
 from rollbook.planner.candidate import Candidate
+from rollbook.planner.host_memory import OFFLOAD_GAIN_FRAC
 from rollbook.planner.offload import host_state_bytes, on_device
 from rollbook.planner.options import PlanOptions
 from rollbook.planner.plan import make_plan
-from rollbook.planner.search import OFFLOAD_GAIN_FRAC, Search
+from rollbook.planner.search import Search
 from rollbook.planner.words import MODE_TITLES, seconds
 
 TIGHT = {
@@ -145,8 +146,8 @@ def test_what_lives_on_the_hosts_has_no_place_on_the_device() -> None:
 @pytest.mark.parametrize("host_gb", [0.0, 1.0])
 @pytest.mark.parametrize("offload", ["auto", "weights"])
 def test_a_plan_that_lacks_host_memory_says_how_much_would_do(host_gb: float, offload: str) -> None:
-    """524.8 GB on 8 GPUs do not fit the devices: 12 of 16 bytes in host memory are 49.1 GB a GPU, all of them 65.5. What
-    is left, the reference with it, stays on the device while the engines have it."""
+    """524.8 GB on 8 GPUs do not fit the devices: 12 of 16 bytes in host memory are 49.1 GB a GPU, all of them 65.5.
+    What is left, the reference with it, stays on the device while the engines have it."""
     asked = {"gpu": "H100", "response_tokens": "4k", "max_response_tokens": "16k", "offload": offload}
     plan = make_plan(options(**asked, host_gb_per_gpu=host_gb).request(), is_brief=True)
     assert plan.chosen is None

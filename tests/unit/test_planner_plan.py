@@ -18,9 +18,10 @@ from rollbook.planner.plan import make_plan
 from rollbook.planner.publication import choose_publication
 from rollbook.planner.request import PlanRequest, choice_of, split_of
 from rollbook.planner.scenario import scenario_of
-from rollbook.planner.search import Search, node_unit
+from rollbook.planner.search import Search
 from rollbook.planner.sensitivity import sensitivity
 from rollbook.planner.simulate import simulate
+from rollbook.planner.splits import node_unit
 from rollbook.planner.staleness import least_step_s, within_bound
 from rollbook.planner.waterfall import waterfall
 from rollbook.planner.words import seconds

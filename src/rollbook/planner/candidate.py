@@ -36,8 +36,6 @@ class TrainChoice:
     """What of its state lives in host memory."""
     is_limited: bool = False
     """Some layout does not fit into the device's memory."""
-    instead: TrainChoice | None = None
-    """The best of the trainer that was not chosen; None where there was no choice."""
 
     @property
     def is_offloaded(self) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rollbook.planner.candidate import Candidate
+from rollbook.planner.host_memory import OFFLOAD_GAIN_FRAC
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import OFFLOAD_GAIN_FRAC, Search
+from rollbook.planner.search import Search
 from rollbook.planner.words import percent, seconds
 
 

@@ -13,13 +13,15 @@ from rollbook.planner.candidate import (
     rollout_s,
     train_layout_json,
 )
+from rollbook.planner.host_memory import OFFLOAD_GAIN_FRAC
 from rollbook.planner.idling import sharing_sentence
 from rollbook.planner.layouts import train_degrees
 from rollbook.planner.offload import HELD
 from rollbook.planner.reasoned import Reasoned
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import OFFLOAD_GAIN_FRAC, Search, node_unit
+from rollbook.planner.search import Search
 from rollbook.planner.sides import fitting_layouts
+from rollbook.planner.splits import node_unit
 from rollbook.planner.words import MODE_TITLES, capitalized, format_bytes, percent, seconds, split, split_gpus
 
 _MOST_SENT_BACK = 4
@@ -155,7 +157,7 @@ def step_layouts(
         sentences.append(
             f"What stands is {MODE_TITLES[chosen.mode]} on {split_gpus(*chosen.split, chosen.mode)}: {choice_because}."
         )
-        sentences.append(_layout_sentence(request, chosen))
+        sentences.append(_layout_sentence(request, chosen) + _other_trainer(search, chosen))
         if is_colocated(chosen.mode) and (sharing := sharing_sentence(request, chosen)):
             outputs |= {key: chosen.as_json()[key] for key in ("idle_state", "sleep_level", "idle_choices")}
             if chosen.mode != "sync":  # of that the fourth step tells
@@ -195,15 +197,15 @@ def _layout_sentence(request: PlanRequest, chosen: Candidate) -> str:
     )
     if chosen.train.is_offloaded:
         rest += f", and keeps {HELD[chosen.train.offload]} in host memory {_why_offloaded(request, chosen)}"
-    return f"{engine}{rest}.{_other_trainer(chosen)}"
+    return f"{engine}{rest}."
 
 
 _VISIBLE_GAIN_FRAC = 0.1
 
 
-def _other_trainer(chosen: Candidate) -> str:
+def _other_trainer(search: Search, chosen: Candidate) -> str:
     """Why this trainer and not the other one, where that is no matter of course."""
-    train, other = chosen.train, chosen.train.instead
+    train, other = chosen.train, search.trainers.other(chosen.train)
     if other is None:
         return ""
     name = BACKEND_TITLES[other.backend]

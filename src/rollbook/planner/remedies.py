@@ -10,7 +10,8 @@ from rollbook.observe.numbers import counted
 from rollbook.planner.candidate import host_bytes_per_gpu
 from rollbook.planner.offload import Offload
 from rollbook.planner.request import PlanRequest
-from rollbook.planner.search import Search, node_unit
+from rollbook.planner.search import Search
+from rollbook.planner.splits import node_unit
 
 MOST_GPUS = 4096
 _STATE: dict[Offload, str] = {"optimizer": "the optimizer state", "weights": "all of the training state"}

@@ -12,46 +12,42 @@ Both only add to the seconds of its joined sides, so what is beaten by those alr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from rollbook.ledger.account import RolloutSide, StepAccount
 from rollbook.ledger.layout import ReplicaLayout
 from rollbook.ledger.quantity import format_bytes
-from rollbook.ledger.step import is_colocated, join_sides
+from rollbook.ledger.step import hand_over_moves, is_colocated, join_sides
 from rollbook.ledger.switch import SleepChoice
 from rollbook.ledger.sync import SyncMethod
 from rollbook.ledger.workload import MODES, Mode
-from rollbook.observe.numbers import counted
 from rollbook.planner.candidate import (
     ON_POLICY,
     Candidate,
     IdleResult,
-    OffloadResult,
     TrainChoice,
     host_bytes_per_gpu,
     layouts_of,
     rollout_s,
 )
 from rollbook.planner.floors import floor_step_s
+from rollbook.planner.host_memory import OFFLOAD_GAIN_FRAC, told_of_odd_sizes, with_host_memory
 from rollbook.planner.idling import has_choice, held_bytes, sleeps_of
 from rollbook.planner.lending import with_lending
 from rollbook.planner.offload import Offload, host_state_bytes, offloads_of
 from rollbook.planner.request import PlanRequest
 from rollbook.planner.sides import RolloutSides, TrainSides
-from rollbook.planner.staleness import least_step_s, stretched, within_bound
+from rollbook.planner.splits import node_unit, rollout_counts, time_optimum
+from rollbook.planner.staleness import in_flight_slots, least_step_s, stretched, within_bound
 
-_MOST_UNITS_LISTED = 64
-"""Above this many nodes only a grid and the neighbourhood of the optimum are joined."""
 _SLOWER_ENGINES_GAIN = 0.005
-"""Share of a step that engines which generate more slowly must save: ties are theirs who generate faster."""
+"""Share of a step that engines which generate more slowly, or have less room, must save."""
 SAME_FRAC = 0.01
 """Share of a step within which two that were followed may be told apart by the width of their cells."""
 _VISIBLE_SYNC_FRAC = 0.05
 """Share of the step up to which a broadcast, the plainest transport, is not questioned."""
-OFFLOAD_GAIN_FRAC = 0.05
-"""Share of a step that state in host memory must save where it would fit on the device: it is one more moving part."""
 _APART = SleepChoice()
 """Of sides that share nothing: not read."""
 _COLOCATED: tuple[Mode, ...] = ("sync", "colocate_async")
@@ -77,10 +73,15 @@ class Search:
     _followed: dict[tuple[Topology, Offload, SleepChoice | None], Candidate] = field(
         init=False, default_factory=dict
     )
-    _bounded: dict[tuple[Mode, int, ReplicaLayout, float], list[StepAccount]] = field(
+    _bounded: dict[tuple[Mode, int, ReplicaLayout, int, int], list[StepAccount]] = field(
         init=False, default_factory=dict
     )
-    """Steps under the staleness bound by their engines, with the KV pool of these."""
+    """Steps under the staleness bound by their engines, with the slots of these for one step and for more."""
+    _without_switch_s: dict[tuple[Mode, int, ReplicaLayout, Offload], list[tuple[tuple[int, int], float]]] = (
+        field(init=False, default_factory=dict)
+    )
+    """Slots and seconds of steps that were followed: whoever leaves shared GPUs, the rest takes the same."""
+    _switches: dict[tuple[int, Offload, SleepChoice], float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.engines, self.trainers = RolloutSides(self.request, self.layouts), TrainSides(self.request)
@@ -121,28 +122,60 @@ class Search:
         self, topology: Topology, train: TrainChoice, sleep: SleepChoice | None, below_s: float
     ) -> Candidate:
         """By what leaves the GPUs in turn; what does not fit is told of with the fewest reasons."""
-        found: list[Candidate] = []
-        limit_s = below_s
-        for choice in sleeps_of(self.request) if sleep is None else (sleep,):
-            found.append(self._fastest_layouts(topology, train, choice, limit_s))
-            if found[-1].fits:
-                limit_s = min(limit_s, found[-1].step_s)
-        best = min(found, key=lambda c: (len(c.why_not), c.step_s))
-        told = tuple(IdleResult.of(c) for c in found) if has_choice(self.request) else ()
-        return replace(best, idles=told)
+        choices = sleeps_of(self.request) if sleep is None else (sleep,)
+        best: Candidate | None = None
+        told: list[IdleResult] = []
+        # Where the fastest is first, the others need not be followed.
+        for choice in sorted(choices, key=lambda choice: self._quick_s(topology, train, choice)):
+            worth_s = math.inf
+            if best is not None and best.fits:
+                held, held_by_best = (held_bytes(self.request, train, each) for each in (choice, best.sleep))
+                worth_s = (1 - _SLOWER_ENGINES_GAIN * (held > held_by_best)) * best.step_s
+                saved_s = best.account.seconds.switch - self._switch_s(topology[0], train, choice)
+                # What they have less room for takes the engines no less.
+                if self.is_brief and held >= held_by_best and best.step_s - saved_s >= worth_s:
+                    continue
+            found = self._fastest_layouts(topology, train, choice, min(below_s, worth_s))
+            told.append(IdleResult.of(found))
+            reasons = len(found.why_not)
+            if best is None or (reasons, found.step_s) < (len(best.why_not), min(worth_s, best.step_s)):
+                best = found
+        assert best is not None
+        if not has_choice(self.request):
+            return best
+        return replace(best, idles=tuple(sorted(told, key=lambda idle: choices.index(idle.sleep))))
+
+    def _quick_s(self, topology: Topology, train: TrainChoice, sleep: SleepChoice) -> float:
+        """About what a step takes, without what follows from joining its sides."""
+        mode, num_rollout_gpus, _ = topology
+        if sleep.sleep_level == 0:
+            return math.inf  # most often the slowest
+        held = held_bytes(self.request, train, sleep)
+        _, layout = self.engines.fastest_first(num_rollout_gpus, mode)[0]
+        side = self.engines.of(num_rollout_gpus, mode, layout, held_bytes=held)
+        if side.why_not:
+            return math.inf
+        return self._least_s(mode, side, train) + self._switch_s(mode, train, sleep)
 
     def _fastest_layouts(
         self, topology: Topology, train: TrainChoice, sleep: SleepChoice, below_s: float
     ) -> Candidate:
         mode, num_rollout_gpus, _ = topology
         held = held_bytes(self.request, train, sleep) if is_colocated(mode) else 0.0
+        switch_s = self._switch_s(mode, train, sleep)
         best: Candidate | None = None
         limit_s, is_raced = math.inf, False
-        for side, layout in self.engines.fastest_first(num_rollout_gpus, mode, held):
+        for side, layout in self.engines.fastest_first(num_rollout_gpus, mode):
             if best is not None and (side.why_not or train.side.why_not):
                 break  # what does not fit is told of with its fastest layout
-            if self._least_s(mode, side, train) >= limit_s:
+            if self._least_s(mode, side, train) + switch_s >= limit_s:
                 break  # and every slower one after it
+            if held:
+                side = self.engines.of(num_rollout_gpus, mode, layout, held_bytes=held)
+                if best is not None and (
+                    side.why_not or self._least_s(mode, side, train) + switch_s >= limit_s
+                ):
+                    continue
             joined = self._joined(mode, side, layout, train, sleep)
             if joined.step_s >= limit_s:
                 continue
@@ -163,8 +196,13 @@ class Search:
         what is not below `limit_s` without is not."""
         mode, layout, rollout = joined.mode, joined.rollout_layout, joined.account.rollout
         is_bounded = mode not in ON_POLICY and self.request.assumptions.method != "paper"
-        engines = self._bounded.setdefault((mode, rollout.num_gpus, layout, rollout.kv_pool_bytes), [])
+        slots = _slots(self.request, rollout)
+        engines = self._bounded.setdefault((mode, rollout.num_gpus, layout, *slots), [])
+        shared = self._without_switch_s.setdefault((mode, rollout.num_gpus, layout, joined.train.offload), [])
         floor_s = self._known_step_s(joined.account, engines)
+        if is_colocated(mode) and joined.fits:  # with fewer slots the rest takes no less
+            rests = [rest_s for most, rest_s in shared if most[0] >= slots[0] and most[1] >= slots[1]]
+            floor_s = max(floor_s, max(rests, default=0.0) + joined.account.seconds.switch)
         if floor_s < limit_s:
             floor_s = max(floor_s, floor_step_s(self.request, joined.account, layout))
         if floor_s >= limit_s:
@@ -182,6 +220,8 @@ class Search:
             else:  # nobody will run it: the least that the bound allows is told of it
                 account = stretched(account, least_step_s(self.request, account, layout))
             joined = replace(joined, account=account)
+        if joined.fits:
+            shared.append((slots, joined.step_s - joined.account.seconds.switch))
         return joined, True
 
     def _known_step_s(self, account: StepAccount, engines: list[StepAccount]) -> float:
@@ -199,8 +239,38 @@ class Search:
     def _least_s(self, mode: Mode, rollout: RolloutSide, train: TrainChoice) -> float:
         """Below the step of these sides, whatever joins them."""
         if mode != "separate_async":
-            return rollout_s(rollout, mode) + train.side.total_s
-        return 0.0 if self.request.lends(mode) else max(rollout_s(rollout, mode), train.side.total_s)
+            return rollout_s(rollout, mode) + train.side.total_s + self._base_s
+        if self.request.lends(mode):
+            return 0.0
+        return max(rollout_s(rollout, mode), train.side.total_s) + self._base_s
+
+    @cached_property
+    def _base_s(self) -> float:
+        """Of every step, whatever its topology."""
+        r = self.request
+        return r.assumptions.base_s(r.workload.num_sequences) if has_choice(r) else 0.0
+
+    def _switch_s(self, mode: Mode, train: TrainChoice, sleep: SleepChoice) -> float:
+        """Of a step's hand-overs, those that no engine's layout changes."""
+        if not is_colocated(mode) or not has_choice(self.request):
+            return 0.0
+        key = (train.side.num_gpus, train.offload, sleep)
+        if key not in self._switches:
+            r, (side, _) = self.request, self.engines.best(train.side.num_gpus, mode)
+            of_all = (
+                replace(sleep, sleep_level=2) if sleep.sleep_level == 1 else sleep
+            )  # where no weights move
+            moves = hand_over_moves(
+                r.model,
+                r.workload,
+                r.cluster,
+                train.assumptions,
+                rollout=side,
+                train=train.side,
+                sleep=of_all,
+            )
+            self._switches[key] = sum(move.seconds for move in moves)
+        return self._switches[key]
 
     def _joined(
         self,
@@ -287,51 +357,15 @@ class Search:
 
     @cached_property
     def _time_optimum(self) -> int | None:
-        gpus = self.request.cluster.num_gpus
-        step = min(layout.num_gpus for layout in self.layouts)
-        low, high = 1, (gpus - 1) // step  # in replicas: low is too few for generation, high too many
-        if high < 1:
-            return None
-
-        def sides_s(count: int) -> tuple[float, float]:
-            side, _ = self.engines.best(count * step, "separate_async")
-            return rollout_s(side, "separate_async"), self.trainers.best(gpus - count * step).side.total_s
-
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if _rollout_is_slower(sides_s(middle)) else (low, middle)
-        return min((low, high), key=lambda count: max(sides_s(count))) * step
-
-    def _rollout_counts(self, optimal: int | None) -> list[int]:
-        """Splits to join: whole nodes, thinned on large clusters except around the optimum."""
-        unit = node_unit(self.request)
-        num_units = self.request.cluster.num_gpus // unit
-        at = (optimal or 0) // unit
-        if self.is_brief:
-            beside = {u * unit for u in range(max(at - 1, 1), min(at + 3, num_units))}
-            # Between whole replicas of the larger layouts some of a side's GPUs belong to none.
-            sizes = {layout.num_gpus for layout in self.layouts}
-            beside |= {(at * unit // size + more) * size for size in sizes for more in (0, 1)}
-            whole = (n for n in beside if n % unit == 0 and 0 < n < num_units * unit)
-            return sorted(
-                whole, key=lambda n: abs(n - (optimal or 0))
-            )  # the best first: it spares the others
-        every = range(1, num_units)
-        if num_units > _MOST_UNITS_LISTED:
-            stride = num_units // (_MOST_UNITS_LISTED // 2)
-            near = range(-2, 4)
-            every_set = {*range(stride, num_units, stride), *(at + d for d in near), num_units // 2}
-            counts = sorted(u for u in every_set if 0 < u < num_units)
-        else:
-            counts = list(every)
-        return [u * unit for u in counts]
+        return time_optimum(self.request, self.engines, self.trainers)
 
     def topologies(self) -> list[Topology]:
         """Both colocated modes, both separated ones at each split, the time optimum, and what was asked for."""
         gpus, asked = self.request.cluster.num_gpus, self.request.split
         optimal = self.time_optimal_rollout_gpus()
         found: list[Topology] = [(mode, gpus, gpus) for mode in _COLOCATED]
-        found += [(mode, n, gpus - n) for n in self._rollout_counts(optimal) for mode in _SEPARATED]
+        counts = rollout_counts(self.request, self.layouts, optimal, is_brief=self.is_brief)
+        found += [(mode, n, gpus - n) for n in counts for mode in _SEPARATED]
         found += [("separate_async", optimal, gpus - optimal)] if optimal else []
         found += [(mode, *asked) for mode in _SEPARATED] if asked else []
         return list(dict.fromkeys(found))
@@ -349,7 +383,7 @@ class Search:
             if one.fits:
                 fastest_s[mode] = min(fastest_s[mode], one.step_s)
         limits = {mode: (1 - OFFLOAD_GAIN_FRAC) * least_s for mode, least_s in fastest_s.items()}
-        found = _told_of_odd_sizes(self._with_host_memory(found, limits))
+        found = told_of_odd_sizes(with_host_memory(self, found, limits))
         return sorted(found, key=lambda c: (not c.fits, c.step_s, c.mode))
 
     def contenders(self, async_gain_frac: float) -> list[Candidate]:
@@ -367,7 +401,7 @@ class Search:
                 if raced[-1].fits:
                     fastest_s = min(fastest_s, raced[-1].step_s)
             least_s = (1 - OFFLOAD_GAIN_FRAC) * fastest_s
-            told = self._with_host_memory(raced, dict.fromkeys(MODES, least_s))
+            told = with_host_memory(self, raced, dict.fromkeys(MODES, least_s))
             kept += [c for c in told if c.fits and c.step_s <= fastest_s]
             limit_s = (1 - async_gain_frac) * min((c.step_s for c in kept), default=math.inf)
         return sorted(kept, key=lambda c: c.step_s)
@@ -387,61 +421,7 @@ class Search:
                 if found.fits:
                     yield found
 
-    def _with_host_memory(self, found: list[Candidate], limits: Mapping[Mode, float]) -> list[Candidate]:
-        """`found`, each with what its step would be with its state in host memory, and those added that are below the
-        limit of their mode.
 
-        Host memory is asked about where the device's kept a layout from fitting, and where the engines, and a trainer
-        that is as efficient as the best of all, would leave room for such a gain.
-        """
-        places = offloads_of(self.request)[1:]
-        if not places:
-            return [replace(c, offloads=(OffloadResult.of(c),)) for c in found]
-        sides = [self.trainers.best(num_train_gpus).side for _, _, num_train_gpus in self.topologies()]
-        gpu_s = min(side.num_gpus * side.total_s for side in sides)
-        if all(side.why_not for side in sides):
-            gpu_s = 0.0  # none of them is what a trainer with room would be
-        told, added, limits = [], [], dict(limits)
-        for c in found:
-            limit, others = limits[c.mode], list[Candidate]()
-            engines, _ = self.engines.best(c.split[0], c.mode)
-            least_s = max(rollout_s(engines, c.mode), _LEAST_OF_TRAINING * gpu_s / c.train.side.num_gpus)
-            for place in places if c.train.is_limited and least_s < limit else ():
-                other = self.candidate(c.mode, *c.split, place, below_s=limit)
-                others.append(other)
-                if other.fits and not other.train.is_limited:
-                    break  # nothing is left to gain
-            told.append(replace(c, offloads=tuple(OffloadResult.of(each) for each in (c, *others))))
-            for other in others:
-                if other.fits and other.step_s < limit:
-                    added.append(replace(other, offloads=told[-1].offloads))
-                    limit = (1 - OFFLOAD_GAIN_FRAC) * other.step_s  # for what keeps more on the hosts
-                    if self.is_brief:  # the others are only worth telling of where they beat this one
-                        limits[c.mode] = min(limits[c.mode], other.step_s)
-        return told + added
-
-
-def _told_of_odd_sizes(found: list[Candidate]) -> list[Candidate]:
-    """`found`, in which a trainer that does not fit where a smaller one does is told to lack a layout, not GPUs."""
-    enough = min((c.split[1] for c in found if c.train.fits and not c.train.is_offloaded), default=0)
-    if not enough:
-        return found
-    return [
-        replace(
-            c,
-            why_not=(
-                f"{counted(c.split[1], 'training GPU')} divide into no layout that fits, as {enough} do",
-                *(why for why in c.why_not if why not in c.train.side.why_not),
-            ),
-        )
-        if not c.train.fits and c.split[1] > enough
-        else c
-        for c in found
-    ]
-
-
-_LEAST_OF_TRAINING = 0.8
-"""GPU seconds of a trainer without limits of memory, of the best that was found with them: it recomputes less."""
 _LOOPS_WITH_SLICES = frozenset({"slime", "checkpoint_engine"})
 """Assumptions whose numbers of a publication from shard to shard are those of a loop that has it."""
 
@@ -449,6 +429,11 @@ _LOOPS_WITH_SLICES = frozenset({"slime", "checkpoint_engine"})
 def _other_methods(request: PlanRequest) -> tuple[SyncMethod, ...]:
     """Transports worth having where a broadcast shows in the step, and the loop has them."""
     return ("delta", "sharded") if request.assumptions.name in _LOOPS_WITH_SLICES else ("delta",)
+
+
+def _slots(request: PlanRequest, engines: RolloutSide) -> tuple[int, int]:
+    """Of a replica, for the sequences of one step and of all that are in flight: by them its seconds are told apart."""
+    return engines.slots_per_replica, in_flight_slots(request, engines)
 
 
 def _own_s(account: StepAccount) -> float:
@@ -459,12 +444,3 @@ def _own_s(account: StepAccount) -> float:
 def with_split(request: PlanRequest, chosen: Candidate) -> PlanRequest:
     """`request`, whose search looks at the split of `chosen`, too."""
     return request if is_colocated(chosen.mode) else replace(request, split=chosen.split)
-
-
-def node_unit(request: PlanRequest) -> int:
-    """GPUs that a separated side is made of: whole nodes, or single GPUs inside one node."""
-    return request.cluster.gpus_per_node if request.cluster.num_nodes > 1 else 1
-
-
-def _rollout_is_slower(seconds: tuple[float, float]) -> bool:
-    return seconds[0] > seconds[1]

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from rollbook.ledger.account import RolloutSide
 from rollbook.ledger.assumptions import Assumptions
+from rollbook.ledger.generation import kv_room
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
 from rollbook.ledger.memory import train_memory
 from rollbook.ledger.quantity import format_bytes
@@ -33,13 +34,18 @@ SPREAD_GAIN_FRAC = 0.2
 batch, fits. The two trainers are not priced more finely than that."""
 
 
+_Key = tuple[int, float, ReplicaLayout, bool]
+"""GPUs, share of a GPU's memory, layout, and whether environments are followed."""
+
+
 class RolloutSides:
     """Generation of one request's step, by number of GPUs and engine layout."""
 
     def __init__(self, request: PlanRequest, layouts: list[ReplicaLayout]) -> None:
         """`layouts`: engine layouts to try; empty: every sensible one."""
         self._request = request
-        self._found: dict[tuple[int, float, ReplicaLayout, bool], RolloutSide] = {}
+        self._found: dict[_Key, RolloutSide] = {}
+        self._ranked: dict[tuple[int, Mode], list[tuple[RolloutSide, ReplicaLayout]]] = {}
         agent, is_paper = request.workload.agent, request.assumptions.method == "paper"
         self.has_environments = agent.env_s > 0 and agent.num_turns > 1 and not is_paper
         if is_paper:
@@ -74,6 +80,8 @@ class RolloutSides:
         follows = follows_environments and self.has_environments
         room = shared_memory_frac(r.cluster, r.assumptions, held_bytes) if is_colocated(mode) else 1.0
         key = (num_gpus, room, layout, follows)
+        if key not in self._found and room < 1 and (same := self._in_less_room(key, mode)) is not None:
+            self._found[key] = same
         if key not in self._found:
             self._found[key] = rollout_side(
                 r.model, r.workload, r.cluster, r.assumptions,
@@ -82,12 +90,27 @@ class RolloutSides:
                 held_bytes=held_bytes, follows_environments=follows,
             )  # fmt: skip
             if is_colocated(mode) and room < shared_memory_frac(r.cluster, r.assumptions):
-                # What all of the room is too little for, a part of it is.
-                in_all_of_it = self.of(num_gpus, mode, layout).why_not
                 kept = f"beside {format_bytes(held_bytes)} of the trainer's on it"
-                refused = in_all_of_it or tuple(f"{why}, {kept}" for why in self._found[key].why_not)
+                refused = tuple(f"{why}, {kept}" for why in self._found[key].why_not)
                 self._found[key] = replace(self._found[key], why_not=refused)
         return self._found[key]
+
+    def _in_less_room(self, key: _Key, mode: Mode) -> RolloutSide | None:
+        """What engines do in all the room that they may take, where less changes nothing of it."""
+        r, (num_gpus, room, layout, follows) = self._request, key
+        if room >= shared_memory_frac(r.cluster, r.assumptions) or r.assumptions.method == "paper":
+            return None
+        whole = self.of(num_gpus, mode, layout, follows_environments=follows)
+        if whole.why_not:  # what all of it is too little for, a part is
+            return whole
+        left = kv_room(
+            r.model, r.workload, r.cluster, r.assumptions, layout,
+            num_replicas=whole.num_replicas, memory_frac=room,
+        )  # fmt: skip
+        most = math.ceil(r.workload.num_sequences / whole.num_replicas) * (r.max_staleness_steps + 1)
+        if left.slots < whole.slots_per_replica or left.most_slots < most:
+            return None
+        return replace(whole, kv_pool_bytes=left.pool_bytes)
 
     def followed(
         self, side: RolloutSide, mode: Mode, layout: ReplicaLayout, held_bytes: float = 0.0
@@ -97,12 +120,15 @@ class RolloutSides:
             return side
         return self.of(side.num_gpus, mode, layout, held_bytes=held_bytes, follows_environments=True)
 
-    def fastest_first(
-        self, num_gpus: int, mode: Mode, held_bytes: float = 0.0
-    ) -> list[tuple[RolloutSide, ReplicaLayout]]:
-        """Every layout's, those that fit before those that do not."""
-        sides = [(self.of(num_gpus, mode, layout, held_bytes=held_bytes), layout) for layout in self.layouts]
-        return sorted(sides, key=lambda pair: (bool(pair[0].why_not), rollout_s(pair[0], mode)))
+    def fastest_first(self, num_gpus: int, mode: Mode) -> list[tuple[RolloutSide, ReplicaLayout]]:
+        """Every layout's, with all the room that it may take; those that fit before those that do not."""
+        key = (num_gpus, mode)
+        if key not in self._ranked:
+            sides = [(self.of(num_gpus, mode, layout), layout) for layout in self.layouts]
+            self._ranked[key] = sorted(
+                sides, key=lambda pair: (bool(pair[0].why_not), rollout_s(pair[0], mode))
+            )
+        return self._ranked[key]
 
     def best(self, num_gpus: int, mode: Mode) -> tuple[RolloutSide, ReplicaLayout]:
         """The fastest that fits on `num_gpus`; the least bad one when none does."""
@@ -125,6 +151,7 @@ class RolloutSides:
             for layout in ranked:
                 best_of_size.setdefault(layout.num_gpus, layout)
             kept.update(best_of_size.values())
+        self._ranked.clear()
         return [layout for layout in layouts if layout in kept]
 
 
@@ -147,14 +174,25 @@ class TrainSides:
 
     def _best_trainer(self, num_gpus: int, offload: Offload) -> TrainChoice:
         """FSDP2 where one of its layouts fits; Megatron for layouts that only it has, where they are needed."""
-        stacks = trainer_stacks(self._request)
-        able = [stack for stack in stacks if keeps_state(self._request.assumptions, stack, offload)]
-        best, *others = (self._best_of_stack(num_gpus, offload, stack) for stack in able or stacks[:1])
-        for other in others:
-            if _must_divide(self._request, best, other):
-                best, other = other, best
-            best = replace(best, instead=other)
+        plain, *others = self._stacks(offload)
+        best = self._best_of_stack(num_gpus, offload, plain)
+        if best.fits and not self._request.model.num_experts:
+            return best  # nothing to spread
+        for stack in others:
+            other = self._best_of_stack(num_gpus, offload, stack)
+            best = other if _must_divide(self._request, best, other) else best
         return best
+
+    def other(self, chosen: TrainChoice) -> TrainChoice | None:
+        """The best of the trainer that was not chosen, on as many GPUs; None where there was no choice."""
+        stacks = [stack for stack in self._stacks(chosen.offload) if stack != chosen.assumptions.stack]
+        return self._best_of_stack(chosen.side.num_gpus, chosen.offload, stacks[0]) if stacks else None
+
+    def _stacks(self, offload: Offload) -> tuple[str, ...]:
+        """Those that can have their state there, the plainest first."""
+        stacks = trainer_stacks(self._request)
+        able = tuple(stack for stack in stacks if keeps_state(self._request.assumptions, stack, offload))
+        return able or stacks[:1]
 
     def _best_of_stack(self, num_gpus: int, offload: Offload, stack: str) -> TrainChoice:
         r = self._request
