@@ -297,7 +297,7 @@ def command(
     from rollbook.planner.emit_targets import TRAINS_WITH, engine_written
     from rollbook.planner.plan import make_plan
 
-    if lists_names(model, gpu):
+    if lists_names(model, gpu, as_json=as_json):
         return
     require_number("--top", top, least=1, remedy="give at least 1: the topologies to print")
     if emit and as_json:
@@ -363,15 +363,20 @@ def command(
         _tell_what_cannot_run(plan)
 
 
-def lists_names(model: str, gpu: str) -> bool:
+def lists_names(model: str, gpu: str, *, as_json: bool = False) -> bool:
     """Whether one of both asks for its names, which are then printed."""
     from rollbook.ledger.hardware import accelerator_names
     from rollbook.ledger.model import model_names
 
-    names = accelerator_names() if gpu == "list" else model_names() if model == "list" else []
-    if names:
-        typer.echo("\n".join(names))
-    return bool(names)
+    asked = {
+        "gpus": accelerator_names if gpu == "list" else None,
+        "models": model_names if model == "list" else None,
+    }
+    told = {kind: names() for kind, names in asked.items() if names is not None}
+    if told:
+        every = [name for names in told.values() for name in names]
+        typer.echo(json.dumps(told) if as_json else "\n".join(every))
+    return bool(told)
 
 
 def _tell_what_cannot_run(plan: Plan) -> None:

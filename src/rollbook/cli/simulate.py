@@ -186,7 +186,7 @@ def command(
     from rollbook.planner.simulate import simulate
     from rollbook.planner.words import device_words, seconds
 
-    if lists_names(model, gpu):
+    if lists_names(model, gpu, as_json=as_json):
         return
     numbers = {
         "steps": steps, "seed": seed, "sync_every": sync_every, "lend": lend, "failure_frac": failure_frac,

@@ -396,9 +396,23 @@ def _key(name: str) -> str:
 
 
 @functools.cache
+def hub_name(name: str) -> str:
+    """The full name on the hub of what is known by its last part; empty where the registry does not know it.
+
+    >>> hub_name("qwen3-4b"), hub_name("Qwen2.5-7B-Instruct"), hub_name("my-qwen3-4b")
+    ('Qwen/Qwen3-4B', 'Qwen/Qwen2.5-7B-Instruct', '')
+    """
+    names: list[str] = _registry_table()["hub"]
+    return next((full for full in names if full.partition("/")[2].lower() == name.lower()), "")
+
+
+@functools.cache
+def _registry_table() -> dict[str, Any]:
+    return tomllib.loads((resources.files("rollbook.ledger") / "data" / "models.toml").read_text())
+
+
 def _registry_rows() -> list[dict[str, Any]]:
-    text = (resources.files("rollbook.ledger") / "data" / "models.toml").read_text()
-    rows: list[dict[str, Any]] = tomllib.loads(text)["model"]
+    rows: list[dict[str, Any]] = _registry_table()["model"]
     return rows
 
 
@@ -439,6 +453,7 @@ _GATED_TYPES = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5
 _TIED_TYPES = {"gemma2", "gemma3", "gemma3_text"}
 
 
+_STATE_SPACES = re.compile(r"mamba|rwkv|retnet", re.IGNORECASE)
 _SHAPES_LAYERS = re.compile(
     r"mamba|ssm|state_size|conv_kernel|recurrent|rwkv|lru|(?<!window_)pattern|_period$|_offset$"
 )
@@ -504,10 +519,13 @@ def _spec_from_hf(config: Mapping[str, Any], name: str) -> ModelSpec:
     ]
     if absent:
         said = [k if config.get(k) is None else f"{k} above {config[k]!r}" for k in absent]
-        raise ConfigError(
-            f"{name}: config.json has no {', '.join(said)}",
-            "give a decoder-only language model's config.json",
-        )
+        remedy = "give a decoder-only language model's config.json"
+        if _STATE_SPACES.search(model_type) or any(_STATE_SPACES.search(head) for head in _heads(config)):
+            remedy = (
+                "a model of state-space layers alone has no attention to plan for: give one that mixes both, such as "
+                "Nemotron-3-Nano, or a transformer of its size"
+            )
+        raise ConfigError(f"{name}: config.json has no {', '.join(said)}", remedy)
 
     def count(*keys: str) -> int:
         key, value = next(((k, config[k]) for k in keys if config.get(k) is not None), (keys[0], 0))

@@ -113,8 +113,8 @@ def warnings_of(request: PlanRequest, base: Candidate) -> list[str]:
     notes = [f"{request.model.name}: {note}" for note in request.model.assumed]
     if _SEES.search(request.model.name) and not request.model.assumed:
         notes.append(
-            f"{request.model.name}: the plan is of its language model alone; count an image's tokens among those of "
-            "the prompt (--prompt-tokens)"
+            f"{request.model.name}: the plan is of its language model alone, with the figures of the text model of "
+            "that shape; count an image's tokens among those of the prompt (--prompt-tokens)"
         )
     notes += [f"{request.cluster.accelerator.name}: {note}" for note in request.cluster.accelerator.assumed]
     if request.cluster.accelerator.is_cpu and request.assumptions.method != "paper":

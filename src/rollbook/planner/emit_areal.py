@@ -23,7 +23,7 @@ def areal_yaml(plan: Plan) -> str:
     """
     chosen = plan.require_chosen()
     r, work = plan.request, plan.request.workload
-    path = r.model_path or r.model.name
+    path = r.loadable
     names = {"experiment_name": "${experiment_name}", "trial_name": "${trial_name}"}
     longest = math.ceil(work.prompt_tokens + work.max_response_tokens + work.observation_tokens)
     micro_batch = {"max_tokens_per_mb": max(r.assumptions.micro_batch_tokens, longest)}

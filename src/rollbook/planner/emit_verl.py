@@ -90,7 +90,7 @@ def _longest_prompt(plan: Plan) -> int:
 
 def _model(plan: Plan, chosen: Candidate) -> list[Override]:
     layout = chosen.train.layout
-    overrides = [Override("actor_rollout_ref.model.path", plan.request.model_path or plan.request.model.name)]
+    overrides = [Override("actor_rollout_ref.model.path", plan.request.loadable)]
     if is_megatron(chosen):
         why = f"the planned trainer layout has TP {layout.tp_size}, PP {layout.pp_size}, EP {layout.ep_size}"
         if max(layout.tp_size, layout.pp_size, layout.ep_size) == 1:
@@ -246,7 +246,7 @@ def _algorithm(plan: Plan, chosen: Candidate) -> list[Override]:
         Override("algorithm.use_kl_in_reward", work.uses_reference and work.algorithm == "ppo"),
     ]
     if work.algorithm == "ppo":
-        overrides.append(Override("critic.model.path", plan.request.model_path or plan.request.model.name))
+        overrides.append(Override("critic.model.path", plan.request.loadable))
     if not work.uses_proximal:
         overrides.append(
             Override(

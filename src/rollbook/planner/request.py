@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 from rollbook.errors import PlanError, nearest_name
 from rollbook.ledger.assumptions import Assumptions
 from rollbook.ledger.hardware import Cluster
-from rollbook.ledger.model import ModelSpec
+from rollbook.ledger.model import ModelSpec, hub_name
 from rollbook.ledger.sync import CHANGED_FRAC
 from rollbook.ledger.workload import Mode, Workload
 from rollbook.observe.numbers import counted
@@ -84,6 +84,12 @@ class PlanRequest:
     """Share of the weights whose bits a step changes: what a delta sends."""
     max_context_tokens: int = 0
     """Longest sequence allowed; 0 takes the model's own limit."""
+
+    @property
+    def loadable(self) -> str:
+        """Of the model: its folder, or its full name on the hub where the registry knows it."""
+        named = self.model_path or self.model.name
+        return hub_name(named) or named
 
     def lends(self, mode: Mode) -> bool:
         """Whether waiting training GPUs generate under a staleness bound: those that are shared are lent to nobody."""

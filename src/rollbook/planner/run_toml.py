@@ -173,7 +173,7 @@ def _model(plan: Plan) -> _Table:
     table = _Table("model")
     table.put(
         "path",
-        plan.request.model_path or plan.request.model.name,
+        plan.request.loadable,
         "Folder with config.json, weights and tokenizer, or their name on the hub.",
     )
     table.put("dtype", "float32" if _is_cpu(plan) else "bfloat16")
