@@ -642,7 +642,6 @@ class Scheduler:
         self._free_slots.append(slot)
         self.pool.give_back(sequence.pages)
         sequence.pages = []
-        sequence.num_computed = 0
         siblings = self._siblings.get(sequence.prompt_key)
         if siblings is not None and sequence in siblings:
             siblings.remove(sequence)
