@@ -104,3 +104,23 @@ def test_spilling_that_is_counted_tells_by_a_few_seconds_of_no_stage(
     spilled = {"ray/spilled_gb_total": np.cumsum(4.0 * late)}
     found = _verdict(tmp_path, slow={}, extra=spilled, of_no_stage=seconds)
     assert found in (verdict, "not_judged" if verdict == "well" else verdict)
+
+
+@pytest.mark.parametrize(
+    ("gib_a_step", "slow", "tokens", "verdict"),
+    [
+        (80.0, {"gen": 1.3}, 1.0, "object_store_spill"),
+        (80.0, {"gen": 1.3, "update_actor": 1.3}, 1.1, "object_store_spill"),
+        (80.0, {}, 1.0, "well"),
+        (80.0, dict.fromkeys(SECONDS, 1.25), 1.25, "well"),
+        (0.5, {"gen": 1.3}, 1.0, "well"),
+    ],
+    ids=["slower", "slower and longer answers", "as fast", "longer answers", "hardly any"],
+)
+def test_much_that_is_spilled_step_by_step_tells_by_computing_that_waits(
+    gib_a_step: float, slow: dict[str, float], tokens: float, verdict: str, tmp_path: Path
+) -> None:
+    """What is spilled is a level that swings, the seconds of no stage are what they were."""
+    by_the_step = np.where(np.arange(N) >= SINCE, gib_a_step * RNG.uniform(0.6, 1.4, N), 0.0)
+    found = _verdict(tmp_path, slow=slow, tokens=tokens, extra={"ray/object_store_spilled_gb": by_the_step})
+    assert (found == "object_store_spill") == (verdict == "object_store_spill")

@@ -93,6 +93,9 @@ def _by_signs(view: View) -> Finding | NotJudged | None:
         evidence.append(of_break(host, "host memory"))
     if direct < 0.3 and (again := _in_spells(view, other)) is not None:
         return again
+    if measured is not None and not slow and (waits := _slower_since(view, measured[0])):
+        cost = lost_in_steps(view, measured[0]) or 0.0
+        return _finding(view, measured[0], evidence + waits, 0.8 + 0.1 * fuller, cost or None)
     if idx is None or not slow:
         return None if not alone else _finding(view, idx or 0, evidence, alone, None)
     heavy = sum(f.late - f.before for f in slow) >= max(LOST_S, 0.08 * step_s)
@@ -120,6 +123,42 @@ def _measured(view: View, spilled: str | None) -> tuple[int, Evidence] | None:
     return None
 
 
+SLOWER, SLOWER_STEP = 1.08, 1.03
+"""Times as long per token that some stage, and the whole step, take where much is spilled step by step."""
+MUCH_A_STEP = 4 * GIB
+
+
+def _slower_since(view: View, since: int) -> list[Evidence]:
+    """Stages that compute, and the step, which take longer per token in the later half of the steps that spill than
+    before; nothing where little is spilled, or a step takes what it took."""
+    if view.level("host/object_store_spilled_bytes", since) < MUCH_A_STEP:
+        return []
+    late = since + (view.n - since) // 2
+    work = next((m for m in ("perf/total_num_tokens", "response_length/mean") if m in view.values), None)
+    grown = 1.0 if work is None else view.level(work, late) / view.level(work, since - BEFORE, since)
+
+    def slower(metric: str, least: float) -> Evidence | None:
+        before, after = view.level(metric, since - BEFORE, since), view.level(metric, late)
+        noise = view.noise_before(metric, since) / np.sqrt(min(since, BEFORE))
+        lost_s = after - before * max(grown, 1.0)
+        if not lost_s >= max((least - 1.0) * before, 4.0 * noise, LOST_S):  # one of them is not known
+            return None
+        return Evidence(
+            metric=metric,
+            step=view.step_at(since),
+            before=before,
+            after=after,
+            says=f"{num(lost_s)} s more than its tokens ask for",
+        )
+
+    step = slower("timing_s/step", SLOWER_STEP)
+    stages = (slower(f"timing_s/{name}", SLOWER) for name in ("gen", "old_log_prob", "ref", "update_actor"))
+    found = [stage for stage in stages if stage is not None]
+    return [*found, step] if found and step is not None else []
+
+
+BEFORE = 40
+"""Steps before it that tell what a step took."""
 MUCH_GIB, VERY_MUCH_GIB = 20.0, 100.0
 """Spilled since the start by one node, from which on that alone is worth a word, or fills a disk: the first 2 GiB are
 said of any job whose batch was once larger than the store."""
