@@ -132,3 +132,34 @@ def test_other_waits_of_such_a_job_are_no_calls(hit: Array, wait_s: float, chang
 def test_an_asynchronous_job_waits_for_its_buffer() -> None:
     ages = {name: series + 0.5 for name, series in FRESH.items()}
     assert _run(FEW, longest=1.0, **AGENTIC, **ages).verdict == "buffer_never_fills"
+
+
+SOME = (T >= 30) & (np.arange(N) % 7 < 2)
+
+
+@pytest.mark.parametrize(
+    ("at_the_limit", "wait_s", "verdict"),
+    [
+        (SOME, 60.0, "tail_burst"),  # others have one too, now and then, and do not wait
+        (SOME, 4.0, "well"),  # nobody waits
+        (
+            T >= 30,
+            60.0,
+            "well",
+        ),  # as many of the steps that do not wait have one: something else holds them up
+        (np.zeros(N, bool), 60.0, "well"),  # no response of those steps is longer
+    ],
+    ids=["waits", "unfelt", "all at the limit", "none at the limit"],
+)
+def test_steps_that_wait_each_have_a_response_at_the_limit(
+    at_the_limit: Array, wait_s: float, verdict: str
+) -> None:
+    """Lengths come near the limit, so that no response is far longer than others."""
+    longest = np.minimum(noisy(3400.0, 9, 0.08, n=N), 4000.0)
+    values = {
+        "response_length/max": np.where(at_the_limit, 4000.0, longest),
+        "timing_s/gen": noisy(50.0, 10, n=N) + wait_s * SOME,
+        "timing_s/step": noisy(105.0, 14, n=N) + wait_s * SOME,
+    }
+    found = diagnose(run_of(values, n=N)).verdict
+    assert (found == "tail_burst") == (verdict == "tail_burst")

@@ -50,7 +50,44 @@ def rare_tails(view: View, waiting: str) -> tuple[tuple[Evidence, ...], float] |
             hit = _at_the_limit(values, tail)
         if hit is not None and (found := _waits(view, waiting, metric, hit, is_call=is_call)) is not None:
             return found
-    return _for_what_nobody_measures(view, waiting)
+    return _for_some_at_the_limit(view, waiting) or _for_what_nobody_measures(view, waiting)
+
+
+FREQUENT, SLOWER, APART_BY_TOKENS = 0.45, 1.6, 1.35
+"""Most steps that wait; times as long for their lengths as at the median, and as any that does not."""
+CLOSE = 1.4
+"""Limit over the longest response of the other steps."""
+
+
+def _for_some_at_the_limit(view: View, waiting: str) -> tuple[tuple[Evidence, ...], float] | None:
+    """Steps that wait much longer for their lengths than all others, and each has a response that ends at the limit:
+    lengths come near to it, so that none can be far longer than others, and some of these end there too."""
+    longest = next((m for m in RESPONSES if m in view.values), None)
+    mean = view.values.get("response_length/mean")
+    if longest is None or mean is None or view.count(waiting) < 20:
+        return None
+    pace = view.values[waiting] / mean
+    hit = _far_apart(pace, most=FREQUENT, apart=APART_BY_TOKENS, far=SLOWER)
+    if hit is None:
+        return None
+    limit, others = float(np.nanmax(view.values[longest])), view.values[longest][~hit]
+    is_near = float(np.nanmedian(others)) * CLOSE >= limit
+    at_limit = [float((lengths >= 0.999 * limit).mean()) for lengths in (view.values[longest][hit], others)]
+    if not is_near or at_limit[0] < 0.95 or at_limit[1] > 0.5:
+        return None
+    if is_asynchronous(view) and not _is_felt(view, waiting, hit):
+        return None
+    return _waits(view, waiting, longest, hit, is_call=False, gap=", where it is the limit")
+
+
+def _is_felt(view: View, waiting: str, hit: NDArray[np.bool_]) -> bool:
+    """Whether whole steps are longer by what they wait."""
+    steps, seconds = view.values.get("timing_s/step"), view.values[waiting]
+    if steps is None:
+        return False
+    at = np.flatnonzero(hit & np.isfinite(seconds) & np.isfinite(steps))
+    over, waits = (float(np.median(s[at] - _beside(s, hit, at))) for s in (steps, seconds))
+    return over >= WAITED * waits
 
 
 def _for_what_nobody_measures(view: View, waiting: str) -> tuple[tuple[Evidence, ...], float] | None:
@@ -63,19 +100,22 @@ def _for_what_nobody_measures(view: View, waiting: str) -> tuple[tuple[Evidence,
     return None if found is None else (found[0][1:], found[1])
 
 
-def _far_apart(tail: Series) -> NDArray[np.bool_] | None:
-    """[n] the steps whose tail is far beyond that of all others, with nothing in between."""
+def _far_apart(
+    tail: Series, *, most: float = MOST_FRAC, apart: float = APART, far: float = FAR
+) -> NDArray[np.bool_] | None:
+    """[n] the steps, at most so many of all, whose tail is `apart` times that of all others, nothing in between, and
+    `far` times the median."""
     known = np.flatnonzero(np.isfinite(tail))
     order = np.sort(tail[known])
-    first = len(order) - int(MOST_FRAC * len(order))
+    first = len(order) - int(most * len(order))
     leaps = order[first:] / np.maximum(order[first - 1 : -1], 1e-12)
-    wide = np.flatnonzero(leaps >= APART)
+    wide = np.flatnonzero(leaps >= apart)
     if not len(wide):
         return None
     least = float(order[first + int(wide[0])])
     hit = np.nan_to_num(tail) >= least
     at = np.flatnonzero(hit)
-    if len(at) < LEAST_STEPS or at[0] < known[4] or least < FAR * float(np.median(order)):
+    if len(at) < LEAST_STEPS or at[0] < known[4] or least < far * float(np.median(order)):
         return None
     return hit
 
@@ -104,7 +144,13 @@ def _at_the_limit(longest: Series, tail: Series) -> NDArray[np.bool_] | None:
 
 
 def _waits(
-    view: View, waiting: str, metric: str, hit: NDArray[np.bool_], *, is_call: bool
+    view: View,
+    waiting: str,
+    metric: str,
+    hit: NDArray[np.bool_],
+    *,
+    is_call: bool,
+    gap: str = ", and nothing in between",
 ) -> tuple[tuple[Evidence, ...], float] | None:
     seconds, at = view.values[waiting], np.flatnonzero(hit & np.isfinite(view.values[waiting]))
     if len(at) < LEAST_STEPS or len(np.intersect1d(at, validations(view))) > 0.5 * len(at):
@@ -124,7 +170,7 @@ def _waits(
     step = view.step_at(int(at[0]))
     before = float(np.nanmedian(view.values[metric][~hit]))
     after = float(np.nanmedian(view.values[metric][at]))
-    says = f"{num(before)} in other steps, {num(after)} in {len(at)} of {view.n}, and nothing in between"
+    says = f"{num(before)} in other steps, {num(after)} in {len(at)} of {view.n}{gap}"
     quiet_s, slow_s = float(np.median(usual)), float(np.median(seconds[at]))
     waits = f"{num(quiet_s)} s in the steps beside them, {num(slow_s)} s in those"
     evidence = (
