@@ -75,6 +75,7 @@ FREE: dict[str, dict[str, tuple[float, float, float]]] = {
         "sync.base_s": (0.02, 0.1, 1.0),
         "sync.near_base_s": (0.02, 0.1, 1.0),
         "sync.slices_base_s": (0.02, 0.4, 2.0),
+        "sync.slices_experts_s": (0.02, 0.4, 2.0),
         "sync.far_gather_bytes_per_s": (1e10, 5e10, 4e11),
         "sync.gather_call_s": (1e-5, 3e-4, 3e-3),
         "sync.host_copy_bytes_per_s": (5e8, 1400000000.0, 2e10),

@@ -156,6 +156,10 @@ def _fill_sides(config: Part, notes: str) -> None:
     """GPUs of both sides out of a sentence: "16 training GPUs and 32 inference GPUs", "2 trainer nodes, ..."."""
     if any(config.get(key) is not None for key in ("train_gpus", "rollout_gpus")):
         return
+    shared = f"{config.get('placement', '')} {config.get('framework', '')} {config.get('mode', '')}".lower()
+    if re.search(r"(?<!non-)(?<!not )coloc", shared) and str(config.get("gpus")).isdigit():
+        config["train_gpus"] = config["rollout_gpus"] = int(config["gpus"])
+        return
     words = ("placement", "topology", "setup", "layout", "gpu_split", "split", "allocation")
     text = " ".join([*(str(value) for key, value in config.items() if flat(key) in words), notes])
     found = []

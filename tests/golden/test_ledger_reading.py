@@ -385,6 +385,22 @@ def test_a_batch_of_updates_is_counted_where_it_is_not_named() -> None:
     assert as_read({**case, "config": {**config, "global_batch_tokens": "2M"}})["config"]["gbs"] == 488
 
 
+def test_shared_devices_are_those_of_both_sides() -> None:
+    """A colocated publication whose devices are counted once; of two sides apart a sum tells nothing."""
+    config = {"framework": "SkyRL, Megatron to vLLM", "placement": "1 node, 8 GPUs, colocated", "gpus": 8}
+    case = {
+        "id": "x",
+        "family": "f",
+        "category": "weight_sync",
+        "config": config,
+        "measured": {"sync_s": 1.0},
+    }
+    read = as_read(case)["config"]
+    assert read["train_gpus"] == read["rollout_gpus"] == 8
+    apart = {**config, "placement": "2 nodes, non-colocated"}
+    assert "train_gpus" not in as_read({**case, "config": apart})["config"]
+
+
 def test_known_names_are_not_overruled() -> None:
     """Parts, earlier states and percentiles stay what they are; a step of known seconds keeps them."""
     case = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,10 @@ MOST_ERROR_OF_EIGHTH = {
     "rl_step": (0.16, 0.41),
 }
 
+NINTH = "measurements_2026_12_a.yaml"
+"""One implementation's publications on many layouts, latent attention under Triton, trainings of two recipes."""
+MOST_ERROR_OF_NINTH = {"decode": (0.44, 0.98), "train_mfu": (0.42, 1.0), "weight_sync": (0.36, 2.9)}
+
 
 @pytest.mark.parametrize("category", CATEGORIES)
 @pytest.mark.parametrize(
@@ -60,6 +65,7 @@ MOST_ERROR_OF_EIGHTH = {
         (LATEST, MOST_ERROR_OF_LATEST),
         ((NEWEST,), MOST_ERROR_OF_NEWEST),
         ((EIGHTH,), MOST_ERROR_OF_EIGHTH),
+        ((NINTH,), MOST_ERROR_OF_NINTH),
     ],
 )
 def test_the_latest_measurements_are_predicted(
@@ -68,6 +74,9 @@ def test_the_latest_measurements_are_predicted(
     """Decoding and training as all others; of publications half by a third, of steps half by two fifths."""
     mine = [case for name in names for case in load_cases(BENCH / "data" / name, [category], "A")]
     found, _ = predict_all(mine, load_assumptions("default"))
+    assert bool(found) == (category in most)
+    if not found:
+        return
     median, high = quantiles([item.error_frac for item in found])
     most_median, most_high = most[category]
     assert median <= most_median and high <= most_high
@@ -76,7 +85,7 @@ def test_the_latest_measurements_are_predicted(
 @pytest.mark.parametrize("category", CATEGORIES)
 def test_published_measurements_are_predicted(category: str) -> None:
     """What is aimed at, 15 % in the median and 40 % for nine in ten, but for publications; most lie in their ranges."""
-    known = (*LATEST, NEWEST, EIGHTH)
+    known = (*LATEST, NEWEST, EIGHTH, NINTH)
     files = [path for path in sorted((BENCH / "data").glob("*.yaml")) if path.name not in known]
     mine = [case for path in files for case in load_cases(path, [category], "A")]
     found, left_out = predict_all(mine, load_assumptions("default"))
@@ -214,6 +223,19 @@ def test_parts_of_a_publication_are_read() -> None:
     assert whole - predicted(
         "sync_s", missing=["pause and resume of the engine not inside"]
     ) == pytest.approx(base_s)
+
+
+def test_slices_of_experts_take_their_planning() -> None:
+    """Half a second more for a model of experts, whatever its bytes: 0.6B and 4B arrive in 0.1 to 0.3 s, 30B in 0.9."""
+    shipped = load_assumptions("default")
+    without = replace(shipped, sync=replace(shipped.sync, slices_experts_s=0.0))
+    run = {"gpu": "H100", "framework": "NeMo RL, nccl_reshard", "train_gpus": 8, "rollout_gpus": 8}
+    for model, added_s in (("Qwen3-4B", 0.0), ("Qwen3-30B-A3B", shipped.sync.slices_experts_s)):
+        case = {"id": "x", "family": "f", "category": "weight_sync", "config": {**run, "model": model}}
+        (longer,), (shorter,) = (
+            compare({**case, "measured": {"sync_s": 1.0}}, a) for a in (shipped, without)
+        )
+        assert longer.predicted.value - shorter.predicted.value == pytest.approx(added_s)
 
 
 def test_an_engine_has_graphs_where_the_case_says_so() -> None:

@@ -185,7 +185,9 @@ class SyncAssumptions:
     handle_base_s: float
     """The same between processes that share devices: engines woken, memory mapped, handles opened."""
     slices_base_s: float
-    """The same where every receiver takes its own slices: memory registered, transfers planned, a barrier."""
+    """The same where every receiver takes its own slices: memory registered, a barrier."""
+    slices_experts_s: float
+    """What that takes longer where layers have experts: their slices planned, and sent rank by rank."""
     gather_bytes_per_s: float
     """Making full tensors in buckets and packing them."""
     far_gather_bytes_per_s: float

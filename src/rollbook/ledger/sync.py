@@ -182,7 +182,9 @@ def sync_account(
         for stage, seconds in stages.items()
         if stage != slowest
     )
-    fixed_s = _fixed_s(assumptions, work, total, per_receiver, tensors, crosses=crosses)
+    fixed_s = _fixed_s(
+        assumptions, work, total, per_receiver, tensors, crosses=crosses, has_experts=model.num_experts > 0
+    )
     return SyncAccount(
         total_bytes=total,
         bytes_per_sender=total / work.num_train_gpus,
@@ -205,6 +207,7 @@ def _fixed_s(
     tensors: int,
     *,
     crosses: bool,
+    has_experts: bool,
 ) -> float:
     base_s = {
         "in_process": assumptions.process_base_s,
@@ -212,6 +215,8 @@ def _fixed_s(
         "sharded": assumptions.slices_base_s,
     }
     seconds = base_s.get(work.method, assumptions.base_s if crosses else assumptions.near_base_s)
+    if work.method == "sharded" and has_experts:
+        seconds += assumptions.slices_experts_s
     if work.quantizes_tensors and not work.lora_rank:
         seconds += tensors * assumptions.quantize_tensor_s
     share = total / work.num_train_gpus
