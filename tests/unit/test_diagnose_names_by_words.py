@@ -38,6 +38,7 @@ OTHERS = {
     "is_truncated/mean": "response_length/clip_ratio",
     "generator/mean_output_tokens": "response_length/mean",
     "cuda/max_reserved_gib": "perf/max_memory_reserved_gb",
+    "perf/memory_reserved_gb": "perf/max_memory_reserved_gb",
     "gpu_memory/allocated_gib": "perf/max_memory_allocated_gb",
     "allocatedMemoryGB": "perf/max_memory_allocated_gb",
     "mismatch_kl/all/mean": "rollout_corr/kl",

@@ -65,6 +65,7 @@ _PLAIN = " ".join(sorted(_RUN))
 _ANSWER = "response|completion|output|gen|answer|sequence"
 _OF_KL = "ref reference mean train divergence loss penalty estimate actor policy grpo"
 _HAND_OVER = "prepare for gen engine and transfer update to"
+_DEVICE = "cuda gpu actor train torch perf stats device"
 _SECONDS = "s mean train perf timing timings total stats rl step per"
 _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("critic/rewards/mean", "reward", _PLAIN),
@@ -112,11 +113,11 @@ _MEANINGS: tuple[_Meaning, ...] = (
     _meaning("timing_s/adv", "advantage s", f"{_SECONDS} compute calculation"),
     _meaning("timing_s/testing", "eval s", _SECONDS),
     _meaning("timing_s/save_checkpoint", "checkpoint|save s", f"{_SECONDS} checkpoint save model checkpointing"),
-    _meaning("perf/max_memory_allocated_gb", "memory max|peak gb", "cuda gpu actor allocated train torch"),
-    _meaning("perf/max_memory_reserved_gb", "memory reserved gb", "cuda gpu actor max peak train torch"),
-    _meaning("perf/max_memory_allocated_gb", "max|peak allocated gb", "cuda gpu actor train torch"),
-    _meaning("perf/max_memory_allocated_gb", "memory allocated gb", "cuda gpu actor train torch", rank=1),
-    _meaning("perf/max_memory_reserved_gb", "max|peak reserved gb", "cuda gpu actor train torch"),
+    _meaning("perf/max_memory_allocated_gb", "memory max|peak gb", f"{_DEVICE} allocated"),
+    _meaning("perf/max_memory_reserved_gb", "memory reserved gb", f"{_DEVICE} max peak"),
+    _meaning("perf/max_memory_allocated_gb", "max|peak allocated gb", _DEVICE),
+    _meaning("perf/max_memory_allocated_gb", "memory allocated gb", _DEVICE, rank=1),
+    _meaning("perf/max_memory_reserved_gb", "max|peak reserved gb", _DEVICE),
     _meaning("training/rollout_probs_diff_mean", "rollout|engine train prob diff mean", ""),
     _meaning("training/rollout_probs_diff_max", "rollout|engine train prob diff max", ""),
     _meaning("training/logprob_gap/mean", "rollout|engine train logprob diff", "mean"),
