@@ -20,18 +20,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rollbook.algos.aggregate import LossCounts
 from rollbook.checkpoint.checkpoint import State, Written, load_checkpoint, write_arrays
-from rollbook.errors import CheckpointError, ConfigError
+from rollbook.errors import ConfigError
 from rollbook.ledger.hardware import MachineSpec
 from rollbook.modeling.config import ModelConfig
 from rollbook.modeling.load import DTYPES, LoadedModel, load_model
 from rollbook.modeling.logprobs import token_logprobs
 from rollbook.modeling.lora import base_digest
-from rollbook.observe.values import Last, Low, Peak, Ratio, Total, Values, merge
+from rollbook.observe.values import Total, Values, merge
 from rollbook.trainer.ceilings import measure_machine, wait_for
 from rollbook.trainer.config import CriticConfig, TrainerConfig
 from rollbook.trainer.critic import Critic
@@ -39,11 +38,13 @@ from rollbook.trainer.expert_load import ExpertLoad
 from rollbook.trainer.export import gathered
 from rollbook.trainer.mini_batches import mini_batches, require_trainable
 from rollbook.trainer.objective import CriticObjective, MicroBatch, NotingObjective, Objective
-from rollbook.trainer.optimizer import AdamW, Kept, UpdateReport, lower_precision
+from rollbook.trainer.optimizer import AdamW, Kept, lower_precision
 from rollbook.trainer.packing import ModelInputs, computed_tokens, deal_micro_batches, pack
 from rollbook.trainer.parallel import ALONE, Ranks
 from rollbook.trainer.policy import frozen_copy, predictor_states, trainable
+from rollbook.trainer.state import put_back, state_of
 from rollbook.trainer.teacher import load_teacher
+from rollbook.trainer.update_values import balance_values, update_values
 from rollbook.types import Floats, TrainBatch, TrainSequence
 from rollbook.weights import TensorSpec
 
@@ -343,11 +344,11 @@ class Trainer:
             if counts.num_loss_tokens == 0:
                 merge(reports, {f"trainer/{prefix}_empty_updates": Total(1)})
                 continue
-            merge(reports, _report(optimizer.step(lr), prefix))
+            merge(reports, update_values(optimizer.step(lr), prefix))
         self._release()
         values = self.ranks.merged(values)
         merge(values, reports)
-        return values | (_balance(rank_tokens) if prefix == "actor" and rank_tokens.any() else {})
+        return values | (balance_values(rank_tokens) if prefix == "actor" and rank_tokens.any() else {})
 
     def _counts(self, sequences: Sequence[TrainSequence], members: Iterable[int]) -> LossCounts:
         chosen = [sequences[i] for i in members]
@@ -405,16 +406,7 @@ class Trainer:
 
         There is no random state: the shuffle is a function of seed and step.
         """
-        state: dict[str, Any] = {"policy": self.optimizer.state_dict()}
-        if self.critic is not None:
-            state["critic"] = self.critic.optimizer.state_dict()
-        if self.reference is not None:
-            tensors = self.reference.named_tensors()
-            whole, local = self.ranks.whole, self.ranks.local
-            state["reference"] = {n: whole(local(t.detach()), t) for n, t in tensors.items()}
-        if self.model.lora is not None:
-            state["base"] = self._base_digest
-        return state
+        return state_of(self)
 
     def write_state(self, folder: Path, readable: Callable[[State], State] = lambda state: state) -> Written:
         """Write `state_dict` as files of a checkpoint; of several ranks, which all call this, rank 0 alone writes.
@@ -434,7 +426,6 @@ class Trainer:
         """
         self.load_state_dict(load_checkpoint(checkpoint, prove=False)["trainer"])
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken.
 
@@ -442,30 +433,11 @@ class Trainer:
             CheckpointError: of another model, or without the critic or reference this trainer has; of adapters on
                 another base.
         """
-        for role, is_here in (("critic", self.critic is not None), ("reference", self.reference is not None)):
-            if is_here and role not in state:
-                raise CheckpointError(
-                    f"the checkpoint has no {role} and this run needs one",
-                    "resume with the algorithm the run was started with",
-                )
-        base = state.get("base")
-        if self.model.lora is not None and base not in (None, self._base_digest):
-            raise CheckpointError(
-                f"the checkpoint's adapters stand on a base with the digest {base}, and {self.model.source} has "
-                f"{self._base_digest}",
-                "resume with the model.path (or model.seed) and model.dtype the run was started with, and its files",
-            )
-        self.optimizer.load_state_dict(state["policy"])
-        if self.critic is not None:
-            self.critic.optimizer.load_state_dict(state["critic"])
-        if self.reference is not None:
-            for name, tensor in self.reference.named_tensors().items():
-                saved = state["reference"][name]
-                is_sharded = self.ranks.is_sharded(tensor)
-                self.ranks.local(tensor.detach()).copy_(self.ranks.own_rows(saved) if is_sharded else saved)
+        put_back(self, state)
 
     @cached_property
-    def _base_digest(self) -> str:
+    def base_digest(self) -> str:
+        """Of the weights under the adapters, which no update moves."""
         return base_digest(self.model)
 
     def freeze_reference(self) -> None:
@@ -521,26 +493,3 @@ def _spread(values: Tensor, inputs: ModelInputs, micro: MicroBatch) -> Tensor:
     """[T] from [S] values of the action tokens; 0 elsewhere."""
     zeros = torch.zeros(micro.action_mask.shape[0], dtype=values.dtype, device=values.device)
     return zeros.index_copy(0, inputs.token_positions, values)
-
-
-def _balance(rank_tokens: NDArray[np.float64]) -> Values:
-    """Tokens of the policy's updates by rank, from the division that every rank knows."""
-    low, high = float(rank_tokens.min()), float(rank_tokens.max())
-    return {
-        "global_seqlen/mean": Ratio(float(rank_tokens.sum()), len(rank_tokens)),
-        "global_seqlen/max": Peak(high),
-        "global_seqlen/min": Low(low),
-        "global_seqlen/minmax_diff": Peak(high - low),
-    }
-
-
-def _report(report: UpdateReport, prefix: str) -> Values:
-    if not report.is_applied:
-        return {f"trainer/{prefix}_skipped_updates": Total(1)}
-    return {
-        f"{prefix}/grad_norm": Ratio(report.grad_norm, 1),
-        f"{prefix}/grad_clipped_frac": Ratio(report.is_clipped, 1),
-        f"{prefix}/lr": Last(report.lr),
-        f"trainer/{prefix}_updates": Total(1),
-        f"trainer/{prefix}_unmoved_updates": Total(not report.has_moved),
-    }
