@@ -27,7 +27,7 @@ def kind(mapping: SyncMapping, name: str) -> KindMove:
 
 def names() -> list[str]:
     text = (resources.files("rollbook.ledger") / "data" / "models.toml").read_text()
-    (rows,) = tomllib.loads(text).values()
+    rows = tomllib.loads(text)["model"]
     return [row["name"] for row in rows]
 
 
