@@ -18,8 +18,13 @@ Lack = Literal[
     "seconds of generation",
     "seconds of stages",
     "device memory",
+    "answer of a rule that failed",
 ]
-"""What a log has nothing of."""
+"""What a log has nothing of, or that its rule could not read it."""
+
+
+class RuleFailed(RuntimeWarning):
+    """A rule raised. The other rules judge all the same; warnings made errors show where it did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,12 +155,17 @@ class Diagnosis:
         return tuple(s.name for s in self.signals if s.verdict == "not collected")
 
     @property
+    def failed_rules(self) -> tuple[str, ...]:
+        """Those that raised instead of judging."""
+        return tuple(n.rule for n in self.not_judged if n.lacks == "answer of a rule that failed")
+
+    @property
     def verdict(self) -> str:
         """One word for programs: a rule's name, "well", or "not_judged" when two or more of the four signals are
-        missing."""
+        missing or a rule failed."""
         if self.findings:
             return self.findings[0].rule
-        return "well" if len(self.missing_signals) < 2 else "not_judged"
+        return "well" if len(self.missing_signals) < 2 and not self.failed_rules else "not_judged"
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only: what is not finite is null."""

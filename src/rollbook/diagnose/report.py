@@ -94,6 +94,11 @@ def headline(diagnosis: Diagnosis) -> tuple[str, str]:
     limited = f"; what limits the run: {diagnosis.states[0].title}" if diagnosis.states else ""
     if len(missing) == len(diagnosis.signals):
         return "NOT JUDGED", "too little was logged to judge the system"
+    if failed := diagnosis.failed_rules:
+        return (
+            "NOT JUDGED",
+            f"nothing else is wrong, but rules failed on this log: {', '.join(failed)}{but}{limited}",
+        )
     if diagnosis.verdict == "not_judged":
         says = f"nothing wrong shows in what was logged, but that is too little: {_without(missing)}"
         return "NOT JUDGED", says + but + limited

@@ -10,12 +10,22 @@ they explain what follows from them.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
 from rollbook.diagnose import cost, four_signals, states, stops
 from rollbook.diagnose.as_logged import as_logged
-from rollbook.diagnose.finding import Area, Diagnosis, Evidence, Finding, NotJudged, OtherRun, State
+from rollbook.diagnose.finding import (
+    Area,
+    Diagnosis,
+    Evidence,
+    Finding,
+    NotJudged,
+    OtherRun,
+    RuleFailed,
+    State,
+)
 from rollbook.diagnose.rules import (
     absurd_gradient,
     all_rejected,
@@ -141,7 +151,7 @@ LEAST_CONFIDENCE = 0.5
 def diagnose(run: RunSeries) -> Diagnosis:
     """Judge a run by every rule and put causes before consequences."""
     view = View.of(run)
-    judged = [rule(view) for rule in RULES.values()]
+    judged = [_answer(name, rule, view) for name, rule in RULES.items()]
     known_states = states.judge(view)
     standing = _standing(view, [j for j in judged if isinstance(j, Finding)], known_states)
     trifles = [f for f in standing if cost.is_trifle(view, f)]
@@ -165,6 +175,16 @@ def diagnose(run: RunSeries) -> Diagnosis:
         renamed=run.renamed,
     )
     return as_logged(diagnosis, view)
+
+
+def _answer(name: str, rule: Rule, view: View) -> Finding | NotJudged | None:
+    """What a rule says; one that raises leaves the others their say."""
+    try:
+        return rule(view)
+    except Exception as error:
+        warnings.warn(f"the rule {name} failed: {error!r}", RuleFailed, stacklevel=2)
+        collect = f"nothing: the rule failed with {error!r}; report it with the log"
+        return NotJudged(rule=name, lacks="answer of a rule that failed", missing=(), collect=collect)
 
 
 def _standing(view: View, found: list[Finding], known: list[State]) -> list[Finding]:

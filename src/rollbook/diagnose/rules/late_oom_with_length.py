@@ -152,6 +152,8 @@ def _lives_with_it(view: View, used: str, capacity: float) -> bool:
     are at their limit in step after step: what has fitted for so long, or at its longest, will fit."""
     values = view.values[used]
     most = np.maximum.accumulate(finite(values))
+    if not len(most) or most[-1] <= 0.0:
+        return False
     since = int(np.flatnonzero(most >= most[-1] - STILL_GROWS * capacity)[0])
     longest = view.values.get("response_length/max", np.zeros(0))
     stands = np.flatnonzero(np.nan_to_num(values) >= AT_LIMIT * most[-1])[0]

@@ -26,7 +26,7 @@ from rollbook.diagnose.rules.parts.bursts import (
 )
 from rollbook.diagnose.rules.parts.rare_tails import CALLS, rare_tails
 from rollbook.diagnose.rules.parts.stretches import own_reach
-from rollbook.diagnose.series import Series
+from rollbook.diagnose.series import Series, finite
 from rollbook.diagnose.signs.seconds import beyond_lengths, is_of_the_schedule, waiting_of
 from rollbook.diagnose.view import View
 from rollbook.diagnose.wording import num, share
@@ -142,6 +142,8 @@ def _tails(view: View, longest: str) -> Iterator[tuple[str, Series, float]]:
     for metric in dict.fromkeys(m for m in shows if view.count(m) >= LEAST_VALUES):
         values = view.values[metric]
         relative = values / mean if mean is not None and metric != TAIL else values
+        if len(finite(relative)) < LEAST_VALUES:
+            continue  # lengths and their mean stand in different steps
         yield metric, relative, LEAST_GROWTH
         if metric in TOKENS and (reach := own_reach(relative)) > LEAST_GROWTH:
             yield metric, relative, reach

@@ -155,8 +155,9 @@ def _climbs(
     smooth = running_median(values[known], 3)
     if spearman(smooth, known.astype(np.float64)) < STEADY:
         return None
-    top = int(np.flatnonzero(smooth >= early + 0.9 * (late - early))[0])
-    foot = int(np.flatnonzero(smooth <= early + 0.1 * (late - early))[-1])
+    above, below = smooth >= early + 0.9 * (late - early), smooth <= early + 0.1 * (late - early)
+    top = int(np.argmax(above)) if above.any() else len(known) - 1
+    foot = int(np.flatnonzero(below)[-1]) if below.any() else 0  # it climbs from the first value on
     if known[top] - known[foot] < LEAST_CLIMB * (known[-1] - known[0]):
         return None
     idx = foot_of_climb(values) if len(known) >= 12 else int(known[0])

@@ -75,7 +75,12 @@ def _largest(view: View, suffix: str, name: str) -> str | None:
 
 def device_gib(view: View) -> float | None:
     """The device's size if the log has it, else that of the smallest that holds what was reserved; None when nothing is
-    known."""
+    known, or what the log has is no size."""
+    gib = _told_gib(view)
+    return gib if gib is not None and gib > 0.0 else None
+
+
+def _told_gib(view: View) -> float | None:
     if view.has(TOTAL):
         return view.last(TOTAL)
     free = view.family("memory/", "/free_bytes")
@@ -111,6 +116,8 @@ def is_size_known(view: View, used: str, capacity: float) -> bool:
     if kept is None or kept == used:
         return False
     third = max(3, view.n // 3)
+    if min(view.level(kept, 0, third), _last_peak(view, kept)) <= 0.0:
+        return False
     first = 1.0 - view.level(used, 0, third) / view.level(kept, 0, third)
     last = 1.0 - _last_peak(view, used) / _last_peak(view, kept)
     return _last_peak(view, kept) >= TO_THE_LAST * capacity or last <= min(NO_ROOM, CLOSED_FRAC * first)
