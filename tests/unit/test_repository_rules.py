@@ -33,7 +33,7 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 
 STEPS = [
-    {"types", "weights", "errors", "section", "observe"},
+    {"types", "weights", "kernels", "errors", "section", "observe"},
     {"ledger", "algos", "envs", "modeling", "checkpoint"},
     {"rollout", "buffer", "trainer", "sync", "memory", "planner", "diagnose"},
     {"config"},
