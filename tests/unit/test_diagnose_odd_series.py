@@ -12,6 +12,8 @@ from tests.diagnose_runs import Array, noisy, run_of
 from rollbook.diagnose import four_signals, states, tree
 from rollbook.diagnose.finding import RuleFailed
 from rollbook.diagnose.report import to_text
+from rollbook.diagnose.rules import late_oom_with_length
+from rollbook.diagnose.signs import memory
 from rollbook.diagnose.signs.living import unreturned
 from rollbook.diagnose.view import View
 from rollbook.observe.catalogue import names
@@ -96,3 +98,8 @@ def test_a_rule_that_raises_is_named_and_the_others_judge(monkeypatch: pytest.Mo
         found = tree.diagnose(run_of({}, n=N))
     assert found.verdict == "not_judged"
     assert "rule that failed: sandbox_leak" in " ".join(to_text(found).split())
+
+
+def test_memory_below_nothing_of_a_device_that_is_known_is_judged() -> None:
+    values = {memory.ALLOCATED: np.full(N, -5.0), memory.TOTAL: np.full(N, 80.0)}
+    late_oom_with_length.judge(View.of(run_of(values, n=N)))
