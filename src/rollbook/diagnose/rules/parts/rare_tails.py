@@ -66,7 +66,7 @@ def _for_some_at_the_limit(view: View, waiting: str) -> tuple[tuple[Evidence, ..
     mean = view.values.get("response_length/mean")
     if longest is None or mean is None or view.count(waiting) < 20:
         return None
-    pace = view.values[waiting] / mean
+    pace = view.values[waiting] / np.where(mean > 0.0, mean, np.nan)
     hit = _far_apart(pace, most=FREQUENT, apart=APART_BY_TOKENS, far=SLOWER)
     if hit is None:
         return None
