@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tests.diagnose_runs import Array, noisy, run_of
 
 from rollbook.diagnose.finding import Diagnosis
+from rollbook.diagnose.readers.table import load
 from rollbook.diagnose.tree import diagnose
 
 N = 200
@@ -163,3 +167,24 @@ def test_steps_that_wait_each_have_a_response_at_the_limit(
     }
     found = diagnose(run_of(values, n=N)).verdict
     assert (found == "tail_burst") == (verdict == "tail_burst")
+
+
+def test_calls_of_the_slowest_trajectory_are_read_under_their_name(tmp_path: Path) -> None:
+    """As verl's agent loop writes them."""
+    waits = 150.0 * FEW
+    rows = [
+        {
+            "agent_loop/slowest/tool_calls": 4.0 + waits[i],
+            "num_turns/mean": 6.0,
+            "response_length/mean": 800.0,
+            "response_length/max": 3000.0 + i,
+            "timing_s/gen": 50.0 + waits[i] + i % 3,
+            "timing_s/step": 105.0 + waits[i] + i % 3,
+        }
+        for i in range(N)
+    ]
+    log = tmp_path / "run.jsonl"
+    log.write_text("".join(json.dumps({"step": i + 1, "data": row}) + "\n" for i, row in enumerate(rows)))
+    found = diagnose(load(str(log)))
+    assert (found.verdict, found.findings[0].step) == ("tail_burst", 62)
+    assert "calls" in found.findings[0].title

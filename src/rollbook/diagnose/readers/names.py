@@ -26,6 +26,8 @@ VERL = {
     "timing_s/agent_loop/tool_calls/max": "env/turn_s/max",
     "agent_loop/tool_calls/mean": "env/turn_s/mean",
     "agent_loop/tool_calls/max": "env/turn_s/max",
+    "timing_s/agent_loop/slowest/tool_calls": "perf/non_generation_time/max",
+    "agent_loop/slowest/tool_calls": "perf/non_generation_time/max",
     "training/rollout_probs_diff/mean": "training/rollout_probs_diff_mean",
     "training/rollout_probs_diff/max": "training/rollout_probs_diff_max",
     "training/rollout_probs_diff/std": "training/rollout_probs_diff_std",
