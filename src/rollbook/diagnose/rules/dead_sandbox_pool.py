@@ -257,7 +257,7 @@ def _at(view: View, idx: int) -> Finding | None:
     weight = sum(sign.points for sign in signs) + 1.0 * _most_fail(view, failed, idx)
     at_once = float(np.mean([sign.contrast.is_at_once for sign in signs])) >= 0.5
     is_quick = any(_is_quick(view, metric) for metric in failed)  # what follows takes as many steps
-    if weight < LEAST_POINTS or not (at_once or is_quick):
+    if weight < LEAST_POINTS or not (at_once or is_quick or _waits_for_less(view, idx)):
         return None
     return finding(
         title=TITLE + (SCORED if fell else ""),
@@ -267,6 +267,16 @@ def _at(view: View, idx: int) -> Finding | None:
         cost_reward=max(0.0, -lost.diff) if lost is not None else None,
         action=f"{ACTION}; drop the updates since step {view.step_at(idx)} if they were scored",
     )
+
+
+def _waits_for_less(view: View, idx: int) -> bool:
+    """Whether generation takes longer from a position on though episodes and answers are shorter: calls that time out,
+    one after the other; a policy that gives up early is quicker."""
+    longer, *shorter = (
+        view.contrast(metric, idx, width=8) for metric in ("timing_s/gen", TURNS, "response_length/mean")
+    )
+    waits = longer is not None and longer.score >= 5 and longer.ratio >= 1.2
+    return waits and all(c is not None and c.score <= -5 and c.ratio <= 0.9 for c in shorter)
 
 
 def _of_the_environment(view: View, idx: int, failed: Sequence[str]) -> Iterator[Sign]:
