@@ -31,7 +31,7 @@ def test_an_export_that_hangs_ends_the_run_which_says_so(tmp_path: Path) -> None
         source.export_weights = stuck  # type: ignore[method-assign]
 
     deadlines = {"sync.export_deadline_s": 0.2, "sync.abort_deadline_s": 0.2}
-    before = threading.active_count()
+    before = set(threading.enumerate())
     try:
         with pytest.raises(DeadlineError, match="did not export bucket 0 of version 2"):
             run_tiny(tmp_path, num_steps=3, faults=[hang], **deadlines)
@@ -40,8 +40,8 @@ def test_an_export_that_hangs_ends_the_run_which_says_so(tmp_path: Path) -> None
     finally:
         num_read = len(read)
         release.set()
-    for thread in threading.enumerate():
-        if thread.name == "export":
-            thread.join(60)
-    assert threading.active_count() <= before
+    exports = [t for t in threading.enumerate() if t.name == "export" and t not in before]
+    for thread in exports:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in exports)
     assert len(read) == num_read + 1, "the tensor at which it hung, and no other"
