@@ -1,6 +1,6 @@
 """How often `rollbook diagnose` names the right cause first, how often it alarms on what is well, and how fast it is.
 
-    python bench/diagnose.py                       # 20 seeds of everything, about ten minutes on one core
+    python bench/diagnose.py                       # 20 seeds of everything, about three quarters of an hour on one core
     python bench/diagnose.py --seeds 3             # a glance
     python bench/diagnose.py --only healthy --seeds 300 --first-seed 5000
     python bench/diagnose.py --suites reported --seeds 25   # the logs of one generator alone
