@@ -90,20 +90,6 @@ def test_negative_seconds_are_left_out_and_said_with_their_steps() -> None:
     assert says in run.notes
 
 
-def test_seconds_that_no_stage_takes_are_left_out_and_said() -> None:
-    """1764.5 million seconds since 1970 stand where a difference belongs."""
-    week_s = 7 * 86_400.0
-    rows = [
-        (s, {"timing_s/step": 1.7645e9 if s == 5 else week_s, "perf/total_num_tokens": 4e9})
-        for s in range(1, 9)
-    ]
-    run = _run(rows)
-    assert np.isnan(run.values["timing_s/step"]).tolist() == [s == 5 for s in range(1, 9)]
-    assert run.values["perf/total_num_tokens"].tolist() == [4e9] * 8
-    says = "more than 30 days (a clock was set), and left out: timing_s/step in 1 step, the first 5"
-    assert says in run.notes
-
-
 def test_events_belong_to_the_run_in_which_they_were_written() -> None:
     items = [
         Row(step=1, data={"a": 1.0}),

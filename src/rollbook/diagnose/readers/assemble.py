@@ -194,8 +194,6 @@ MAX_NAMED = 3
 
 SECONDS = "timing_s/"
 """Names of what was timed begin so; seconds are never negative."""
-MOST_S = 30 * 86_400.0
-"""Seconds that no stage takes: a clock was set, or a difference lacks what it was taken from."""
 
 
 def _where(steps_of: dict[str, list[int]]) -> str:
@@ -231,7 +229,6 @@ def _finish(
     values: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     non_finite: dict[str, list[int]] = {}
     negative: dict[str, list[int]] = {}
-    endless: dict[str, list[int]] = {}
     for name, column in run.columns.items():
         rows = np.frombuffer(column.rows, np.int64)
         written = np.frombuffer(column.values, np.float64)
@@ -242,18 +239,16 @@ def _finish(
         finite = np.abs(written) < LARGEST  # NaN is not
         dense = np.full(len(ordered), np.nan)
         dense[places[used]] = np.where(finite, written, np.nan)[used]
-        if name.startswith(SECONDS):
-            for wrong, is_wrong in ((negative, dense < 0.0), (endless, dense > MOST_S)):
-                if is_wrong.any():
-                    wrong[name] = ordered[is_wrong].tolist()
-                    dense[is_wrong] = np.nan
+        if name.startswith(SECONDS) and (dense < 0.0).any():
+            negative[name] = ordered[dense < 0.0].tolist()
+            dense[dense < 0.0] = np.nan
         values[name] = dense
         if not finite[used].all():
             non_finite[name] = sorted(
                 {int(ordered[p]) for p in places[used & ~finite] if not np.isfinite(dense[p])}
             )
     non_finite = {name: steps for name, steps in non_finite.items() if steps}
-    notes += _oddities(run, ordered, non_finite, negative, endless)
+    notes += _oddities(run, ordered, non_finite, negative)
     return RunSeries(
         source=source,
         format=format,
@@ -271,19 +266,13 @@ def _finish(
 
 
 def _oddities(
-    run: _Run,
-    ordered: NDArray[np.int64],
-    non_finite: dict[str, list[int]],
-    negative: dict[str, list[int]],
-    endless: dict[str, list[int]],
+    run: _Run, ordered: NDArray[np.int64], non_finite: dict[str, list[int]], negative: dict[str, list[int]]
 ) -> Iterator[str]:
     """What was odd in the log, and what was done about it."""
     if non_finite:
         yield f"NaN, null or infinite, and left out: {_where(non_finite)}"
     if negative:
         yield f"less than 0 s (a clock was set back), and left out: {_where(negative)}"
-    if endless:
-        yield f"more than 30 days (a clock was set), and left out: {_where(endless)}"
     if run.num_out_of_order and not run.seams:
         yield f"{counted(run.num_out_of_order, 'row')} out of order: sorted by step"
     if run.num_clock_jumps:
