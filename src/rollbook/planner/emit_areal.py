@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rollbook.ledger.layout import ReplicaLayout, TrainLayout
+from rollbook.ledger.step import is_colocated
 from rollbook.planner.candidate import Candidate
 from rollbook.planner.emit_engine import engine_memory_frac, is_megatron, prompt_tokens_of_chunk
 from rollbook.planner.engines import engine_sentence
@@ -36,7 +37,7 @@ def areal_yaml(plan: Plan) -> str:
         "max_head_offpolicyness": bound,
         "tokenizer_path": "${tokenizer_path}",
     }
-    if not chosen.mode.startswith("separate"):
+    if is_colocated(chosen.mode):
         rollout["scheduling_strategy"] = {"type": "colocation", "target": "actor"}
     actor: dict[str, object] = {
         **names,
@@ -65,7 +66,7 @@ def areal_yaml(plan: Plan) -> str:
         "seed": 1,
         "total_train_epochs": 1,
         "tokenizer_path": path,
-        "enable_offload": not chosen.mode.startswith("separate") and chosen.sleep.moves_state,
+        "enable_offload": is_colocated(chosen.mode) and chosen.sleep.moves_state,
         "cluster": {
             "n_nodes": r.cluster.num_nodes,
             "n_gpus_per_node": min(r.cluster.gpus_per_node, r.cluster.num_gpus),

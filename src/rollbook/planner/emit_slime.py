@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from rollbook.ledger.step import is_colocated
 from rollbook.planner.candidate import Candidate
 from rollbook.planner.emit_engine import engine_memory_frac, prompt_tokens_of_chunk, uneven_last_stage
 from rollbook.planner.engines import engine_sentence
@@ -55,7 +56,7 @@ def _cluster(plan: Plan, chosen: Candidate) -> list[str]:
         f"--actor-num-gpus-per-node {per_node}",
         f"--rollout-num-gpus-per-engine {chosen.rollout_layout.num_gpus}",
     ]
-    if chosen.mode.startswith("separate"):
+    if not is_colocated(chosen.mode):
         return [*arguments, f"--rollout-num-gpus {rollout}"]
     arguments.append("--colocate")  # which offloads both, unless told not to
     if not chosen.sleep.moves_state:

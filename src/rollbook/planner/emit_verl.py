@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rollbook.errors import PlanError
+from rollbook.ledger.step import is_colocated
 from rollbook.observe.numbers import counted
 from rollbook.planner.candidate import Candidate
 from rollbook.planner.emit_engine import engine_memory_frac, is_megatron, uneven_last_stage
@@ -141,7 +142,7 @@ def _actor(plan: Plan, chosen: Candidate) -> list[Override]:
         ),
         Override(f"{actor}.use_kl_loss", work.uses_reference and work.algorithm == "grpo"),
     ]
-    is_shared = not chosen.mode.startswith("separate")
+    is_shared = is_colocated(chosen.mode)
     offloads = (is_shared and chosen.sleep.moves_state) or chosen.train.is_offloaded
     why = "the engine has the memory while it generates" if offloads else ""
     if is_shared and not offloads:
@@ -179,7 +180,7 @@ def _actor(plan: Plan, chosen: Candidate) -> list[Override]:
 
 
 def _updates_per_sync(plan: Plan, chosen: Candidate) -> int:
-    if not chosen.mode.startswith("separate"):
+    if is_colocated(chosen.mode):
         return plan.request.workload.num_mini_batches
     work = plan.request.workload
     updates = work.num_mini_batches
@@ -215,7 +216,7 @@ def _rollout(plan: Plan, chosen: Candidate) -> list[Override]:
         ]
     if layout.weight_dtype == "float8":
         overrides.append(Override(f"{rollout}.quantization", "fp8"))
-    if chosen.mode.startswith("separate"):
+    if not is_colocated(chosen.mode):
         per_node = min(r.cluster.gpus_per_node, side.num_gpus)
         overrides += [
             Override(f"{rollout}.nnodes", math.ceil(side.num_gpus / per_node), "the separated rollout pool"),
@@ -228,7 +229,7 @@ def _rollout(plan: Plan, chosen: Candidate) -> list[Override]:
 
 def _awake(chosen: Candidate) -> list[Override]:
     """verl's engines sleep while the trainer works, unless told not to."""
-    if chosen.mode.startswith("separate") or chosen.sleep.sleep_level:
+    if not is_colocated(chosen.mode) or chosen.sleep.sleep_level:
         return []
     key = "actor_rollout_ref.rollout.free_cache_engine"
     return [Override(key, False, "engines fit beside a trainer at work, so they stay awake")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rollbook.ledger.step import is_colocated
 from rollbook.planner.candidate import Candidate
 from rollbook.planner.plan import Plan
 
@@ -29,7 +30,7 @@ class Pool:
 def pools(plan: Plan, chosen: Candidate) -> list[Pool]:
     """GPU pools of the topology, and a CPU pool where environments or sandboxes need one."""
     per_node = plan.request.cluster.gpus_per_node
-    if chosen.mode.startswith("separate"):
+    if not is_colocated(chosen.mode):
         rollout, train = chosen.split
         found = [_gpu_pool("rollout", rollout, per_node), _gpu_pool("train", train, per_node)]
     else:

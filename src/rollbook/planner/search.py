@@ -49,7 +49,7 @@ SAME_FRAC = 0.01
 _VISIBLE_SYNC_FRAC = 0.05
 """Share of the step up to which a broadcast, the plainest transport, is not questioned."""
 _APART = SleepChoice()
-"""Of sides that share nothing: not read."""
+"""Of sides that share nothing: neither holds anything of the other's GPUs."""
 _COLOCATED: tuple[Mode, ...] = ("sync", "colocate_async")
 _SEPARATED: tuple[Mode, ...] = ("separate_async", "separate_sync")
 
@@ -161,7 +161,7 @@ class Search:
         self, topology: Topology, train: TrainChoice, sleep: SleepChoice, below_s: float
     ) -> Candidate:
         mode, num_rollout_gpus, _ = topology
-        held = held_bytes(self.request, train, sleep) if is_colocated(mode) else 0.0
+        held = held_bytes(self.request, train, sleep)
         switch_s = self._switch_s(mode, train, sleep)
         best: Candidate | None = None
         limit_s, is_raced = math.inf, False
@@ -208,7 +208,7 @@ class Search:
         if floor_s >= limit_s:
             is_least = is_bounded or self.engines.has_environments
             return replace(joined, account=stretched(joined.account, floor_s), is_least=is_least), False
-        held = held_bytes(self.request, joined.train, joined.sleep) if is_colocated(mode) else 0.0
+        held = held_bytes(self.request, joined.train, joined.sleep)
         side = self.engines.followed(rollout, mode, layout, held)
         if side is not rollout:
             joined = self._joined(mode, side, layout, joined.train, joined.sleep)

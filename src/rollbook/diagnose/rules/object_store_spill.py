@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rollbook.diagnose.breaks import Break
+from rollbook.diagnose.breaks import BASELINE, Break
 from rollbook.diagnose.finding import Evidence, Finding, NotJudged
 from rollbook.diagnose.rules.parts.same_seconds import LOST_S, same_seconds
 from rollbook.diagnose.signs.seconds import (
@@ -134,12 +134,12 @@ def _slower_since(view: View, since: int) -> list[Evidence]:
     if view.level("host/object_store_spilled_bytes", since) < MUCH_A_STEP:
         return []
     late = since + (view.n - since) // 2
-    work = next((m for m in ("perf/total_num_tokens", "response_length/mean") if m in view.values), None)
-    grown = 1.0 if work is None else view.level(work, late) / view.level(work, since - BEFORE, since)
+    work = view.first("perf/total_num_tokens", "response_length/mean")
+    grown = 1.0 if work is None else view.level(work, late) / view.level(work, since - BASELINE, since)
 
     def slower(metric: str, least: float) -> Evidence | None:
-        before, after = view.level(metric, since - BEFORE, since), view.level(metric, late)
-        noise = view.noise_before(metric, since) / np.sqrt(min(since, BEFORE))
+        before, after = view.level(metric, since - BASELINE, since), view.level(metric, late)
+        noise = view.noise_before(metric, since) / np.sqrt(min(since, BASELINE))
         lost_s = after - before * max(grown, 1.0)
         if not lost_s >= max((least - 1.0) * before, 4.0 * noise, LOST_S):  # one of them is not known
             return None
@@ -157,8 +157,6 @@ def _slower_since(view: View, since: int) -> list[Evidence]:
     return [*found, step] if found and step is not None else []
 
 
-BEFORE = 40
-"""Steps before it that tell what a step took."""
 MUCH_GIB, VERY_MUCH_GIB = 20.0, 100.0
 """Spilled since the start by one node, from which on that alone is worth a word, or fills a disk: the first 2 GiB are
 said of any job whose batch was once larger than the store."""

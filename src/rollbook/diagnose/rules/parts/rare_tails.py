@@ -62,7 +62,7 @@ CLOSE = 1.4
 def _for_some_at_the_limit(view: View, waiting: str) -> tuple[tuple[Evidence, ...], float] | None:
     """Steps that wait much longer for their lengths than all others, and each has a response that ends at the limit:
     lengths come near to it, so that none can be far longer than others, and some of these end there too."""
-    longest = next((m for m in RESPONSES if m in view.values), None)
+    longest = view.first(*RESPONSES)
     mean = view.values.get("response_length/mean")
     if longest is None or mean is None or view.count(waiting) < 20:
         return None
